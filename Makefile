@@ -1,0 +1,60 @@
+# Everything runs in .venv, which is made from constraints.txt on first use.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+
+# The part of the rules (kvps/core, kvps/messages.py, kvps/wire.py) that the tests without
+# sockets have to reach, in percent of lines and branches.
+COVERAGE_GATE := 100
+PURE_TESTS    := $(wildcard tests/unit tests/scenarios tests/properties tests/simulation)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint cover check bench docs test-docker clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "kvps needs Python 3.11 or later, this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "Installing kvps and its dependencies (torch is large) into .venv: some minutes, once ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+.venv/.installed-docs: .venv/.installed
+	@echo "Installing Sphinx into .venv ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 servers
+	$(BIN)/kvps-launch -n 2 -s 2 -- $(BIN)/python examples/digits.py --store dist_sync --save demo.safetensors
+
+test: .venv/.installed  ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed  ## check format, style, types and layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+cover: .venv/.installed  ## check that the tests without sockets cover the rules
+	$(BIN)/python -m pytest --quiet --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
+
+check: lint test cover  ## all of the three above: run it before a commit
+
+bench: .venv/.installed  ## measure, and print a table
+	$(BIN)/python benchmarks/run.py
+
+docs: .venv/.installed-docs  ## build the documentation into docs/_build
+	$(BIN)/sphinx-build -n -W --keep-going -q -b html docs docs/_build
+	@echo "Open docs/_build/index.html"
+
+test-docker:  ## build the image and train in containers
+	deploy/test.sh
+
+clean:  ## remove .venv and everything that was built
+	rm -rf .venv build dist docs/_build .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache demo.safetensors
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,97 @@
+"""kvps: a parameter server for PyTorch.
+
+The public names are loaded when they are first used, so that the scheduler and every ``--help``
+start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvps.errors import (
+        ConfigError,
+        EpochChanged,
+        Fenced,
+        KeyNotFound,
+        KvpsError,
+        Mismatch,
+        NonFinite,
+        Overload,
+        ProtocolError,
+        SchedulerLost,
+        ServerLost,
+        StorageError,
+        Timeout,
+        Unauthorized,
+        WorkerLost,
+    )
+    from kvps.store.base import KVStoreBase
+    from kvps.store.cluster import LocalCluster
+    from kvps.store.create import create, shutdown
+    from kvps.store.kvstore import KVStore
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "kvps.errors": (
+        "ConfigError",
+        "EpochChanged",
+        "Fenced",
+        "KeyNotFound",
+        "KvpsError",
+        "Mismatch",
+        "NonFinite",
+        "Overload",
+        "ProtocolError",
+        "SchedulerLost",
+        "ServerLost",
+        "StorageError",
+        "Timeout",
+        "Unauthorized",
+        "WorkerLost",
+    ),
+    "kvps.store.base": ("KVStoreBase",),
+    "kvps.store.cluster": ("LocalCluster",),
+    "kvps.store.create": ("create", "shutdown"),
+    "kvps.store.kvstore": ("KVStore",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ConfigError",
+    "EpochChanged",
+    "Fenced",
+    "KVStore",
+    "KVStoreBase",
+    "KeyNotFound",
+    "KvpsError",
+    "LocalCluster",
+    "Mismatch",
+    "NonFinite",
+    "Overload",
+    "ProtocolError",
+    "SchedulerLost",
+    "ServerLost",
+    "StorageError",
+    "Timeout",
+    "Unauthorized",
+    "WorkerLost",
+    "__version__",
+    "create",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvps' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,133 @@
+"""What a training script may ask of its worker core: one frozen class per call.
+
+The store makes these from the user's arguments, already checked for shape and type; the core
+answers each with one :class:`~kvps.core.effects.Finish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvps.core.hyper import Hyper
+from kvps.messages import Open
+from kvps.specs import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all calls have."""
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore(Call):
+    """Make the store known to every server."""
+
+    opened: Open
+    worker_grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Init(Call):
+    """Create keys (rank 0) or wait until they are there. ``rows`` are flat values."""
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(Call):
+    """Give every rank this call's value of rank 0; it is written into ``sinks``."""
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+    sinks: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Call):
+    """Learn what these keys are; finishes with their specs, None for an unknown one."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushValues(Call):
+    """Push ``rows``, flat and one per key; with ``sinks``, pull the new values into them."""
+
+    keys: tuple[str, ...]
+    rows: tuple[torch.Tensor, ...]
+    sinks: tuple[torch.Tensor, ...] | None
+    priority: int
+    eager: bool
+    """Copy all values before anything else, so that the caller may reuse them soonest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullValues(Call):
+    """Pull into ``sinks``, flat and one per key."""
+
+    keys: tuple[str, ...]
+    sinks: tuple[torch.Tensor, ...]
+    priority: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Call):
+    """Finishes with the version of each key."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Call):
+    """Number the next pushes of ``keys`` from what this rank owes; finishes with that number."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptimizer(Call):
+    """Install ``hyper`` on every server (rank 0), or check that it is there."""
+
+    hyper: Hyper
+
+
+@dataclass(frozen=True, slots=True)
+class SetRate(Call):
+    """Set the learning rate on every server (rank 0), or check it."""
+
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stand(Call):
+    """Flush, then wait at a barrier."""
+
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Call):
+    """Finish when all earlier pushes are taken in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Call):
+    """Finishes with every server's STATUS answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState(Call):
+    """Finishes with (key -> (step, state name -> flat tensor))."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState(Call):
+    """Put optimizer states on the servers, in the form SaveState gives them."""
+
+    states: dict[str, tuple[int, dict[str, torch.Tensor]]]

@@ -1,0 +1,102 @@
+"""What a core may ask of the world, and the three doors through which the world calls a core.
+
+A core never does anything: it yields effects, one after another, and the driver performs each
+as it comes (so that a chunk is on the wire while the next is being copied). A test collects them
+into a list and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvps.errors import KvpsError
+from kvps.messages import Packet
+
+Route = str | bytes
+"""A way to a peer: the name of a connection that we opened (``"scheduler"``, ``"server 1"``), or
+the routing id of one that was opened to us. An address, never an identity."""
+
+
+class Hold(Protocol):
+    """Memory that must not change until the world has read it."""
+
+    def release(self) -> None:
+        """The world has read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``packet`` along ``to``; release ``hold`` once its payload has been read."""
+
+    to: Route
+    packet: Packet
+    hold: Hold | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a connection to ``endpoint`` and call it ``to``; a second time, replace it."""
+
+    to: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact worth a line of log. ``level`` is ``debug``, ``info``, ``warning`` or ``error``."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The user's call ``ticket`` ends, with a value or with an error."""
+
+    ticket: int
+    value: object = None
+    error: KvpsError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The values that the user's call ``ticket`` gave are copied; the caller may reuse them."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write this state where a restart finds it, before any later effect is performed."""
+
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End this process's part in the job, with this exit code."""
+
+    code: int
+    reason: str
+
+
+Effect = Send | Connect | Note | Finish | Copied | Save | Exit
+Effects = Iterator[Effect]
+
+
+class Core(Protocol):
+    """The doors of a core. ``now`` is in seconds on a monotonic clock."""
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        """A peer said something."""
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        """The connection along ``route`` broke: a hint that the peer may have ended."""
+
+    def on_timer(self, now: float) -> Effects:
+        """The deadline is reached."""
+
+    def deadline(self) -> float | None:
+        """When :meth:`on_timer` must be called next; None while nothing is due."""

@@ -1,0 +1,574 @@
+"""Which hyper-parameters each optimizer has, and which values of them are allowed.
+
+Theory of operation
+-------------------
+An optimizer crosses the network as a *name* and *numbers*, never as code. This file is the one
+judge of both: the worker asks it before it sends, and the server asks it again about what came
+in, with the same function, :func:`resolve`::
+
+    set_optimizer("sgd", learning_rate=0.1) -> resolve -> Hyper -> to_wire
+                                                                      |  (network)
+                                    Updater <- Hyper <- resolve <- from_wire
+
+A :class:`Hyper` is therefore always complete (defaults are filled in), in range and finite.
+Defaults are torch.optim's where torch has the optimizer and MXNet's otherwise. torch is not
+imported here: a launcher may check a job's settings without paying for it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+
+from kvps.errors import ConfigError
+
+Value = float | int | bool | None
+"""One hyper-parameter's value, after checking."""
+
+WireValue = float | int | bool | None | dict[str, float]
+"""What a hyper-parameter is on the wire: a number, a flag, nil, or a map of multipliers."""
+
+ALIASES: Mapping[str, str] = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
+"""MXNet's spelling -> ours; each counts only in a schema that has the parameter."""
+
+MULTIPLIERS = ("lr_mult", "wd_mult")
+"""Names of the two per-key maps, common to all optimizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One declared hyper-parameter: its name, default, kind and range.
+
+    Args:
+        name: as users spell it.
+        default: value when not given. ``None`` makes the parameter optional: ``None`` may then
+            also be given, and means "off".
+        kind: ``float`` (the default), ``int`` or ``bool``.
+        low, high: the range; ``None`` is unbounded. The bounds belong to the range unless
+            ``low_open`` / ``high_open`` say otherwise.
+        doc: one line for people.
+
+    Example::
+
+        >>> Parameter("beta1", 0.9, low=0.0, high=1.0, high_open=True).check("adam", 0.5)
+        0.5
+    """
+
+    name: str
+    default: Value
+    kind: type[float] | type[int] | type[bool] = float
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+    doc: str = ""
+
+    @property
+    def range(self) -> str:
+        """The allowed values in words, e.g. ``"a number in [0, 1)"``."""
+        if self.kind is bool:
+            return "True or False"
+        noun = "a whole number" if self.kind is int else "a number"
+        bounds = ""
+        if self.low is not None or self.high is not None:
+            left = "(-inf" if self.low is None else f"{'(' if self.low_open else '['}{self.low:g}"
+            right = (
+                "inf)" if self.high is None else f"{self.high:g}{')' if self.high_open else ']'}"
+            )
+            bounds = f" in {left}, {right}"
+        return noun + bounds + (" or None" if self.default is None else "")
+
+    def check(self, optimizer: str, value: object) -> Value:
+        """Return ``value`` as this parameter's kind.
+
+        Args:
+            optimizer: whose parameter it is; for the error text.
+            value: anything; Python and numpy scalars of the right kind are accepted. A bool is
+                not a number, and a number is not a bool.
+
+        Raises:
+            ConfigError: wrong kind, NaN, infinite, or out of range.
+        """
+        if value is None and self.default is None:
+            return None
+        if self.kind is bool:
+            if not isinstance(value, bool | np.bool_):
+                raise self._refusal(optimizer, value)
+            return bool(value)
+        number = _as_int(value) if self.kind is int else _as_float(value)
+        if number is None or not self._contains(number):
+            raise self._refusal(optimizer, value)
+        return number
+
+    def _contains(self, number: float) -> bool:
+        if self.low is not None and not (
+            number > self.low if self.low_open else number >= self.low
+        ):
+            return False
+        return self.high is None or (number < self.high if self.high_open else number <= self.high)
+
+    def _refusal(self, optimizer: str, value: object) -> ConfigError:
+        # reprlib: the value may have come from the network and be as long as the sender liked.
+        return ConfigError(
+            f"optimizer '{optimizer}': {self.name}={reprlib.repr(value)} is not allowed; "
+            f"give {self.range}"
+        )
+
+
+def _as_int(value: object) -> int | None:
+    """Return ``value`` as an int, or None where it is not a whole number by type."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
+def _as_float(value: object) -> float | None:
+    """Return ``value`` as a finite float, or None where there is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a Python int beyond the range of a float
+        return None
+    return number if math.isfinite(number) else None
+
+
+Check = Callable[[Mapping[str, Value]], str | None]
+"""A rule over several parameters: what is wrong and what to do, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """All hyper-parameters of one optimizer; :meth:`of` adds the common ones.
+
+    Args:
+        name: the optimizer's name, lower-case.
+        parameters: every parameter, the common ones included, in the order they are listed.
+        aliases: other spelling -> parameter name, for this optimizer only.
+        pairs: name of a pair -> the two parameters it sets, e.g. ``betas``.
+        check: a rule over several parameters, or None.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    check: Check | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        *own: Parameter,
+        lr: float,
+        weight_decay: float = 0.0,
+        aliases: Mapping[str, str] | None = None,
+        check: Check | None = None,
+    ) -> Schema:
+        """Return the schema of ``name``: the common parameters, then ``own``.
+
+        Args:
+            own: parameters of this optimizer; one named like a common parameter replaces it.
+            lr, weight_decay: defaults of these two.
+            aliases, check: as in :class:`Schema`.
+
+        Example::
+
+            Schema.of("mine", Parameter("momentum", 0.9, low=0.0), lr=0.1)
+        """
+        parameters = {parameter.name: parameter for parameter in _common(lr, weight_decay)}
+        parameters.update((parameter.name, parameter) for parameter in own)
+        known = {alias: real for alias, real in ALIASES.items() if real in parameters}
+        has_betas = {"beta1", "beta2"} <= parameters.keys()
+        return cls(
+            name=name,
+            parameters=tuple(parameters.values()),
+            aliases=known | dict(aliases or {}),
+            pairs={"betas": ("beta1", "beta2")} if has_betas else {},
+            check=check,
+        )
+
+    def by_name(self) -> dict[str, Parameter]:
+        """Return name -> parameter, in order."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def valid_names(self) -> str:
+        """Return every accepted spelling, for an error text."""
+        names = [parameter.name for parameter in self.parameters]
+        return ", ".join([*names, *self.pairs, *MULTIPLIERS, *self.aliases])
+
+
+def _common(lr: float, weight_decay: float) -> tuple[Parameter, ...]:
+    return (
+        Parameter("lr", lr, low=0.0, doc="learning rate"),
+        Parameter("weight_decay", weight_decay, low=0.0, doc="pull of the weights towards 0"),
+        Parameter("rescale_grad", 1.0, doc="factor on every summed gradient, before clipping"),
+        Parameter(
+            "clip_gradient",
+            None,
+            low=0.0,
+            low_open=True,
+            doc="c: each element is clipped to [-c, c]; None: not clipped",
+        ),
+        Parameter("multi_precision", False, kind=bool, doc="keep a float32 master of half weights"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One optimizer's name and complete, checked hyper-parameters.
+
+    Made by :func:`resolve`; two of them are equal when they mean the same. The maps are not to
+    be written to.
+
+    Args:
+        name: lower-case name; a key of :data:`SCHEMAS`.
+        values: parameter name -> value, defaults filled in.
+        lr_mult, wd_mult: key -> factor on ``lr`` / ``weight_decay`` of that key; 1 if absent.
+
+    Example::
+
+        >>> hyper = resolve("sgd", {"lr": 0.1, "lr_mult": {"bias": 2.0}})
+        >>> hyper.for_key("bias")
+        (0.2, 0.0)
+    """
+
+    name: str
+    values: Mapping[str, Value]
+    lr_mult: Mapping[str, float] = field(default_factory=dict)
+    wd_mult: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_wire(cls, name: object, mapping: object) -> Hyper:
+        """Return what a peer sent, checked anew.
+
+        Raises:
+            ConfigError: as :func:`resolve`, or it is not a map at all.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"optimizer {reprlib.repr(name)}: {reprlib.repr(mapping)} is not a map of "
+                "hyper-parameters; send what Hyper.to_wire() returns"
+            )
+        return resolve(name, mapping)
+
+    def to_wire(self) -> dict[str, WireValue]:
+        """Return one map of msgpack types; ``from_wire(name, to_wire())`` equals this."""
+        maps: dict[str, WireValue] = {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
+        return {**self.values, **maps}
+
+    def with_lr(self, lr: object) -> Hyper:
+        """Return the same with another learning rate.
+
+        Raises:
+            ConfigError: not a number, or out of the optimizer's range.
+        """
+        parameter = schema_of(self.name).by_name()["lr"]
+        return replace(self, values={**self.values, "lr": parameter.check(self.name, lr)})
+
+    def for_key(self, key: str) -> tuple[float, float]:
+        """Return (learning rate, weight decay) of ``key``, multipliers applied."""
+        return (
+            self.number("lr") * self.lr_mult.get(key, 1.0),
+            self.number("weight_decay") * self.wd_mult.get(key, 1.0),
+        )
+
+    def number(self, name: str) -> float:
+        """Return a parameter of kind float or int that is not optional."""
+        return cast("float", self.values[name])
+
+    def flag(self, name: str) -> bool:
+        """Return a parameter of kind bool."""
+        return cast("bool", self.values[name])
+
+    def optional(self, name: str) -> float | None:
+        """Return a parameter that may be None (off)."""
+        return cast("float | None", self.values[name])
+
+
+def resolve(name: object, given: Mapping[str, object]) -> Hyper:
+    """Return the complete, checked hyper-parameters of an optimizer.
+
+    Args:
+        name: an optimizer's name, in any case.
+        given: parameter -> value, as a user wrote or a peer sent them. Aliases
+            (``learning_rate``, ``wd``, ``epsilon``) and ``betas=(b1, b2)`` are understood.
+
+    Raises:
+        ConfigError: unknown optimizer or parameter (the text lists the valid ones), one
+            parameter given twice under two spellings, or a value of wrong kind or range.
+
+    Example::
+
+        >>> resolve("Adam", {"betas": (0.8, 0.99)}).number("beta1")
+        0.8
+    """
+    schema = schema_of(name)
+    plain = _unaliased(schema, given)
+    maps = {which: _multipliers(schema.name, which, plain.pop(which, {})) for which in MULTIPLIERS}
+    parameters = schema.by_name()
+    unknown = [spelling for spelling in plain if spelling not in parameters]
+    if unknown:
+        raise ConfigError(
+            f"optimizer '{schema.name}' has no hyper-parameter {reprlib.repr(unknown[0])}; "
+            f"remove it or use one of: {schema.valid_names()}"
+        )
+    values = {
+        parameter.name: parameter.check(schema.name, plain.get(parameter.name, parameter.default))
+        for parameter in schema.parameters
+    }
+    if schema.check is not None and (wrong := schema.check(values)):
+        raise ConfigError(f"optimizer '{schema.name}': {wrong}")
+    return Hyper(schema.name, values, **maps)
+
+
+def schema_of(name: object) -> Schema:
+    """Return the schema of the optimizer ``name`` (any case).
+
+    Raises:
+        ConfigError: there is none; the text lists the valid names.
+    """
+    schema = SCHEMAS.get(name.lower()) if isinstance(name, str) else None
+    if schema is None:
+        raise ConfigError(
+            f"unknown optimizer {reprlib.repr(name)}; use one of: {', '.join(sorted(SCHEMAS))} "
+            "(a plug-in's is known once its module is loaded)"
+        )
+    return schema
+
+
+def _unaliased(schema: Schema, given: Mapping[str, object]) -> dict[str, object]:
+    """Return ``given`` under real names; one parameter under two spellings is an error."""
+    plain: dict[str, object] = {}
+    spelled: dict[str, str] = {}
+    for spelling, value in given.items():
+        for real, part in _expand(schema, spelling, value):
+            if real in plain:
+                raise ConfigError(
+                    f"optimizer '{schema.name}': '{spelling}' and '{spelled[real]}' both set "
+                    f"'{real}'; give only one of them"
+                )
+            plain[real], spelled[real] = part, spelling
+    return plain
+
+
+def _expand(schema: Schema, spelling: str, value: object) -> list[tuple[str, object]]:
+    """Return the real parameter(s) that one given spelling sets."""
+    if spelling not in schema.pairs:
+        return [(schema.aliases.get(spelling, spelling), value)]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
+        raise ConfigError(
+            f"optimizer '{schema.name}': {spelling}={reprlib.repr(value)} is not a pair; "
+            f"give {spelling}=({', '.join(schema.pairs[spelling])})"
+        )
+    return list(zip(schema.pairs[spelling], value, strict=True))
+
+
+def _multipliers(optimizer: str, which: str, given: object) -> dict[str, float]:
+    """Return key -> factor, checked; an int key is its decimal name, as everywhere in kvps."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"optimizer '{optimizer}': {which}={reprlib.repr(given)} is not a map; "
+            "give {key: factor}"
+        )
+    checked: dict[str, float] = {}
+    for key, factor in given.items():
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise ConfigError(
+                f"optimizer '{optimizer}': {which} has the key {reprlib.repr(key)}; "
+                "keys are str or int"
+            )
+        number = _as_float(factor)
+        if number is None or number < 0:
+            raise ConfigError(
+                f"optimizer '{optimizer}': {which}[{reprlib.repr(key)}]={reprlib.repr(factor)} is "
+                "not allowed; give a number in [0, inf)"
+            )
+        if str(key) in checked:
+            raise ConfigError(
+                f"optimizer '{optimizer}': {which} names the key '{key}' twice (as int and as "
+                "str); give it once"
+            )
+        checked[str(key)] = number
+    return checked
+
+
+def register_schema(schema: Schema) -> None:
+    """Make an optimizer's name and hyper-parameters known (for plug-ins).
+
+    Raises:
+        ConfigError: the name is taken, or is not a lower-case identifier.
+    """
+    if schema.name in SCHEMAS:
+        raise ConfigError(f"optimizer '{schema.name}' is registered already; choose another name")
+    if not schema.name.isidentifier() or schema.name != schema.name.lower():
+        raise ConfigError(
+            f"{schema.name!r} cannot name an optimizer; use lower-case letters, digits and _"
+        )
+    SCHEMAS[schema.name] = schema
+
+
+def _rate(name: str, default: float, doc: str) -> Parameter:
+    """A decay rate: [0, 1)."""
+    return Parameter(name, default, low=0.0, high=1.0, high_open=True, doc=doc)
+
+
+def _betas(beta1: float = 0.9, beta2: float = 0.999) -> tuple[Parameter, Parameter]:
+    return (
+        _rate("beta1", beta1, "decay of the first moment"),
+        _rate("beta2", beta2, "decay of the second moment"),
+    )
+
+
+def _eps(default: float) -> Parameter:
+    return Parameter("eps", default, low=0.0, doc="keeps a division from being by 0")
+
+
+def _momentum(default: float = 0.0) -> Parameter:
+    return Parameter("momentum", default, low=0.0, doc="share of the last step in this one")
+
+
+def _flag(name: str, doc: str) -> Parameter:
+    return Parameter(name, False, kind=bool, doc=doc)
+
+
+_MAXIMIZE = _flag("maximize", "climb instead of descend")
+_DECOUPLED = _flag("decoupled_weight_decay", "decay the weights, not the gradient (AdamW)")
+
+
+def _nesterov_needs_momentum(values: Mapping[str, Value]) -> str | None:
+    if values["nesterov"] and (not values["momentum"] or values["dampening"]):
+        return "nesterov=True needs momentum above 0 and dampening=0; set them"
+    return None
+
+
+def _bounds_in_order(values: Mapping[str, Value]) -> str | None:
+    low, high = values["lower_bound"], values["upper_bound"]
+    if low is not None and high is not None and low > high:
+        return f"lower_bound={low:g} is above upper_bound={high:g}; exchange them"
+    return None
+
+
+SCHEMAS: dict[str, Schema] = {
+    schema.name: schema
+    for schema in (
+        Schema.of(
+            "sgd",
+            _momentum(),
+            Parameter("dampening", 0.0, doc="share of the gradient kept out of the momentum"),
+            _flag("nesterov", "look ahead along the momentum"),
+            _MAXIMIZE,
+            lr=1e-3,
+            check=_nesterov_needs_momentum,
+        ),
+        Schema.of(
+            "adam",
+            *_betas(),
+            _eps(1e-8),
+            _flag("amsgrad", "never let the second moment shrink"),
+            _MAXIMIZE,
+            lr=1e-3,
+        ),
+        Schema.of(
+            "adamw",
+            *_betas(),
+            _eps(1e-8),
+            _flag("amsgrad", "never let the second moment shrink"),
+            _MAXIMIZE,
+            lr=1e-3,
+            weight_decay=1e-2,
+        ),
+        Schema.of(
+            "adagrad",
+            Parameter("lr_decay", 0.0, low=0.0, doc="lr is divided by 1 + (step - 1) * lr_decay"),
+            Parameter("initial_accumulator_value", 0.0, low=0.0, doc="sum of squares at step 0"),
+            _eps(1e-10),
+            _MAXIMIZE,
+            lr=1e-2,
+        ),
+        Schema.of(
+            "adadelta",
+            Parameter("rho", 0.9, low=0.0, high=1.0, doc="decay of the squared averages"),
+            _eps(1e-6),
+            _MAXIMIZE,
+            lr=1.0,
+        ),
+        Schema.of(
+            "rmsprop",
+            Parameter("alpha", 0.99, low=0.0, doc="decay of the squared average"),
+            _eps(1e-8),
+            _momentum(),
+            _flag("centered", "divide by the standard deviation, not by the root mean square"),
+            _MAXIMIZE,
+            lr=1e-2,
+        ),
+        Schema.of(
+            "nadam",
+            *_betas(),
+            _eps(1e-8),
+            Parameter("momentum_decay", 4e-3, low=0.0, doc="how soon the momentum reaches beta1"),
+            _DECOUPLED,
+            _MAXIMIZE,
+            lr=2e-3,
+        ),
+        Schema.of("radam", *_betas(), _eps(1e-8), _DECOUPLED, _MAXIMIZE, lr=1e-3),
+        Schema.of("adamax", *_betas(), _eps(1e-8), _MAXIMIZE, lr=2e-3),
+        Schema.of(
+            "lars",
+            _momentum(),
+            Parameter("eta", 1e-3, low=0.0, doc="trust coefficient"),
+            _eps(1e-8),
+            lr=0.1,
+            aliases={"trust_coefficient": "eta"},
+        ),
+        Schema.of(
+            "lamb",
+            *_betas(),
+            _eps(1e-6),
+            Parameter("lower_bound", None, low=0.0, doc="least norm of the weight"),
+            Parameter("upper_bound", None, low=0.0, doc="greatest norm of the weight"),
+            Parameter("bias_correction", True, kind=bool, doc="correct young moments"),
+            lr=1e-3,
+            check=_bounds_in_order,
+        ),
+        Schema.of(
+            "ftrl",
+            Parameter("lr", 0.1, low=0.0, low_open=True, doc="learning rate"),
+            Parameter("lamda1", 0.01, low=0.0, doc="L1 strength"),
+            Parameter("beta", 1.0, low=0.0, low_open=True, doc="smooths the first steps"),
+            lr=0.1,
+        ),
+        Schema.of(
+            "signum",
+            _rate("momentum", 0.9, "decay of the averaged gradient"),
+            Parameter("wd_lh", 0.0, low=0.0, doc="decoupled weight decay"),
+            lr=0.01,
+        ),
+        Schema.of(
+            "dcasgd",
+            _momentum(),
+            Parameter("lamda", 0.04, low=0.0, doc="strength of the delay compensation"),
+            lr=0.1,
+        ),
+        Schema.of("test", lr=1.0),
+    )
+}
+"""Optimizer name -> schema; :func:`register_schema` adds to it."""
+
+__all__ = [
+    "SCHEMAS",
+    "Hyper",
+    "Parameter",
+    "Schema",
+    "Value",
+    "WireValue",
+    "register_schema",
+    "resolve",
+    "schema_of",
+]

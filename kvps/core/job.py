@@ -1,0 +1,275 @@
+"""One job as the scheduler runs it: what follows from a change of seats, and who is told.
+
+Theory of operation
+-------------------
+::
+
+               all seats taken                 no worker is here, and none
+               for the first time              is waited for
+    forming ──────────────────────► running ──────────────────────► ending ──► STOP, Exit
+       │                                                               ▲          (or the
+       └───────────────── a member is gone for good ───────────────────┘        next job)
+
+:meth:`Job.settle` is called after each change of a seat. It asks
+:func:`~kvps.core.phase.assess` for the phase and the barriers for who may pass, and writes
+what is to be said into an outbox. While a job runs, each change makes a new view, sent to all
+members; while it forms, a member learns from the answers to its beats what is missing.
+
+:meth:`Job.flush` puts the state to be saved before anything that is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import NamedTuple
+
+from kvps.core.barriers import Answer, Barriers
+from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
+from kvps.core.membership import Seats
+from kvps.core.phase import Phase, assess
+from kvps.core.seats import Seat, Settings, State
+from kvps.core.snapshot import Snapshot, dump, load
+from kvps.messages import Envelope, Message, Node, Packet, Role, Stop, View, Welcome
+
+EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
+
+
+def next_job(name: bytes) -> bytes:
+    """Return the name of the job that follows job ``name`` under ``--keep-alive``."""
+    return hashlib.blake2b(name, digest_size=16).digest()
+
+
+class Place(NamedTuple):
+    """Where a worker stands among the workers of its host."""
+
+    local_rank: int
+    local_size: int
+
+
+class Job:
+    """The seats, barriers and phase of a job, and the outbox of its scheduler."""
+
+    def __init__(self, settings: Settings, name: bytes, now: float) -> None:
+        self.settings = settings
+        self.name = name
+        """16 octets, in every envelope."""
+        self.number = 0
+        """Of the newest view; 0 until all seats have been taken."""
+        self.formed = False
+        """All seats of this job have been taken once."""
+        self.seats = Seats(settings)
+        self.barriers = Barriers(range(settings.workers))
+        self.phase, self.reason = self.assess(now)
+        self.stop: Stop | None = None
+        """What members are told once everything is over."""
+        self.due: float | None = None
+        """No later than the next thing that time alone brings about."""
+        self.has_changed = False
+        """Something that a restart must know is not saved yet."""
+        self._patience_until = (
+            None if settings.forming_max_s is None else now + settings.forming_max_s
+        )
+        """When a job that forms, or that cannot go on, is ended with workers in it."""
+        self._outbox: list[Effect] = []
+        self._schedule()
+
+    # --- what follows from a change ---------------------------------------------------------
+
+    def assess(self, now: float) -> tuple[Phase, str]:
+        """Decide how the job stands."""
+        return assess(self.seats.by_node, self.settings, self.formed, now)
+
+    def settle(self, now: float) -> None:
+        """Draw the consequences of a change of seats, or of time."""
+        self.has_changed = True
+        before = self.phase
+        self.phase, self.reason = self.assess(now)
+        if self.phase is Phase.RUNNING and not self.formed:
+            self.formed = True
+            self.note("info", f"running: {self.reason}")
+        if self.phase is not before:
+            is_stuck = self.phase is Phase.ENDING
+            self._patience_until = now + self.settings.replace_max_s if is_stuck else None
+        answers = self._assemble()
+        if self.phase is Phase.ENDING and not self.seats.has_held_worker:
+            is_well = len(self.seats.workers(State.LEFT)) == self.settings.workers
+            self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
+            return
+        self._welcome_all()
+        if self.phase is not Phase.FORMING:
+            self._announce(now)
+        self.answer(answers)
+        self._schedule()
+
+    def on_time(self, now: float) -> None:
+        """Do what is due by the time alone."""
+        lost = self.seats.expire(now)
+        for seat in lost:
+            self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
+        if lost or self.assess(now)[0] is not self.phase:
+            self.settle(now)
+        if self._patience_until is not None and now >= self._patience_until:
+            code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
+            self._end(code, f"given up: {self.reason}", now)
+        self._schedule()
+
+    def drop(self, route: Route, now: float) -> None:
+        """Put the seat behind a broken connection under suspicion."""
+        seat = self.seats.drop(route, now)
+        if seat is not None and self.stop is None:
+            self._schedule()
+
+    def revive(self, seat: Seat, now: float) -> None:
+        """Give a seat back to one that was lost, speaks again, and was not replaced."""
+        if seat.state is State.LOST and seat.is_alive:
+            seat.revive()
+            self.note("info", f"{seat.node} is back")
+            self.settle(now)
+
+    def withdraw(self, seat: Seat) -> None:
+        """Nobody waits at a barrier for this seat any more: its process ended."""
+        if seat.node.role is Role.WORKER:
+            self.barriers.withdraw(seat.node.rank)
+
+    def _assemble(self) -> list[Answer]:
+        required = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
+        gone = self.seats.workers(State.GONE)
+        return self.barriers.require(
+            [seat.node.rank for seat in required], {seat.node.rank: seat.reason for seat in gone}
+        )
+
+    def _schedule(self) -> None:
+        times = (self.seats.due(self.formed), self._patience_until)
+        due = min((time for time in times if time is not None), default=None)
+        self.due = None if self.stop else due
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def _end(self, code: int, reason: str, now: float) -> None:
+        self.note("info" if code == EXIT_DONE else "warning", f"job over: {reason}")
+        if not self.settings.keep_alive:
+            self.halt(Stop(code, reason), code)
+            return
+        for seat in self.seats.workers(*State):
+            for route in seat.links:
+                self.send(route, Stop(code, reason))
+        self.has_changed = True
+        self.name, self.formed, self._patience_until = next_job(self.name), False, None
+        self.seats.next_job()
+        self.barriers.clear(range(self.settings.workers))
+        self.phase, self.reason = self.assess(now)
+        self._announce(now)
+        self._schedule()
+
+    def halt(self, stop: Stop, code: int) -> None:
+        """Stop every member, and this process with ``code``."""
+        self.stop, self.due = stop, None
+        for route in self.seats.routes:
+            self.send(route, stop)
+        if self.settings.persist:
+            self._outbox.append(Save(b""))
+        self.has_changed = False
+        self._outbox.append(Exit(code, stop.reason))
+
+    # --- what is said -----------------------------------------------------------------------
+
+    def send(self, route: Route, message: Message) -> None:
+        """Say something along one route."""
+        envelope = Envelope(self.name, self.number, Role.SCHEDULER, 0, 0, 0)
+        self._outbox.append(Send(route, Packet(envelope, message)))
+
+    def answer(self, answers: list[Answer]) -> None:
+        """Say what the barriers answer."""
+        for route, message in answers:
+            self.send(route, message)
+
+    def note(self, level: str, text: str) -> None:
+        """Report a fact."""
+        self._outbox.append(Note(level, text))
+
+    def view(self, now: float) -> View:
+        """Return who holds which seat."""
+        return View(self.number, self.phase.value, self.reason, self.seats.members(now))
+
+    def welcome(self, seat: Seat, places: dict[int, Place] | None = None) -> Welcome:
+        """Return what tells its holder about a seat."""
+        rank, place = seat.node.rank, Place(0, 1)
+        if seat.node.role is Role.WORKER:
+            place = (self.places() if places is None else places)[rank]
+        master = self.seats.by_node[Node(Role.WORKER, 0)].master
+        return Welcome(
+            rank, seat.incarnation, self.settings.workers, self.settings.servers, *place, master
+        )
+
+    def places(self) -> dict[int, Place]:
+        """Return for each worker's rank where it stands among the workers of its host."""
+        seats = self.seats.workers(State.HELD, State.LEFT, State.LOST, State.GONE)
+        sizes = Counter(seat.host for seat in seats)
+        seen: Counter[str] = Counter()
+        places = {}
+        for seat in seats:
+            places[seat.node.rank] = Place(seen[seat.host], sizes[seat.host])
+            seen[seat.host] += 1
+        return places
+
+    def _welcome_all(self) -> None:
+        """Send the welcomes that are due; a guardian's waits until all workers are known."""
+        waits = not (self.formed or all(seat.is_taken for seat in self.seats.workers(*State)))
+        due = [
+            seat
+            for seat in self.seats.by_node.values()
+            if seat.state is State.HELD and not seat.is_welcomed and not (waits and seat.is_guarded)
+        ]
+        places = self.places() if due else {}
+        for seat in due:
+            seat.is_welcomed = True
+            for route in seat.links:
+                self.send(route, self.welcome(seat, places))
+
+    def _announce(self, now: float) -> None:
+        self.number += 1
+        view = self.view(now)
+        for route in self.seats.routes:
+            self.send(route, view)
+
+    def flush(self) -> Effects:
+        """Return what is to be done now, in this order."""
+        effects, self._outbox = self._outbox, []
+        if self.has_changed and self.settings.persist:
+            effects.insert(0, Save(self.snapshot()))
+        self.has_changed = False
+        return iter(effects)
+
+    # --- a restart --------------------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """Return what :meth:`restore` needs."""
+        released = self.barriers.released
+        return dump(Snapshot(self.name, self.number, self.formed, self.seats, released))
+
+    @classmethod
+    def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
+        """Return the job of a former scheduler; its members have to speak again."""
+        former = load(snapshot, settings, now)
+        job = cls(settings, former.job, now)
+        job.number, job.formed, job.seats = former.number, former.formed, former.seats
+        job.barriers.released = former.released
+        job._assemble()
+        job.phase = Phase.RUNNING if former.formed else Phase.FORMING
+        job.reason = job.assess(now)[1]
+        job.due = now  # the first thing to do is to assess
+        return job
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.seats.check()
+        alive = self.seats.workers(State.HELD, State.LOST)
+        if self.stop is None:
+            self.barriers.check({seat.node.rank for seat in alive})
+        assert not self._outbox, "effects were left behind"
+        assert self.number > 0 or not self.formed, "a job runs that nobody has seen a view of"
+        soonest = self.seats.due(self.formed)
+        assert self.stop or soonest is None or (self.due is not None and self.due <= soonest), (
+            f"something is due at {soonest}, and the deadline is {self.due}"
+        )

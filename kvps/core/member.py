@@ -1,0 +1,209 @@
+"""How a server or a worker belongs to a cluster: its side of the talk with the scheduler.
+
+A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest
+view, and says LEAVE when it ends. The server core and the worker core each own one of these and
+read its view. While a member is not welcomed for 60 s, it gives up as *temporary*: the scheduler
+may only be late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.quorum import Quorum
+from kvps.errors import ConfigError, Fenced, KvpsError, SchedulerLost, from_code
+from kvps.messages import (
+    PROTOCOL,
+    Beat,
+    Envelope,
+    Error,
+    Hello,
+    Leave,
+    Left,
+    Message,
+    Node,
+    Packet,
+    Role,
+    Stop,
+    View,
+    Welcome,
+)
+
+SCHEDULER: Route = "scheduler"
+BEAT_EVERY_S = 1.0
+JOIN_MAX_S = 60.0
+EXIT_TEMPORARY = 75
+EXIT_CONFIG = 78
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a process knows of itself before it joins."""
+
+    role: Role
+    scheduler: str
+    """The scheduler's endpoint."""
+    host: str
+    pid: int
+    software: str
+    rank: int | None = None
+    incarnation: int = 0
+    """Of the seat that a guardian already holds for this process; 0 for a seat of its own."""
+    endpoint: str = ""
+    guardian: bool = False
+    master: str = ""
+    silence_max_s: float = 12.0
+
+
+class Membership:
+    """One process's membership of one job, from HELLO to LEFT."""
+
+    def __init__(self, identity: Identity, now: float) -> None:
+        self.identity = identity
+        self.job = bytes(16)
+        self.rank = 0
+        self.incarnation = identity.incarnation
+        self.welcome: Welcome | None = None
+        self.view: View | None = None
+        self.reason = f"no answer from the scheduler at {identity.scheduler}"
+        self.error: KvpsError | None = None
+        """Why this process can be no member (any more)."""
+        self.stopped: Stop | None = None
+        self.leaving = False
+        self.left = False
+        self.progress = 0
+        self.heard_at = now
+        self._since = now
+        self._next_beat = now
+
+    # --- what it knows ----------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether every seat has been taken and the job goes on."""
+        return self.view is not None and self.view.phase == "running" and self.stopped is None
+
+    @property
+    def number(self) -> int:
+        """The newest view's number; 0 before the first."""
+        return self.view.number if self.view else 0
+
+    def envelope(self, seq: int = 0) -> Envelope:
+        """Return this process's envelope for request ``seq``."""
+        identity = self.identity
+        return Envelope(self.job, self.number, identity.role, self.rank, self.incarnation, seq)
+
+    def packet(self, message: Message, seq: int = 0) -> Packet:
+        """Return ``message`` from this process."""
+        return Packet(self.envelope(seq), message)
+
+    def quorum(self) -> Quorum:
+        """Return which workers count; all of them before the first view."""
+        if self.view is None:
+            workers = self.welcome.workers if self.welcome else 0
+            return Quorum(frozenset(range(workers)), frozenset())
+        return Quorum(self._ranks("held", "empty"), self._ranks("lost"))
+
+    def _ranks(self, *states: str) -> frozenset[int]:
+        assert self.view is not None
+        return frozenset(
+            one.rank for one in self.view.members if one.role == Role.WORKER and one.state in states
+        )
+
+    def silent_for(self, now: float) -> float:
+        """Seconds since the scheduler was last heard."""
+        return now - self.heard_at
+
+    # --- what it does -----------------------------------------------------------------------
+
+    def start(self, now: float) -> Effects:
+        """Connect and say HELLO."""
+        yield Connect("scheduler", self.identity.scheduler)
+        yield from self.on_timer(now)
+
+    def hello(self) -> Packet:
+        """Return this process's HELLO."""
+        one = self.identity
+        return Packet(
+            Envelope(self.job, 0, one.role, self.rank, self.incarnation, 0),
+            Hello(
+                *PROTOCOL,
+                one.software,
+                0,
+                one.role,
+                self.rank if self.welcome else one.rank,
+                one.host,
+                one.pid,
+                one.endpoint,
+                one.guardian,
+                one.master,
+            ),
+        )
+
+    def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> Effects:
+        """Say that this process ends, and how."""
+        if not self.left and self.welcome is not None:
+            self.leaving = True
+            yield Send(SCHEDULER, self.packet(Leave(done, exit_code, replaceable, reason)))
+
+    def on_packet(self, packet: Packet, now: float) -> Effects:
+        """The scheduler said something about membership; anything else is not for here."""
+        self.heard_at = now
+        message = packet.message
+        match message:
+            case Welcome():
+                if self.welcome is None:
+                    self.welcome = message
+                    self.job = packet.envelope.job
+                    self.rank, self.incarnation = message.rank, message.incarnation
+                    self.reason = "waiting for the other members"
+                    yield Note("debug", f"joined as {Node(self.identity.role, self.rank)}")
+                    yield Send(SCHEDULER, self.packet(Beat(self.progress)))
+                    self._next_beat = now + BEAT_EVERY_S
+            case View():
+                if message.number > self.number or packet.envelope.job != self.job:
+                    self.view = message
+                    self.job = packet.envelope.job
+            case Beat():
+                self.reason = message.reason or self.reason
+            case Left():
+                self.left = True
+            case Stop():
+                self.stopped = message
+            case Error():
+                yield from self._refused(message)
+            case _:
+                yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+
+    def _refused(self, message: Error) -> Effects:
+        error = from_code(message.code, message.text)
+        if self.welcome is None or isinstance(error, Fenced):
+            self.error = error
+            code = EXIT_CONFIG if isinstance(error, ConfigError) else 1
+            yield Exit(code, str(error))
+        else:
+            yield Note("warning", str(error))
+
+    def on_timer(self, now: float) -> Effects:
+        """Say HELLO again, or beat, if it is time."""
+        if now < self._next_beat or self.stopped or self.left or self.error:
+            return
+        self._next_beat = now + BEAT_EVERY_S
+        if self.welcome is not None:
+            yield Send(SCHEDULER, self.packet(Beat(self.progress)))
+        elif now - self._since < JOIN_MAX_S:
+            yield Send(SCHEDULER, self.hello())
+        else:
+            self.error = SchedulerLost(
+                f"{self.identity.role} on {self.identity.host}: {self.reason} for "
+                f"{JOIN_MAX_S:.0f} s. Nothing was lost. Check that kvps-scheduler runs and that "
+                "KVPS_SCHEDULER or --scheduler names its --bind address, then start this again"
+            )
+            yield Exit(EXIT_TEMPORARY, str(self.error))
+
+    def deadline(self) -> float | None:
+        """When the next HELLO or beat is due."""
+        if self.stopped or self.left or self.error:
+            return None
+        return self._next_beat

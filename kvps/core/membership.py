@@ -1,0 +1,268 @@
+"""Who holds which seat: the scheduler's picture of the cluster.
+
+Theory of operation
+-------------------
+A job has a fixed number of seats, one per role and rank. A process takes a seat by HELLO and
+gets an *incarnation*, a number from one counter that only grows: the larger of two is the later,
+and whoever holds an older one than its seat is fenced::
+
+            take                  leave (done)
+    empty ────────► held ────────────────────────► left
+                    │  ▲                            ▲
+          silence,  │  │ take (a replacement),      │ leave (done)
+     a broken link, │  │ or the same incarnation    │
+   leave (not done) ▼  │ speaks again               │
+                    lost ───────────────────────────┘
+                    │ leave (not replaceable); straight from held, too
+                    ▼
+                    gone
+
+A seat is spoken for through *links*: the connection of the process that holds it and, where a
+kvps-worker (the guardian) holds it for a command, a second one of the process that the command
+started. A route is only an address. Identity is what the envelope says, so a packet from an
+unknown route that names a seat and its present incarnation binds that route to the seat: this
+is how members come back after a network break or a restart of the scheduler.
+
+Invariants, which :meth:`Seats.check` states as code:
+
+* A route belongs to at most one seat, and a seat has at most :data:`LINKS_MAX` of them.
+* No two seats have one incarnation, and none is newer than the counter.
+* A seat is under suspicion (``dropped_at``) only while it is held and no link is whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvps.core.phase import told
+from kvps.core.seats import Link, Seat, Settings, State
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
+from kvps.messages import Envelope, Hello, Member, Node, Role
+
+if TYPE_CHECKING:
+    from kvps.core.effects import Route
+
+LINKS_MAX = 2
+"""Connections that speak for one seat: its guardian's and that of the guarded process."""
+
+
+class Seats:
+    """The seats of a job and the links that speak for them; it decides, and tells nobody.
+
+    A request that cannot be granted raises the error its sender is to get, and changes nothing.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.issued = 0
+        """The newest incarnation; the next is one more."""
+        self.by_node: dict[Node, Seat] = {
+            node: Seat(node)
+            for role, count in ((Role.SERVER, settings.servers), (Role.WORKER, settings.workers))
+            for node in (Node(role, rank) for rank in range(count))
+        }
+        self.routes: dict[Route, Seat] = {}
+
+    # --- taking a seat and coming back to it ----------------------------------------------
+
+    def take(self, route: Route, hello: Hello, now: float) -> tuple[Seat, bool]:
+        """Give a newcomer a seat, with a new incarnation; say whether it replaces somebody."""
+        seat = self._choose(hello)
+        replaces = seat.state is not State.EMPTY
+        for link in seat.links:
+            del self.routes[link]
+        self.issued += 1
+        seat.begin(self.issued, hello, now)
+        self._bind(route, seat, Link(hello.host, hello.pid, seat.is_guarded, now), now)
+        return seat, replaces
+
+    def doubt(self, hello: Hello) -> str:
+        """Return why a newcomer has to wait until a suspect is back or lost; "" if it need not."""
+        role = Role(hello.role)
+        wanted = [
+            seat
+            for seat in self.by_node.values()
+            if seat.node.role is role and hello.rank in (None, seat.node.rank)
+        ]
+        if any(seat.is_free_for(hello) for seat in wanted):
+            return ""
+        for seat in wanted:
+            if seat.dropped_at is not None:
+                return f"{seat.node} has broken off, and is given a moment to come back"
+        return ""
+
+    def _choose(self, hello: Hello) -> Seat:
+        role = Role(hello.role)
+        count = self.count(role)
+        if hello.rank is None:
+            mine = [seat for seat in self.by_node.values() if seat.node.role is role]
+            free = [seat for seat in mine if seat.is_free_for(hello)]
+            if not free:
+                raise ConfigError(
+                    f"the job already has {count} {role}s (--{role}s {count}): start the scheduler "
+                    f"with more, or one {role} less"
+                )
+            return min(free, key=lambda seat: seat.preference(hello))
+        seat = self.by_node.get(Node(role, hello.rank))
+        if seat is None:
+            raise ConfigError(
+                f"there is no {role} {hello.rank}: the job has {count} {role}s (--{role}s "
+                f"{count}), and ranks begin at 0"
+            )
+        if seat.is_free_for(hello):
+            return seat
+        if seat.state is State.HELD:
+            raise ConfigError(
+                f"rank {hello.rank} is alive: {seat.node} runs as {seat.host}:{seat.pid} "
+                f"(incarnation {seat.incarnation}); was it started twice?"
+            )
+        raise ConfigError(f"{told([seat])}, and its rank is not given again; start a new job")
+
+    def attach(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> Seat:
+        """Let a process that knows its incarnation speak for that seat along ``route``."""
+        rank = envelope.rank if hello.rank is None else hello.rank
+        seat = self.holder(Node(Role(hello.role), rank), envelope.incarnation)
+        if not seat.is_alive:
+            raise ConfigError(f"{told([seat])}; nobody can attach to it")
+        is_guardian = seat.is_guarded and hello.guardian
+        link = Link(hello.host, hello.pid, is_guardian, now)
+        if seat.is_guarded and not is_guardian:
+            others = {at: one for at, one in seat.links.items() if one.is_guardian is False}
+            for other in others.values():
+                silent_at = other.heard_at + self.settings.silence_max_s
+                if (other.host, other.pid) != (hello.host, hello.pid) and now < silent_at:
+                    raise ConfigError(
+                        f"rank {rank} is alive: {other.host}:{other.pid} already speaks for "
+                        f"{seat.node}; was the command's process started twice?"
+                    )
+            for at in others:
+                self.drop(at, now)
+        self._bind(route, seat, link, now)
+        return seat
+
+    def recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
+        """Return the seat that a packet speaks for; its route is bound to that seat by now."""
+        seat = self.routes.get(route)
+        if seat is None or (
+            envelope.incarnation and (seat.node, seat.incarnation) != _named(envelope)
+        ):
+            seat = self.holder(*_named(envelope))
+            self._bind(route, seat, Link(seat.host, seat.pid, None, now), now)
+        seat.links[route].heard_at = seat.heard_at = now
+        return seat
+
+    def holder(self, node: Node, incarnation: int) -> Seat:
+        """Return the seat ``node`` if ``incarnation`` is its present one."""
+        seat = self.by_node.get(node)
+        if seat is None or incarnation == 0:
+            raise ProtocolError(
+                f"who are you? {node} is not known along this connection: say HELLO"
+            )
+        if incarnation == seat.incarnation:
+            return seat
+        if incarnation > self.issued:
+            raise Mismatch(
+                f"incarnation {incarnation} of {node} was not issued by this scheduler; it began "
+                "without the state of the former one: start the job again"
+            )
+        if seat.state is State.EMPTY:
+            raise Fenced(f"incarnation {incarnation} of {node} belongs to a job that is over; stop")
+        raise Fenced(
+            f"{node} is now incarnation {seat.incarnation} at {seat.host}:{seat.pid}; you are "
+            f"incarnation {incarnation}, which was given up: stop"
+        )
+
+    def _bind(self, route: Route, seat: Seat, link: Link, now: float) -> None:
+        if self.routes.get(route, seat) is not seat:
+            self.drop(route, now)
+        self.routes[route] = seat
+        seat.links[route] = link
+        while len(seat.links) > (LINKS_MAX if seat.is_guarded else 1):
+            stale = min((at for at in seat.links if at != route), key=seat.last_word)
+            del seat.links[stale], self.routes[stale]
+        seat.heard_at, seat.dropped_at = now, None
+
+    # --- losing it --------------------------------------------------------------------------
+
+    def drop(self, route: Route, now: float) -> Seat | None:
+        """Forget a broken connection; return the seat that is under suspicion by it, if any."""
+        seat = self.routes.pop(route, None)
+        if seat is None:
+            return None
+        del seat.links[route]
+        if seat.links or seat.state is not State.HELD:
+            return None
+        seat.dropped_at = now
+        return seat
+
+    def expire(self, now: float) -> list[Seat]:
+        """Declare lost who was silent, or whose connection was broken, for too long."""
+        limits = self.settings
+        lost = []
+        for seat in self.by_node.values():
+            if seat.state is not State.HELD or now < seat.due(limits):
+                continue
+            if seat.dropped_at is not None and now >= seat.dropped_at + limits.drop_grace_s:
+                seat.lose(f"connection broke, no beat for {limits.drop_grace_s:g} s", now)
+            else:
+                seat.lose(f"silent for {limits.silence_max_s:g} s", now)
+            lost.append(seat)
+        return lost
+
+    def due(self, formed: bool) -> float | None:
+        """When :meth:`expire` or :func:`assess` may say something new; a beat makes it later."""
+        limits = self.settings
+        times = [seat.due(limits) for seat in self.by_node.values() if seat.state is State.HELD]
+        if formed and not self.has_held_worker:
+            times += [
+                seat.lost_at + limits.replace_max_s
+                for seat in self.by_node.values()
+                if seat.node.role is Role.WORKER and seat.state is State.LOST
+            ]
+        return min(times, default=None)
+
+    def next_job(self) -> None:
+        """Empty the seats of workers, and of servers that are not here."""
+        for node, seat in self.by_node.items():
+            if node.role is Role.WORKER or seat.state is not State.HELD:
+                for route in seat.links:
+                    del self.routes[route]
+                self.by_node[node] = Seat(node)
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def count(self, role: Role) -> int:
+        """How many seats ``role`` has."""
+        return self.settings.servers if role is Role.SERVER else self.settings.workers
+
+    def workers(self, *states: State) -> list[Seat]:
+        """Return the worker seats in any of these states, by rank."""
+        return [
+            seat
+            for seat in self.by_node.values()
+            if seat.node.role is Role.WORKER and seat.state in states
+        ]
+
+    @property
+    def has_held_worker(self) -> bool:
+        """Whether at least one worker is alive."""
+        return bool(self.workers(State.HELD))
+
+    def members(self, now: float) -> tuple[Member, ...]:
+        """Return every seat as a view shows it."""
+        return tuple([seat.member(now) for seat in self.by_node.values()])
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        incarnations = [seat.incarnation for seat in self.by_node.values() if seat.incarnation]
+        assert len(set(incarnations)) == len(incarnations), "two seats share an incarnation"
+        assert all(one <= self.issued for one in incarnations), "an incarnation was not issued"
+        links = {route: seat for seat in self.by_node.values() for route in seat.links}
+        assert links == self.routes, "routes and links differ"
+        assert len(links) == sum(len(seat.links) for seat in self.by_node.values()), "shared route"
+        for node, seat in self.by_node.items():
+            seat.check(node, LINKS_MAX)
+
+
+def _named(envelope: Envelope) -> tuple[Node, int]:
+    return envelope.node, envelope.incarnation

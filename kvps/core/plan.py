@@ -1,0 +1,152 @@
+"""Which elements of which chunks a list of keys stands for.
+
+A plan is made once for a list of keys and used for every push and pull of that list. It turns
+keys into *shares*, one for each chunk that holds some of them, and each share into runs of
+neighbouring elements. From there on, nothing on the way of a gradient knows of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kvps.messages import Ask, Run
+from kvps.specs import BY_NAME, Spec
+from kvps.tensors import TORCH
+
+
+class Held(NamedTuple):
+    """A piece of a key: where it lies, and which elements of the key it is."""
+
+    server: int
+    chunk: int
+    start: int
+    size: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Key:
+    """What a worker knows of one key."""
+
+    name: str
+    spec: Spec
+    pieces: tuple[Held, ...] = ()
+    number: int = 0
+    """The number of this rank's next push."""
+    version: int = 0
+    """The newest version that this rank has heard of on all of its parts."""
+    broadcasts: int = 0
+    """How many times this rank has broadcast it."""
+
+
+class Segment(NamedTuple):
+    """Neighbouring elements of a chunk that belong to one key of the plan."""
+
+    start: int
+    size: int
+    key: int
+    """Index of the key in the plan."""
+    offset: int
+    """Where the elements begin inside the key."""
+
+
+@dataclass(slots=True)
+class Share:
+    """The part of a plan that lies in one chunk."""
+
+    server: int
+    chunk: int
+    dtype: str
+    segments: list[Segment] = field(default_factory=list)
+    """In the order of the chunk."""
+    size: int = 0
+
+    def runs(self, numbers: Sequence[int]) -> tuple[Run, ...]:
+        """Return the runs of a push, where ``numbers[i]`` is that of the plan's i-th key."""
+        runs: list[Run] = []
+        stop, last = -1, -1
+        for segment in self.segments:
+            number = numbers[segment.key]
+            if segment.start == stop and number == last:
+                runs[-1] = Run(runs[-1].start, runs[-1].size + segment.size, number)
+            else:
+                runs.append(Run(segment.start, segment.size, number))
+            stop, last = segment.start + segment.size, number
+        return tuple(runs)
+
+    def asks(self, after: Sequence[int], least: Sequence[int]) -> tuple[Ask, ...]:
+        """Return the runs of a pull, with each key's conditions."""
+        asks: list[Ask] = []
+        stop, last = -1, (-1, -1)
+        for segment in self.segments:
+            conditions = (after[segment.key], least[segment.key])
+            if segment.start == stop and conditions == last:
+                asks[-1] = asks[-1]._replace(size=asks[-1].size + segment.size)
+            else:
+                asks.append(Ask(segment.start, segment.size, *conditions))
+            stop, last = segment.start + segment.size, conditions
+        return tuple(asks)
+
+    def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy this share's elements out of ``rows``, one flat tensor per key of the plan."""
+        out = torch.empty(self.size, dtype=TORCH[self.dtype])
+        parts = self._slices(rows)
+        if len(parts) == 1:
+            out.copy_(parts[0])
+        else:
+            torch.cat(parts, out=out)
+        return out
+
+    def scatter(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Copy this share's elements back into ``rows``."""
+        torch._foreach_copy_(
+            self._slices(rows), list(torch.split(values, [one.size for one in self.segments]))
+        )
+
+    def _slices(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the part of each row that lies in this share; a whole row as it is."""
+        return [
+            rows[one.key]
+            if one.size == len(rows[one.key])
+            else rows[one.key][one.offset : one.offset + one.size]
+            for one in self.segments
+        ]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all elements of this share."""
+        return self.size * BY_NAME[self.dtype].itemsize
+
+
+@dataclass(slots=True)
+class Plan:
+    """A list of keys, by chunk."""
+
+    keys: tuple[Key, ...]
+    shares: list[Share]
+
+
+def make(keys: Sequence[Key]) -> Plan:
+    """Return the plan of ``keys``."""
+    shares: dict[tuple[int, int], Share] = {}
+    for index, key in enumerate(keys):
+        for piece in key.pieces:
+            share = shares.get((piece.server, piece.chunk))
+            if share is None:
+                share = Share(piece.server, piece.chunk, key.spec.dtype)
+                shares[piece.server, piece.chunk] = share
+            share.segments.append(Segment(piece.start, piece.size, index, piece.offset))
+            share.size += piece.size
+    for share in shares.values():
+        share.segments.sort()
+    # Chunk by chunk over the servers, so that all of them have work from the first message on.
+    rank_in_server: dict[int, int] = {}
+    order: list[tuple[int, int, Share]] = []
+    for (server, _), share in sorted(shares.items()):
+        rank_in_server[server] = rank_in_server.get(server, -1) + 1
+        order.append((rank_in_server[server], server, share))
+    return Plan(tuple(keys), [share for _, _, share in sorted(order, key=lambda one: one[:2])])

@@ -1,0 +1,538 @@
+"""How a gradient changes a weight: the shape of every rule, and the six that torch lacks.
+
+Theory of operation
+-------------------
+A server keeps many keys side by side in a *chunk*: one flat tensor of weights, and for each
+optimizer one :data:`State`, a dict of tensors of the same length. A rule is applied to a *slice*
+of the chunk: a range of elements with its gradient and the same range of every state tensor.
+
+:class:`Updater` decides what is common to all rules, once::
+
+    summed gradient -- x rescale_grad -- clip to [-c, c] -- cast --> _update(weight or master)
+                                                                              |
+                                     half weight <-- rounded copy --  float32 master
+
+and a subclass decides only ``_update``. Everything happens in place and nothing is kept outside
+of ``State``: an updater may be thrown away and made again from its
+:class:`~kvps.core.hyper.Hyper` at any time. Rules that torch.optim has are in
+:mod:`kvps.core.updaters`; here are ``lars``, ``lamb``, ``ftrl``, ``signum``, ``dcasgd``, ``test``.
+
+Two rules ask for more than a slice. ``lars`` and ``lamb`` need norms of the *whole tensor*, which
+may lie on several servers: each piece answers :meth:`Updater.partial_norms`, the caller adds the
+answers, and gives the sum to :meth:`Updater.apply`. ``dcasgd`` needs to know what each rank last
+read: the caller reports it by :meth:`Updater.pulled`.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvps.core.hyper import Hyper
+
+State = dict[str, Tensor]
+"""Name -> flat tensor as long as the weight it belongs to."""
+
+MASTER = "master"
+"""The state entry of ``multi_precision``: the float32 weight behind a half one."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_EXACT = 2**53
+"""Above this a float no longer names one whole number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The numbers of one update.
+
+    Args:
+        step: updates that this range has had, this one included; the first is 1.
+        lr, weight_decay: of this key, multipliers applied.
+        norms: sums of squares over the whole tensor, float64; None unless ``needs_norms``.
+        rank: who pushed (async); None where a round speaks for many (sync).
+    """
+
+    step: int
+    lr: float
+    weight_decay: float
+    norms: Tensor | None = None
+    rank: int | None = None
+
+
+class Updater(abc.ABC):
+    """One optimizer, applied to slices of chunks. Subclasses write :meth:`_update`.
+
+    One instance serves a whole store: it holds the hyper-parameters, never state of a key.
+
+    Args:
+        hyper: checked hyper-parameters; ``hyper.name`` chose this class.
+
+    Attributes:
+        needs_norms: :meth:`apply` wants ``norms``, and each slice must be (a piece of) exactly
+            one key; other rules take any range of keys that share step, lr and weight decay.
+        tracks_pulls: :meth:`pulled` wants to be told what ranks read.
+        takes_integers: integer weights are allowed.
+
+    Example::
+
+        updater = create(resolve("sgd", {"lr": 0.1, "momentum": 0.9}))
+        state = updater.new_state(chunk)
+        part = slice(0, 1000)
+        updater.apply(chunk[part], gradient, {name: x[part] for name, x in state.items()},
+                      step=1, lr=0.1, weight_decay=0.0)
+    """
+
+    needs_norms: ClassVar[bool] = False
+    tracks_pulls: ClassVar[bool] = False
+    takes_integers: ClassVar[bool] = False
+
+    def __init__(self, hyper: Hyper) -> None:
+        self.hyper = hyper
+        self._rescale = hyper.number("rescale_grad")
+        self._clip = hyper.optional("clip_gradient")
+        self._multi_precision = hyper.flag("multi_precision")
+
+    def new_state(self, weight: Tensor) -> State:
+        """Return the state of a chunk that has had no update.
+
+        Args:
+            weight: the chunk, 1-D, any float dtype (integers where ``takes_integers``). It is
+                read, not kept: with ``multi_precision`` a half chunk is copied to the master.
+
+        Raises:
+            ConfigError: this optimizer cannot update a weight of that dtype.
+        """
+        self._check_dtype(weight.dtype)
+        if self._multi_precision and weight.dtype in _HALF:
+            master = weight.float()
+            return {MASTER: master, **self._new_state(master)}
+        return self._new_state(weight)
+
+    def adopt(self, weight: Tensor, state: State) -> State:
+        """Return state for ``weight`` that keeps what an older ``state`` of it knows.
+
+        For a change of hyper-parameters on the way: entries that the new settings need and the
+        old state lacks start as in :meth:`new_state`; those it no longer needs are dropped.
+        Meant for two updaters of one name; the same entry of two optimizers may differ in
+        meaning.
+
+        Args:
+            weight: the chunk.
+            state: the whole chunk's old state. Its tensors are reused, not copied, where the
+                dtype stays.
+
+        Raises:
+            ConfigError: as :meth:`new_state`.
+        """
+        kept = {
+            name: state[name].to(fresh.dtype) if name in state else fresh
+            for name, fresh in self.new_state(weight).items()
+        }
+        return kept | {name: old for name, old in state.items() if self._is_lazy(name)}
+
+    def apply(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: State,
+        *,
+        step: int,
+        lr: float,
+        weight_decay: float,
+        norms: Tensor | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Update one slice in place.
+
+        Args:
+            weight: 1-D slice of the chunk.
+            gradient: the summed gradient, as long; float32 where the weight is half, else the
+                weight's dtype. It is used up: its contents are undefined afterwards.
+            state: the same range of every tensor of the chunk's state.
+            step, lr, weight_decay, norms, rank: as in :class:`Terms`.
+
+        Raises:
+            ValueError: ``norms`` is missing and this optimizer needs them.
+        """
+        if self.needs_norms and norms is None:
+            raise ValueError(
+                f"{self.hyper.name} needs norms of the whole tensor; add up partial_norms() of "
+                "all pieces and pass the sum"
+            )
+        if not weight.numel():
+            return
+        target = state.get(MASTER, weight)
+        ready = self._prepare(gradient, target.dtype, in_place=True)
+        self._update(target, ready, state, Terms(step, lr, weight_decay, norms, rank))
+        if target is not weight:
+            weight.copy_(target)
+
+    def partial_norms(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: State,
+        *,
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> Tensor:
+        """Return this piece's share of the whole tensor's sums of squares.
+
+        Nothing is changed. Shares are float64 vectors of one length; their sum over the pieces
+        of a tensor is the ``norms`` of :meth:`apply`, called with the same arguments.
+
+        Args:
+            weight, gradient, state, step, lr, weight_decay: as :meth:`apply`.
+        """
+        target = state.get(MASTER, weight)
+        ready = self._prepare(gradient, target.dtype, in_place=False)
+        return self._norms(target, ready, state, Terms(step, lr, weight_decay))
+
+    def pulled(  # noqa: B027 (a hook that most rules leave empty)
+        self, weight: Tensor, state: State, start: int, stop: int, rank: int
+    ) -> None:
+        """Note that ``rank`` has just read elements ``start:stop`` of a chunk.
+
+        Args:
+            weight: the whole chunk.
+            state: the whole chunk's state; an entry may be added to it.
+            start, stop: the range read.
+            rank: who read it.
+
+        Does nothing unless ``tracks_pulls``.
+        """
+
+    @abc.abstractmethod
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        """Change ``weight`` and ``state`` in place.
+
+        ``gradient`` is rescaled, clipped and of the weight's dtype; it may be overwritten.
+        ``weight`` is the master where there is one.
+        """
+
+    def _new_state(self, weight: Tensor) -> State:
+        """Return the rule's own state for ``weight`` (the master where there is one)."""
+        return {}
+
+    def _norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
+        """Return the sums of squares that ``_update`` wants; overwrite no argument."""
+        return torch.zeros(0, dtype=torch.float64)
+
+    def _is_lazy(self, name: str) -> bool:
+        """Return whether ``name`` is a state entry that appears on the way."""
+        return False
+
+    def _prepare(self, gradient: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+        """Return the gradient rescaled, then clipped, then cast: the one place that does so."""
+        whole = not gradient.is_floating_point()
+        if self._rescale != 1.0:
+            factor = int(self._rescale) if whole else self._rescale
+            gradient = gradient.mul_(factor) if in_place else gradient * factor
+            in_place = True
+        if self._clip is not None:
+            low, high = -self._clip, self._clip
+            if whole:  # torch refuses integer bounds that the dtype does not have
+                limits = torch.iinfo(gradient.dtype)
+                low, high = max(int(low), limits.min), min(int(high), limits.max)
+            gradient = gradient.clamp_(low, high) if in_place else gradient.clamp(low, high)
+        return gradient.to(dtype)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype.is_floating_point:
+            return
+        if not self.takes_integers:
+            raise ConfigError(
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; make the key "
+                "a float dtype, or keep integer keys in a store without this optimizer"
+            )
+        for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):
+            if value is not None and (not value.is_integer() or abs(value) >= _EXACT):
+                raise ConfigError(
+                    f"optimizer '{self.hyper.name}': {name}={value:g} cannot apply to a weight of "
+                    f"{dtype}; give a whole number below 2**53, or make the key a float dtype"
+                )
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Return the sum of squares of ``values`` as a float64 scalar, accumulated in float64."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
+
+
+class Lars(Updater):
+    """Layer-wise adaptive rate scaling.
+
+    You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017,
+    arXiv:1708.03888, algorithm 1; ``eps`` as MXNet::
+
+        trust = eta * |w| / (|g| + weight_decay * |w| + eps)     1 if |w| or |g| is 0
+        v = momentum * v + lr * trust * (g + weight_decay * w)
+        w = w - v
+
+    ``|g|`` is the norm after rescaling and clipping. State: ``velocity`` if momentum.
+    """
+
+    needs_norms = True
+
+    def __init__(self, hyper: Hyper) -> None:
+        super().__init__(hyper)
+        self._momentum = hyper.number("momentum")
+        self._eta = hyper.number("eta")
+        self._eps = hyper.number("eps")
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {"velocity": torch.zeros_like(weight)} if self._momentum else {}
+
+    def _norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
+        return torch.stack((sum_of_squares(weight), sum_of_squares(gradient)))
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        rate = terms.lr * self._trust(terms)
+        gradient.add_(weight, alpha=terms.weight_decay)
+        if self._momentum:
+            velocity = state["velocity"].mul_(self._momentum).add_(gradient, alpha=rate)
+            weight.sub_(velocity)
+        else:
+            weight.sub_(gradient, alpha=rate)
+
+    def _trust(self, terms: Terms) -> float:
+        weight_norm, gradient_norm = _roots(terms)
+        if weight_norm == 0.0 or gradient_norm == 0.0:
+            return 1.0
+        below = gradient_norm + terms.weight_decay * weight_norm + self._eps
+        return self._eta * weight_norm / below
+
+
+class Lamb(Updater):
+    """Layer-wise adaptive moments.
+
+    You et al.: Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR
+    2020, arXiv:1904.00962, algorithm 2; ``lower_bound`` and ``upper_bound`` are the paper's phi
+    as MXNet has it::
+
+        m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g * g
+        r = m^ / (sqrt(v^) + eps) + weight_decay * w      m^, v^: bias-corrected
+        w = w - lr * clamp(|w|, lower_bound, upper_bound) / |r| * r      1 if either norm is 0
+
+    State: ``exp_avg``, ``exp_avg_sq``.
+    """
+
+    needs_norms = True
+
+    def __init__(self, hyper: Hyper) -> None:
+        super().__init__(hyper)
+        self._beta1 = hyper.number("beta1")
+        self._beta2 = hyper.number("beta2")
+        self._eps = hyper.number("eps")
+        self._lower = hyper.optional("lower_bound")
+        self._upper = hyper.optional("upper_bound")
+        self._corrects = hyper.flag("bias_correction")
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+
+    def _norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
+        mean = state["exp_avg"].lerp(gradient, 1 - self._beta1)
+        square = (state["exp_avg_sq"] * self._beta2).addcmul_(
+            gradient, gradient, value=1 - self._beta2
+        )
+        direction = self._direction(weight, mean, square, terms)
+        return torch.stack((sum_of_squares(weight), sum_of_squares(direction)))
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        mean = state["exp_avg"].lerp_(gradient, 1 - self._beta1)
+        square = state["exp_avg_sq"].mul_(self._beta2)
+        square.addcmul_(gradient, gradient, value=1 - self._beta2)
+        direction = self._direction(weight, mean, square, terms)
+        weight.sub_(direction, alpha=terms.lr * self._trust(terms))
+
+    def _direction(self, weight: Tensor, mean: Tensor, square: Tensor, terms: Terms) -> Tensor:
+        first = 1 - self._beta1**terms.step if self._corrects else 1.0
+        second = 1 - self._beta2**terms.step if self._corrects else 1.0
+        below = (square / second).sqrt_().add_(self._eps)
+        return (mean / first).div_(below).add_(weight, alpha=terms.weight_decay)
+
+    def _trust(self, terms: Terms) -> float:
+        weight_norm, direction_norm = _roots(terms)
+        if self._lower is not None:
+            weight_norm = max(weight_norm, self._lower)
+        if self._upper is not None:
+            weight_norm = min(weight_norm, self._upper)
+        if weight_norm == 0.0 or direction_norm == 0.0:
+            return 1.0
+        return weight_norm / direction_norm
+
+
+def _roots(terms: Terms) -> tuple[float, float]:
+    """Return the two norms of a ``needs_norms`` rule."""
+    assert terms.norms is not None  # apply() has refused that
+    first, second = terms.norms.sqrt().tolist()
+    return first, second
+
+
+class Ftrl(Updater):
+    """Follow the regularised leader, per coordinate.
+
+    McMahan et al.: Ad Click Prediction: a View from the Trenches, KDD 2013, algorithm 1 with
+    alpha = ``lr``, lambda1 = ``lamda1``, lambda2 = ``weight_decay``::
+
+        z = z + g - (sqrt(n + g * g) - sqrt(n)) / lr * w          n = n + g * g
+        w = -sign(z) * max(|z| - lamda1, 0) / ((beta + sqrt(n)) / lr + weight_decay)
+
+    The weight follows from z and n alone: its first value counts for nothing once an element is
+    updated, and elements whose z stays small become exactly 0. ``lr`` 0 (by ``lr_mult``) freezes
+    a key, state and all. State: ``z``, ``n``.
+    """
+
+    def __init__(self, hyper: Hyper) -> None:
+        super().__init__(hyper)
+        self._lamda1 = hyper.number("lamda1")
+        self._beta = hyper.number("beta")
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {"z": torch.zeros_like(weight), "n": torch.zeros_like(weight)}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        if terms.lr == 0.0:
+            return
+        z, n = state["z"], state["n"]
+        before = n.sqrt()
+        n.addcmul_(gradient, gradient)
+        root = n.sqrt()
+        sigma = (root - before).div_(terms.lr)
+        z.add_(gradient).addcmul_(sigma, weight, value=-1)
+        shrunk = torch.nn.functional.softshrink(z, self._lamda1)
+        below = root.add_(self._beta).div_(terms.lr).add_(terms.weight_decay)
+        torch.div(shrunk, below, out=weight).neg_()
+
+
+class Signum(Updater):
+    """The sign of the averaged gradient.
+
+    Bernstein et al.: signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018,
+    arXiv:1802.04434, algorithm 2; ``wd_lh`` as MXNet (Loshchilov and Hutter, arXiv:1711.05101)::
+
+        m = momentum * m + (1 - momentum) * (g + weight_decay * w)
+        w = (1 - lr * wd_lh) * w - lr * sign(m)
+
+    With ``momentum=0`` it is signSGD, where, as in MXNet, both decays are decoupled::
+
+        w = (1 - lr * (wd_lh + weight_decay)) * w - lr * sign(g)
+
+    State: ``exp_avg`` if momentum.
+    """
+
+    def __init__(self, hyper: Hyper) -> None:
+        super().__init__(hyper)
+        self._momentum = hyper.number("momentum")
+        self._wd_lh = hyper.number("wd_lh")
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {"exp_avg": torch.zeros_like(weight)} if self._momentum else {}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        decay = self._wd_lh
+        if self._momentum:
+            gradient.add_(weight, alpha=terms.weight_decay)
+            sign = state["exp_avg"].lerp_(gradient, 1 - self._momentum).sign()
+        else:
+            decay += terms.weight_decay
+            sign = gradient.sign_()
+        if decay:
+            weight.mul_(1 - terms.lr * decay)
+        weight.sub_(sign, alpha=terms.lr)
+
+
+class DcAsgd(Updater):
+    """Asynchronous SGD that corrects a gradient for what happened while it was computed.
+
+    Zheng et al.: Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017,
+    arXiv:1609.08326, algorithm 2; momentum as MXNet::
+
+        g~ = g + lamda * g * g * (w - w_bak[rank])     w_bak[rank]: what that rank last read
+        v = momentum * v + lr * (g~ + weight_decay * w)
+        w = w - v
+
+    A push without a rank (sync), or of a rank that never pulled, is not compensated.
+    State: ``velocity`` if momentum, and one ``read.RANK`` per rank that pulled: a copy of the
+    weights each, as the paper's. MXNet keeps one copy for all ranks, which compensates nothing
+    when ranks alternate; kvps follows the paper.
+    """
+
+    tracks_pulls = True
+
+    def __init__(self, hyper: Hyper) -> None:
+        super().__init__(hyper)
+        self._momentum = hyper.number("momentum")
+        self._lamda = hyper.number("lamda")
+
+    def pulled(self, weight: Tensor, state: State, start: int, stop: int, rank: int) -> None:
+        """Remember ``weight[start:stop]`` as what ``rank`` computes its next gradient at.
+
+        The first pull of a rank copies the whole chunk: the parts it has not asked for count as
+        read now, the nearest guess there is.
+        """
+        current = state.get(MASTER, weight)
+        read = state.get(f"{_READ}{rank}")
+        if read is None:
+            state[f"{_READ}{rank}"] = current.clone()
+        else:
+            read[start:stop].copy_(current[start:stop])
+
+    def _is_lazy(self, name: str) -> bool:
+        return name.startswith(_READ)
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {"velocity": torch.zeros_like(weight)} if self._momentum else {}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        read = state.get(f"{_READ}{terms.rank}")  # there is none of rank None
+        if read is not None:
+            moved = (weight - read).mul_(gradient).mul_(gradient)
+            gradient.add_(moved, alpha=self._lamda)
+        gradient.add_(weight, alpha=terms.weight_decay)
+        if self._momentum:
+            velocity = state["velocity"].mul_(self._momentum).add_(gradient, alpha=terms.lr)
+            weight.sub_(velocity)
+        else:
+            weight.sub_(gradient, alpha=terms.lr)
+
+
+_READ = "read."
+"""Prefix of the state entries that hold what one rank last read."""
+
+
+class Test(Updater):
+    """``w = w + rescale_grad * g``: what MXNet's own tests use to count pushes.
+
+    Of the common hyper-parameters only ``rescale_grad``, ``clip_gradient`` and
+    ``multi_precision`` matter. Integer weights are allowed; the first two are then whole numbers,
+    and sums wrap around as integers do.
+    """
+
+    takes_integers = True
+    __test__ = False  # the name is MXNet's; pytest must not collect it
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        weight.add_(gradient)
+
+
+RULES: dict[str, type[Updater]] = {
+    "lars": Lars,
+    "lamb": Lamb,
+    "ftrl": Ftrl,
+    "signum": Signum,
+    "dcasgd": DcAsgd,
+    "test": Test,
+}
+"""Optimizer name -> class, of the rules in this file."""
+
+__all__ = ["MASTER", "RULES", "State", "Terms", "Updater", "sum_of_squares"]

@@ -1,0 +1,241 @@
+"""The scheduler's door: what members say, and what it answers.
+
+Theory of operation
+-------------------
+Three things come in: a packet, a broken connection, the time. What they change is in
+:mod:`kvps.core.membership` (who holds which seat) and :mod:`kvps.core.barriers` (who stands
+where); what follows from a change is in :mod:`kvps.core.job`; this file is the conversation.
+
+A door changes the state when it is called, and returns the effects in the order in which they
+are to be performed: what a restart must know is saved before anybody is told. A request that
+cannot be granted raises, deep down, the error that its sender gets, and changes nothing.
+
+Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is
+the fence. The one who has no identity yet (it said HELLO and was not welcomed) is known by its
+route.
+
+A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(members).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvps.core.barriers import Waiter
+from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
+from kvps.core.phase import Phase
+from kvps.core.seats import NAME_MAX, Seat, Settings, State
+from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
+from kvps.messages import (
+    PROTOCOL,
+    Barrier,
+    Beat,
+    Envelope,
+    Error,
+    Hello,
+    Leave,
+    Left,
+    Packet,
+    Role,
+    Stop,
+)
+
+if TYPE_CHECKING:
+    from kvps.core.effects import Effects, Route
+
+NOBODY = bytes(16)
+"""The job in the envelope of one who does not know it yet."""
+
+__all__ = ["Scheduler", "Settings"]
+
+
+class Scheduler:
+    """The core of the scheduler; see :class:`~kvps.core.effects.Core` for its doors."""
+
+    def __init__(self, settings: Settings, job: bytes, now: float) -> None:
+        self.job = Job(settings, job, now)
+
+    # --- doors ------------------------------------------------------------------------------
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        """A peer said something."""
+        envelope, message = packet.envelope, packet.message
+        try:
+            match message:
+                case Leave():
+                    self._on_leave(route, envelope, message, now)
+                case Error():
+                    pass
+                case _ if self.job.stop is not None:
+                    self.job.send(route, self.job.stop)
+                case Hello():
+                    self._on_hello(route, envelope, message, now)
+                case Beat():
+                    self._on_beat(route, envelope, message, now)
+                case Barrier():
+                    self._on_barrier(route, envelope, message, now)
+                case _:
+                    raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
+        except KvpsError as error:
+            if isinstance(message, Hello):
+                self.job.note("warning", f"refused {message.host:.60}:{message.pid}: {error}")
+            self.job.send(route, Error(envelope.seq, error.code, str(error)))
+        return self.job.flush()
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        """The connection along ``route`` broke: its seat has a moment to speak again."""
+        self.job.drop(route, now)
+        return self.job.flush()
+
+    def on_timer(self, now: float) -> Effects:
+        """Find out who was silent for too long, and what has waited for too long."""
+        if self.job.stop is None:
+            self.job.on_time(now)
+        return self.job.flush()
+
+    def on_stop(self, now: float) -> Effects:
+        """The operator ends the scheduler, and with it the job."""
+        if self.job.stop is None:
+            self.job.note("info", "asked to stop")
+            self.job.halt(Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE)
+        return self.job.flush()
+
+    def deadline(self) -> float | None:
+        """When :meth:`on_timer` must be called next."""
+        return self.job.due
+
+    # --- what members say -------------------------------------------------------------------
+
+    def _on_hello(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> None:
+        self._examine(envelope, hello)
+        known = self.job.seats.routes.get(route)
+        if envelope.incarnation:
+            seat = self.job.seats.attach(route, envelope, hello, now)
+        elif known is not None and known.is_alive:
+            seat = self.job.seats.recognise(route, envelope, now)
+        elif self.job.phase is Phase.ENDING:
+            raise WorkerLost(f"the job takes no new members: {self.job.reason}")
+        elif doubt := self.job.seats.doubt(hello):
+            self.job.send(route, Beat(0, doubt))
+            return
+        else:
+            seat, replaces = self.job.seats.take(route, hello, now)
+            verb = "is replaced by" if replaces else "joined:"
+            self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
+            self.job.withdraw(seat)
+            self.job.settle(now)
+            if not seat.is_welcomed:
+                self.job.send(route, Beat(0, self.job.reason))
+            return
+        self.job.revive(seat, now)
+        self._greet(route, seat, now)
+
+    def _greet(self, route: Route, seat: Seat, now: float) -> None:
+        if seat.is_welcomed:
+            self.job.send(route, self.job.welcome(seat))
+            if self.job.phase is not Phase.FORMING:
+                self.job.send(route, self.job.view(now))
+        elif self.job.phase is Phase.ENDING:
+            raise WorkerLost(f"the job cannot begin: {self.job.reason}")
+        else:
+            self.job.send(route, Beat(0, self.job.reason))
+
+    def _on_beat(self, route: Route, envelope: Envelope, beat: Beat, now: float) -> None:
+        number = self.job.number
+        self.job.revive(self._recognise(route, envelope, now), now)
+        self.job.send(route, Beat(beat.progress, self.job.reason))
+        if self.job.phase is not Phase.FORMING:
+            is_behind = envelope.view < number
+        else:  # only those who were members of the former job have something to learn
+            is_behind = envelope.job not in (NOBODY, self.job.name)
+        if is_behind and self.job.number == number:  # else it was just sent
+            self.job.send(route, self.job.view(now))
+
+    def _on_leave(self, route: Route, envelope: Envelope, leave: Leave, now: float) -> None:
+        try:
+            seat = self._recognise(route, envelope, now)
+        except KvpsError:
+            if envelope.job in (NOBODY, self.job.name):
+                raise
+            self.job.send(route, Left())  # of a job that is over: there is nothing to give up
+            return
+        if seat.node.role is Role.SERVER and leave.done and not self.job.formed:
+            leave = Leave(False, leave.exit_code, True, leave.reason)  # the job still needs one
+        is_new = self.job.stop is None and seat.leave(leave, now)
+        self.job.send(route, Left())
+        if is_new:
+            level = "info" if seat.state is State.LEFT else "warning"
+            self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
+            if seat.state is not State.LOST:
+                self.job.withdraw(seat)
+            self.job.settle(now)
+
+    def _on_barrier(self, route: Route, envelope: Envelope, barrier: Barrier, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.WORKER:
+            raise ProtocolError(f"{seat.node} stands at a barrier; only workers do")
+        if not seat.is_alive:
+            raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
+        self.job.revive(seat, now)
+        name = (barrier.store, barrier.name)
+        before = self.job.barriers.released.get(name)
+        self.job.answer(
+            self.job.barriers.stand(seat.node.rank, Waiter(route, envelope.seq), barrier)
+        )
+        self.job.has_changed |= self.job.barriers.released.get(name) != before
+
+    def _examine(self, envelope: Envelope, hello: Hello) -> None:
+        major, minor = PROTOCOL
+        if hello.major != major:
+            older = "the scheduler" if hello.major > major else f"{hello.host}:{hello.pid}"
+            raise ProtocolError(
+                f"the scheduler speaks protocol {major}.{minor}, {hello.host:.60}:{hello.pid} "
+                f"({hello.software:.60}) speaks {hello.major}.{hello.minor}: upgrade kvps at "
+                f"{older:.80}"
+            )
+        if hello.role not in (Role.SERVER, Role.WORKER):
+            raise ProtocolError(f"role {hello.role} takes no seat; servers and workers do")
+        for text in (hello.host, hello.endpoint, hello.master):
+            if len(text.encode()) > NAME_MAX:
+                raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} octets")
+        if envelope.incarnation:
+            self._demand_job(envelope)
+        elif envelope.job not in (NOBODY, self.job.name):
+            raise self._mismatch(envelope)
+
+    def _recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
+        if envelope.incarnation:
+            self._demand_job(envelope)
+        return self.job.seats.recognise(route, envelope, now)
+
+    def _demand_job(self, envelope: Envelope) -> None:
+        # A server that has not yet heard of the next job still speaks of the former one.
+        if self.job.name not in (envelope.job, next_job(envelope.job)):
+            raise self._mismatch(envelope)
+
+    def _mismatch(self, envelope: Envelope) -> Mismatch:
+        return Mismatch(
+            f"this scheduler runs job {self.job.name.hex()}, and {envelope.node} speaks of job "
+            f"{envelope.job.hex()}: is this the right scheduler? If so, it began without the state "
+            "of the former one; start the job again"
+        )
+
+    # --- a restart, and tests ---------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """Return what :meth:`restore` needs; each change yields it as a Save."""
+        return self.job.snapshot()
+
+    @classmethod
+    def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Scheduler:
+        """Return a scheduler that goes on from ``snapshot``.
+
+        An empty Save is none: it says that there is nothing to go on from.
+        """
+        scheduler = cls.__new__(cls)
+        scheduler.job = Job.restore(settings, snapshot, now)
+        return scheduler
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.job.check()

@@ -1,0 +1,205 @@
+"""One seat of a job: its state, who holds it, and the limits by which it is judged.
+
+:mod:`kvps.core.membership` says how a seat moves from state to state; this file says what it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvps.errors import ConfigError
+from kvps.messages import Hello, Leave, Member, Node, Role
+
+if TYPE_CHECKING:
+    from kvps.core.effects import Route
+
+SEATS_MAX = 1500
+NAME_MAX = 200
+"""Seats of a job, and octets of a host, an endpoint or a reason: a view must fit into a head."""
+
+
+class State(enum.Enum):
+    """What has become of a seat."""
+
+    EMPTY = "empty"
+    HELD = "held"
+    LEFT = "left"
+    """It ended well; nobody takes it again in this job."""
+    LOST = "lost"
+    """It ended otherwise; a replacement may come."""
+    GONE = "gone"
+    """It ended otherwise, and none will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the operator decided about the job."""
+
+    workers: int
+    servers: int
+    silence_max_s: float = 12.0
+    """A member that says nothing for so long is lost."""
+    drop_grace_s: float = 1.0
+    """A member whose connection broke, and that does not come back for so long, is lost."""
+    forming_max_s: float | None = None
+    """How long the first job may take to form; None is for ever."""
+    keep_alive: bool = False
+    """Begin another job, with the same servers, when one is over."""
+    replace_max_s: float = 240.0
+    """How long a job with no worker left waits for the replacement of a lost one."""
+    persist: bool = False
+    """Yield a Save with each change."""
+
+    def __post_init__(self) -> None:
+        seats = self.workers + self.servers
+        if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
+            raise ConfigError(
+                f"{self.workers} workers and {self.servers} servers cannot be: a job has 1 or more "
+                f"workers, 0 or more servers, and at most {SEATS_MAX} of both"
+            )
+        limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
+        for limit in limits:
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise ConfigError(f"a time limit of {limit} s cannot be: it must be over 0")
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection that speaks for a seat, and the process at its other end."""
+
+    host: str
+    pid: int
+    is_guardian: bool | None
+    """None where it said no HELLO to this life of the scheduler."""
+    heard_at: float
+
+
+@dataclass(slots=True)
+class Seat:
+    """A place in the job, and who holds it or held it last."""
+
+    node: Node
+    state: State = State.EMPTY
+    incarnation: int = 0
+    """Whose it is or was last; 0 if it was never taken."""
+    host: str = ""
+    pid: int = 0
+    endpoint: str = ""
+    master: str = ""
+    is_guarded: bool = False
+    """A guardian took it."""
+    is_welcomed: bool = False
+    """Its WELCOME has been sent; a guardian's is held back until all workers are here."""
+    has_said_so: bool = False
+    """It ended by its own word, so no packet brings it back."""
+    heard_at: float = 0.0
+    dropped_at: float | None = None
+    """When its last link broke; None while one is whole, or none was seen yet."""
+    lost_at: float = 0.0
+    """Since when it is lost or gone."""
+    reason: str = ""
+    """Why it is left, lost or gone."""
+    links: dict[Route, Link] = field(default_factory=dict)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody is here, or was and ended well."""
+        return self.state in (State.HELD, State.LEFT)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a packet of its incarnation shows that it is held (again)."""
+        return self.state is State.HELD or (self.state is State.LOST and not self.has_said_so)
+
+    def is_free_for(self, hello: Hello) -> bool:
+        """Whether a newcomer may take it at once."""
+        return self.state in (State.EMPTY, State.LOST) or self._was(hello)
+
+    def _was(self, hello: Hello) -> bool:
+        """Whether its holder, whom no link reaches, says HELLO again."""
+        is_alone = self.state is State.HELD and not self.links
+        return is_alone and (self.host, self.pid) == (hello.host, hello.pid)
+
+    def preference(self, hello: Hello) -> tuple[bool, bool, int]:
+        """Sort key of free seats: one's own, then empty, then lost ones, then by rank."""
+        return (not self._was(hello), self.state is State.LOST, self.node.rank)
+
+    def may_be_replaced(self, settings: Settings, now: float) -> bool:
+        """Whether it is lost, but not for too long."""
+        return self.state is State.LOST and now < self.lost_at + settings.replace_max_s
+
+    def last_word(self, route: Route) -> float:
+        """When this link was heard last."""
+        return self.links[route].heard_at
+
+    def due(self, settings: Settings) -> float:
+        """When its holder is lost if it says nothing until then."""
+        silent_at = self.heard_at + settings.silence_max_s
+        if self.dropped_at is None:
+            return silent_at
+        return min(silent_at, self.dropped_at + settings.drop_grace_s)
+
+    # --- changes ----------------------------------------------------------------------------
+
+    def begin(self, incarnation: int, hello: Hello, now: float) -> None:
+        """Begin a new life in this seat."""
+        self.state, self.incarnation = State.HELD, incarnation
+        self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
+        self.master = hello.master
+        self.is_guarded = hello.guardian and self.node.role is Role.WORKER
+        self.is_welcomed = self.has_said_so = False
+        self.heard_at, self.dropped_at, self.reason = now, None, ""
+        self.links = {}
+
+    def lose(self, reason: str, now: float) -> None:
+        """Its holder is lost."""
+        self.state, self.reason = State.LOST, reason
+        self.lost_at, self.dropped_at = now, None
+
+    def revive(self) -> None:
+        """Its holder was lost, and speaks again before anybody replaced it."""
+        self.state, self.reason = State.HELD, ""
+
+    def leave(self, leave: Leave, now: float) -> bool:
+        """Its holder says that it ends; return whether that is new. Left and gone are final."""
+        end = State.LEFT if leave.done else State.LOST if leave.replaceable else State.GONE
+        if self.state not in (State.HELD, State.LOST) or (end is State.LOST and self.has_said_so):
+            return False
+        if self.state is State.HELD:
+            self.lost_at = now
+        self.state, self.has_said_so, self.dropped_at = end, True, None
+        how = "done" if leave.done else f"exit code {leave.exit_code}"
+        self.reason = shortened(f"{how}: {leave.reason}" if leave.reason else how)
+        return True
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def member(self, now: float) -> Member:
+        """Return the seat as a view shows it."""
+        return Member(
+            role=int(self.node.role),
+            rank=self.node.rank,
+            incarnation=self.incarnation,
+            state=self.state.value,
+            endpoint=self.endpoint,
+            host=self.host,
+            lost_for_s=now - self.lost_at if self.state in (State.LOST, State.GONE) else 0.0,
+            reason=self.reason,
+        )
+
+    def check(self, node: Node, links_max: int) -> None:
+        """Assert the invariants."""
+        assert self.node == node, f"{self.node} sits at {node}"
+        assert (self.state is State.EMPTY) == (self.incarnation == 0), f"{node}: who holds it?"
+        assert len(self.links) <= (links_max if self.is_guarded else 1), f"{node}: many links"
+        assert self.dropped_at is None or (self.state is State.HELD and not self.links), (
+            f"{node} is under suspicion, but it is {self.state.value} with links {self.links}"
+        )
+
+
+def shortened(text: str) -> str:
+    """Return at most :data:`NAME_MAX` octets of ``text``."""
+    return text.encode()[:NAME_MAX].decode(errors="ignore")

@@ -1,0 +1,98 @@
+"""What a restarted scheduler must know, as bytes and back.
+
+Links and times are left out: members speak again, and every limit is counted anew from then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgpack
+
+from kvps.core.membership import Seats
+from kvps.core.seats import Settings, State
+from kvps.errors import ConfigError, StorageError
+from kvps.messages import Node, Role
+
+if TYPE_CHECKING:
+    from kvps.core.barriers import Name
+
+FORMAT = 1
+
+
+class Snapshot(NamedTuple):
+    """The part of a scheduler that outlives its process."""
+
+    job: bytes
+    number: int
+    formed: bool
+    seats: Seats
+    released: dict[Name, int]
+
+
+def dump(snapshot: Snapshot) -> bytes:
+    """Return ``snapshot`` as bytes."""
+    settings = snapshot.seats.settings
+    seats = [
+        (
+            *seat.node,
+            seat.state.value,
+            seat.incarnation,
+            seat.host,
+            seat.pid,
+            seat.endpoint,
+            seat.master,
+            seat.is_guarded,
+            seat.has_said_so,
+            seat.reason,
+        )
+        for seat in snapshot.seats.by_node.values()
+    ]
+    released = [(*name, number) for name, number in snapshot.released.items()]
+    counts = (settings.workers, settings.servers)
+    head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
+    state: bytes = msgpack.packb((head, seats, released))
+    return state
+
+
+def load(state: bytes, settings: Settings, now: float) -> Snapshot:
+    """Return the snapshot that :func:`dump` wrote.
+
+    Raises:
+        StorageError: if it did not write that.
+        ConfigError: if it is of a cluster of another size.
+    """
+    try:
+        head, rows, released = msgpack.unpackb(state)
+        (version, counts, job, number, formed, issued) = head
+        if version != FORMAT:
+            raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
+        if counts != [settings.workers, settings.servers]:
+            raise ConfigError(
+                "the scheduler's state is of a job with {} workers and {} servers, and now there "
+                "are to be {} and {}: start it as before, or with another --state".format(
+                    *counts, settings.workers, settings.servers
+                )
+            )
+        seats = Seats(settings)
+        seats.issued = issued
+        for role, rank, name, *fields in rows:
+            seat = seats.by_node[Node(Role(role), rank)]
+            seat.state, seat.heard_at, seat.lost_at = State(name), now, now
+            seat.is_welcomed = True  # one that was not says HELLO until it is
+            (
+                seat.incarnation,
+                seat.host,
+                seat.pid,
+                seat.endpoint,
+                seat.master,
+                seat.is_guarded,
+                seat.has_said_so,
+                seat.reason,
+            ) = fields
+        passed = {(store, name): highest for store, name, highest in released}
+    except (ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            "the scheduler's state cannot be read: start with another --state, and the job again"
+        ) from error
+    return Snapshot(job, number, formed, seats, passed)

@@ -1,0 +1,121 @@
+"""Which optimizer name and numbers a torch.optim object stands for.
+
+``set_optimizer(torch.optim.SGD(...))`` must not send the object: only a name and checked numbers
+travel. :func:`describe` reads them off. It refuses what it cannot carry over exactly (another
+class, a subclass with rules of its own, an option the servers do not have, parameter groups that
+differ), since training on in a slightly different way is worse than an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvps.core.hyper import Hyper, resolve, schema_of
+from kvps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NAMES: Mapping[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adadelta: "adadelta",
+    torch.optim.RMSprop: "rmsprop",
+    torch.optim.NAdam: "nadam",
+    torch.optim.RAdam: "radam",
+    torch.optim.Adamax: "adamax",
+}
+"""The torch classes that servers can run -> optimizer name."""
+
+_MANNER = frozenset({"foreach", "fused", "capturable"})
+"""Options that choose how torch computes, not what; servers choose for themselves."""
+
+
+def describe(optimizer: torch.optim.Optimizer) -> Hyper:
+    """Return the name and hyper-parameters of a torch optimizer, as they are now.
+
+    Its state (momenta, step counts) is not carried over.
+
+    Args:
+        optimizer: exactly one of the classes in :data:`NAMES`, not a subclass of one; all its
+            parameter groups with the same hyper-parameters.
+
+    Raises:
+        ConfigError: another class, an option that servers do not have, or groups that differ.
+
+    Example::
+
+        >>> describe(torch.optim.SGD(model.parameters(), lr=0.1)).name
+        'sgd'
+    """
+    name = NAMES.get(type(optimizer))
+    if name is None:
+        valid = ", ".join(cls.__name__ for cls in NAMES)
+        raise ConfigError(
+            f"servers cannot run {type(optimizer).__module__}.{type(optimizer).__qualname__}; use "
+            f"one of torch.optim's {valid} itself (no subclass), a name for set_optimizer, or "
+            "update_on_kvstore=False"
+        )
+    first, *others = (_options(group, optimizer.defaults) for group in optimizer.param_groups)
+    for number, other in enumerate(others, start=1):
+        _check_same(name, number, first, other)
+    if name in ("adam", "adamw") and first.pop("decoupled_weight_decay", False):
+        name = "adamw"  # so torch itself defines AdamW
+    return resolve(name, _carried(name, first))
+
+
+def _options(group: Mapping[str, object], declared: Mapping[str, object]) -> dict[str, object]:
+    """Return those options of a parameter group that change results.
+
+    Args:
+        group: it also holds the parameters, and what schedulers note there (``initial_lr``, ...).
+        declared: the options that the optimizer's class declares.
+    """
+    return {
+        name: _plain(value)
+        for name, value in group.items()
+        if name in declared and name not in _MANNER
+    }
+
+
+def _plain(value: object) -> object:
+    """Return one-element tensors, which torch allows for lr and betas, as numbers."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(_plain(part) for part in value)
+    return value
+
+
+def _check_same(
+    name: str, number: int, first: Mapping[str, object], other: Mapping[str, object]
+) -> None:
+    different = [option for option in first if other.get(option) != first[option]]
+    if different:
+        option = different[0]
+        raise ConfigError(
+            f"optimizer '{name}': parameter group {number} has {option}={other.get(option)!r}, "
+            f"group 0 has {first[option]!r}; servers have one set of hyper-parameters: give one "
+            "group, and lr_mult={key: factor} / wd_mult={key: factor} for keys that differ"
+        )
+
+
+def _carried(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that servers have; another one that is switched on is refused."""
+    schema = schema_of(name)
+    known = {*schema.by_name(), *schema.pairs}
+    for option, value in options.items():
+        if option not in known and value:
+            raise ConfigError(
+                f"optimizer '{name}': servers have no option {option}={value!r}; leave it off, or "
+                f"use update_on_kvstore=False. They have: {schema.valid_names()}"
+            )
+    return {option: value for option, value in options.items() if option in known}
+
+
+__all__ = ["NAMES", "describe"]

@@ -1,0 +1,601 @@
+"""Everything that kvps processes say to each other: one frozen class per message.
+
+A message is declared here once, with its tag, its fields and the bytes that must follow it;
+:mod:`kvps.wire` turns it into frames and back by reading that declaration. A tag is for ever. A
+new field goes to the end of its class and has a default, so that older bytes still decode.
+docs/protocol.md says for each message who sends it, when it is legal and how it is answered.
+
+Every message travels in a :class:`Packet` whose :class:`Envelope` says who speaks: identity is in
+the payload, and a ZeroMQ routing id is only an address.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+
+from kvps.specs import BY_ID
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROTOCOL = (1, 0)
+"""Major and minor number of the protocol; another major number is refused at HELLO."""
+
+RUNS_MAX = 4096
+ENTRIES_MAX = 1024
+"""How many runs one push or pull, and how many keys one declaration, may carry."""
+
+KEY_MAX = 256
+TEXT_MAX = 4096
+"""Characters of the name of a key or store, and octets of any text: a longer one is refused."""
+
+
+class Role(enum.IntEnum):
+    """What a process does in a cluster."""
+
+    SCHEDULER = 0
+    SERVER = 1
+    WORKER = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Node(NamedTuple):
+    """A place in the cluster: a role and a rank within that role, from 0."""
+
+    role: Role
+    rank: int
+
+    def __str__(self) -> str:
+        return "scheduler" if self.role is Role.SCHEDULER else f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Who speaks, in which job and view, and which of its requests this is."""
+
+    job: bytes
+    """16 octets that name the job; zeros in a HELLO from one who does not know it yet."""
+    view: int
+    """Number of the newest view that the sender has seen."""
+    role: Role
+    rank: int
+    incarnation: int
+    """Which life of that rank: issued by the scheduler, it only grows."""
+    seq: int
+    """Number of this request among the sender's requests to this receiver; 0 asks no answer."""
+
+    @property
+    def node(self) -> Node:
+        """The sender's place."""
+        return Node(self.role, self.rank)
+
+
+class Message:
+    """What every message class has: a tag, and the sizes of the frames that must follow."""
+
+    TAG: ClassVar[int] = 0
+    __slots__ = ()
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """Exact bytes of each payload frame behind this message."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One message with its envelope and its payload frames."""
+
+    envelope: Envelope
+    message: Message
+    payload: tuple[memoryview, ...] = ()
+
+
+MESSAGES: dict[int, type[Message]] = {}
+"""The class of each tag."""
+
+M = TypeVar("M", bound=type[Message])
+
+
+def _tag(number: int) -> Callable[[M], M]:
+    def register(cls: M) -> M:
+        assert number not in MESSAGES, f"tag {number} is taken"
+        cls.TAG = number
+        MESSAGES[number] = cls
+        return cls
+
+    return register
+
+
+# --- joining and living together -------------------------------------------------------------
+
+
+@_tag(1)
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """First on every connection, and frozen: any version of kvps can read any other's."""
+
+    major: int
+    minor: int
+    software: str
+    features: int
+    role: int
+    rank: int | None
+    """The wanted rank; None takes the lowest free one."""
+    host: str
+    pid: int
+    endpoint: str = ""
+    """Where a server listens for workers."""
+    guardian: bool = False
+    """The sender holds the seat for a command that it runs."""
+    master: str = ""
+    """HOST:PORT that this worker offers as torch's rendezvous, used if it gets rank 0."""
+
+
+@_tag(2)
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Scheduler or server to the one who said HELLO: this is your seat."""
+
+    rank: int
+    incarnation: int
+    workers: int
+    servers: int
+    local_rank: int = 0
+    local_size: int = 1
+    master: str = ""
+
+
+class Member(NamedTuple):
+    """One seat as a view shows it."""
+
+    role: int
+    rank: int
+    incarnation: int
+    state: str
+    """``empty``, ``held``, ``left``, ``lost`` (a replacement may come) or ``gone`` (none will)."""
+    endpoint: str
+    host: str
+    lost_for_s: float
+    reason: str
+
+
+@_tag(3)
+@dataclass(frozen=True, slots=True)
+class View(Message):
+    """Scheduler to all members: who holds which seat. Its number grows with every change."""
+
+    number: int
+    phase: str
+    """``forming``, ``running`` or ``ending``."""
+    reason: str
+    members: tuple[Member, ...]
+
+
+@_tag(4)
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Member to scheduler and back: I live; the counter moves when the application does."""
+
+    progress: int
+    reason: str = ""
+
+
+@_tag(5)
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """Member to scheduler: I end. ``done`` says that I ended well."""
+
+    done: bool
+    exit_code: int
+    replaceable: bool
+    reason: str
+
+
+@_tag(6)
+@dataclass(frozen=True, slots=True)
+class Left(Message):
+    """Scheduler to member: your leaving is known."""
+
+
+@_tag(7)
+@dataclass(frozen=True, slots=True)
+class Barrier(Message):
+    """Worker to scheduler: I stand at this barrier."""
+
+    store: str
+    name: str
+    number: int
+
+
+@_tag(8)
+@dataclass(frozen=True, slots=True)
+class Released(Message):
+    """Scheduler to worker: every member stands there, or stood; go on."""
+
+    seq: int
+
+
+@_tag(9)
+@dataclass(frozen=True, slots=True)
+class Stop(Message):
+    """Scheduler to members: the job is over."""
+
+    exit_code: int
+    reason: str
+
+
+@_tag(10)
+@dataclass(frozen=True, slots=True)
+class Error(Message):
+    """Answer to a request that could not be done; nothing was changed by it."""
+
+    seq: int
+    code: int
+    text: str
+
+
+@_tag(11)
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Answer to a request that needs no other answer."""
+
+    seq: int
+
+
+@_tag(12)
+@dataclass(frozen=True, slots=True)
+class Probe(Message):
+    """Worker to server: which of these unanswered requests do you have?"""
+
+    seqs: tuple[int, ...]
+
+
+class Pending(NamedTuple):
+    """A request that a server has and cannot answer yet, and why."""
+
+    seq: int
+    reason: str
+
+
+@_tag(13)
+@dataclass(frozen=True, slots=True)
+class Probed(Message):
+    """Answer to PROBE: the missing ones must be sent again, the pending ones wait."""
+
+    missing: tuple[int, ...]
+    pending: tuple[Pending, ...]
+
+
+# --- stores and keys --------------------------------------------------------------------------
+
+
+@_tag(20)
+@dataclass(frozen=True, slots=True)
+class Open(Message):
+    """Worker to server: this store exists, with this rule and these options."""
+
+    store: str
+    mode: str
+    """``sync``, ``async`` or ``ssp``."""
+    staleness: int
+    deterministic: bool
+    on_worker_lost: str
+    bigarray_bound: int
+
+
+class Entry(NamedTuple):
+    """A key, what it is, and the elements of it that belong on the addressed server."""
+
+    key: str
+    dtype: int
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@_tag(21)
+@dataclass(frozen=True, slots=True)
+class Declare(Message):
+    """Worker to server: these keys, please. Rank 0 creates them, others wait until they are."""
+
+    store: str
+    create: bool
+    call: int
+    """0 for init; k + 1 for the k-th broadcast of the key."""
+    entries: tuple[Entry, ...]
+
+
+class Piece(NamedTuple):
+    """A part of a key inside one chunk of one server."""
+
+    chunk: int
+    start: int
+    size: int
+
+
+class Place(NamedTuple):
+    """Where an entry lies on the answering server, in the order of the key's elements."""
+
+    fresh: bool
+    """The creator must load its value."""
+    pieces: tuple[Piece, ...]
+
+
+@_tag(22)
+@dataclass(frozen=True, slots=True)
+class Declared(Message):
+    """Answer to DECLARE, entry by entry."""
+
+    seq: int
+    places: tuple[Place, ...]
+
+
+@_tag(23)
+@dataclass(frozen=True, slots=True)
+class Find(Message):
+    """Worker to server: what are these keys? Never creates, never waits."""
+
+    store: str
+    keys: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """A key's type and shape; an unknown key has type 0."""
+
+    dtype: int
+    shape: tuple[int, ...]
+
+
+@_tag(24)
+@dataclass(frozen=True, slots=True)
+class FoundAll(Message):
+    """Answer to FIND, key by key."""
+
+    seq: int
+    found: tuple[Found, ...]
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Neighbouring elements of a chunk that one push covers, and the push's number."""
+
+    start: int
+    size: int
+    number: int
+
+
+class Ask(NamedTuple):
+    """Neighbouring elements of a chunk that a pull wants, and what must have happened before."""
+
+    start: int
+    size: int
+    after: int
+    """How many pushes of this rank must have been applied to them."""
+    least: int
+    """The lowest version that will do."""
+
+
+class Stand(NamedTuple):
+    """Where neighbouring elements of a chunk stand when they are read."""
+
+    start: int
+    size: int
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+
+def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, ...]:
+    return (BY_ID[dtype].itemsize * sum([run.size for run in runs]),)
+
+
+@_tag(30)
+@dataclass(frozen=True, slots=True)
+class Load(Message):
+    """Creator to server: the first value of these elements (or its k-th broadcast)."""
+
+    chunk: int
+    dtype: int
+    runs: tuple[Run, ...]
+    """Their ``number`` is the ``call`` of the DECLARE that asked for them."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the elements of all runs, side by side."""
+        return _sizes(self.dtype, self.runs)
+
+
+@_tag(31)
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Worker to server: a gradient for these elements."""
+
+    chunk: int
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    weight: float
+    """What it counts in a weighted mean (samples)."""
+    pull: bool
+    """Answer with the new values."""
+    runs: tuple[Run, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the elements of all runs, side by side."""
+        return _sizes(self.dtype, self.runs)
+
+
+class Receipt(NamedTuple):
+    """A push or load that was taken in, and the lowest version among its elements."""
+
+    seq: int
+    version: int
+
+
+@_tag(32)
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Server to worker: these are in, and will not be needed again."""
+
+    receipts: tuple[Receipt, ...]
+
+
+@_tag(33)
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Worker to server: these elements, once the conditions hold."""
+
+    chunk: int
+    values: bool
+    """False asks for the versions alone."""
+    runs: tuple[Ask, ...]
+
+
+@_tag(34)
+@dataclass(frozen=True, slots=True)
+class Pulled(Message):
+    """Answer to PULL, and to a PUSH that asked for the values."""
+
+    seq: int
+    chunk: int
+    dtype: int
+    values: bool
+    runs: tuple[Stand, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame, the elements of all runs side by side, or none."""
+        return _sizes(self.dtype, self.runs) if self.values else ()
+
+
+# --- the optimizer on the servers -------------------------------------------------------------
+
+
+@_tag(40)
+@dataclass(frozen=True, slots=True)
+class Optimize(Message):
+    """Worker to server: the store's optimizer, by name and numbers. Rank 0 sets, others check."""
+
+    store: str
+    call: int
+    create: bool
+    name: str
+    numbers: dict[str, bool | int | float | None]
+    lr_mult: dict[str, float] = field(default_factory=dict)
+    wd_mult: dict[str, float] = field(default_factory=dict)
+
+
+@_tag(41)
+@dataclass(frozen=True, slots=True)
+class Rate(Message):
+    """Worker to server: the learning rate from now on. Rank 0 sets, others check."""
+
+    store: str
+    call: int
+    create: bool
+    lr: float
+
+
+@_tag(42)
+@dataclass(frozen=True, slots=True)
+class Norms(Message):
+    """Server to server: my part of a whole tensor's sums of squares, for one update of it."""
+
+    store: str
+    key: str
+    rank: int | None
+    """The pushing rank where each push is applied by itself; None for a round."""
+    number: int
+    sums: tuple[float, ...]
+    """Empty where the sender has none yet and asks for the receiver's."""
+    reply: bool
+    """The receiver should answer with its own."""
+
+
+class Field(NamedTuple):
+    """One tensor of an optimizer's state."""
+
+    name: str
+    dtype: int
+    size: int
+
+
+@_tag(43)
+@dataclass(frozen=True, slots=True)
+class GetState(Message):
+    """Worker to server: the optimizer's state of these elements."""
+
+    chunk: int
+    start: int
+    size: int
+
+
+@_tag(44)
+@dataclass(frozen=True, slots=True)
+class StateIs(Message):
+    """Answer to GET-STATE."""
+
+    seq: int
+    step: int
+    fields: tuple[Field, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame per field."""
+        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+
+
+@_tag(45)
+@dataclass(frozen=True, slots=True)
+class SetState(Message):
+    """Worker to server: put this state there."""
+
+    chunk: int
+    start: int
+    size: int
+    step: int
+    fields: tuple[Field, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame per field."""
+        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+
+
+# --- looking ----------------------------------------------------------------------------------
+
+
+@_tag(50)
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    """Worker to server: how does the store stand?"""
+
+    store: str
+
+
+class OpenRound(NamedTuple):
+    """A round that waits: some key in it, its number, who is missing, for how long."""
+
+    key: str
+    number: int
+    missing: tuple[int, ...]
+    age_s: float
+
+
+class Clock(NamedTuple):
+    """How many pushes of a key each rank has had taken in."""
+
+    key: str
+    pushes: dict[str, int]
+
+
+@_tag(51)
+@dataclass(frozen=True, slots=True)
+class StatusIs(Message):
+    """Answer to STATUS."""
+
+    seq: int
+    rounds: tuple[OpenRound, ...]
+    clocks: tuple[Clock, ...]

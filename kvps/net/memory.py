@@ -1,0 +1,107 @@
+"""Packets inside one process: the same transport without sockets, for tests.
+
+Packets are encoded and decoded as they would be on the wire, and payload is copied once, as a
+network would: nobody sees memory that another still writes to. The network counts what it
+carries, and a test may put a filter between any two ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+from kvps import wire
+from kvps.core.effects import Hold, Route
+from kvps.errors import ConfigError
+from kvps.messages import Packet
+from kvps.net.driver import DROPPED, Dropped
+
+Filter = Callable[[Packet], int]
+"""How many copies of a packet arrive: 1, or 0 to lose it, or more."""
+
+
+class MemoryNetwork:
+    """All ends of one process, by endpoint."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, MemoryTransport] = {}
+        self.carried: Counter[str] = Counter()
+        """Packets by the name of their message."""
+        self.filter: Filter = lambda packet: 1
+        self.numbers = itertools.count(1)
+
+    def transport(self, bind: str | None = None) -> MemoryTransport:
+        """Return a new end, reachable at ``bind``.
+
+        Raises:
+            ConfigError: if that endpoint is taken.
+        """
+        if bind is not None and bind in self.ends:
+            raise ConfigError(f"cannot listen on {bind}: Address already in use")
+        return MemoryTransport(self, bind)
+
+
+class MemoryTransport:
+    """One end of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, bind: str | None) -> None:
+        self.endpoint = bind or ""
+        self._network = network
+        self._arrived: deque[tuple[Route, list[bytes | bytearray] | Dropped]] = deque()
+        self._signal = threading.Event()
+        self._peers: dict[Route, tuple[MemoryTransport, Route]] = {}
+        if bind is not None:
+            network.ends[bind] = self
+
+    def connect(self, name: str, endpoint: str) -> None:
+        """Open a connection that is called ``name`` from now on."""
+        peer = self._network.ends.get(endpoint)
+        if peer is None:
+            self._peers.pop(name, None)
+            return
+        back = next(self._network.numbers).to_bytes(4, "big")
+        self._peers[name] = (peer, back)
+        peer._peers[back] = (self, name)
+
+    def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
+        """Send, or drop if there is nobody."""
+        copies = self._network.filter(packet)
+        head, *payload = wire.encode(packet)
+        if hold is not None:
+            payload = [bytes(one) for one in payload]
+            hold.release()
+        peer = self._peers.get(route)
+        if peer is None:
+            return
+        self._network.carried[type(packet.message).__name__] += 1
+        for _ in range(copies):
+            peer[0]._arrive(peer[1], [bytes(head), *(bytearray(one) for one in payload)])
+
+    def _arrive(self, route: Route, frames: list[bytes | bytearray] | Dropped) -> None:
+        self._arrived.append((route, frames))
+        self._signal.set()
+
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+        """Wait up to ``timeout_s`` and yield what came."""
+        self._signal.wait(timeout_s)
+        self._signal.clear()
+        while self._arrived:
+            route, frames = self._arrived.popleft()
+            if isinstance(frames, Dropped):
+                yield route, frames
+            else:
+                yield route, wire.decode([memoryview(one) for one in frames])
+
+    def wake(self) -> None:
+        """Make a waiting :meth:`poll` return; any thread may call this."""
+        self._signal.set()
+
+    def close(self, linger_s: float) -> None:
+        """Break all connections."""
+        if self._network.ends.get(self.endpoint) is self:
+            del self._network.ends[self.endpoint]
+        for peer, back in self._peers.values():
+            peer._arrive(back, DROPPED)
+        self._peers.clear()

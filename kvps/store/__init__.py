@@ -1,0 +1,1 @@
+"""What a training script imports: the stores, and the process's place in the cluster."""

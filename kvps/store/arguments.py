@@ -1,0 +1,165 @@
+"""From what users give to what stores work on: keys to names, values to flat rows.
+
+A call takes one key or a list, and for each key one value or a list with one value per device.
+All mistakes in that are found here, before anything is sent, and named by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.specs import Spec
+from kvps.tensors import Array, accumulator, as_tensor, flat, spec_of
+
+KEY_MAX = 256
+
+
+def names_of(keys: object) -> tuple[tuple[str, ...], bool]:
+    """Return the names of one key or a list of keys, and whether it was a list.
+
+    Raises:
+        ConfigError: for a key that is no str or int, is empty, too long, or given twice.
+    """
+    is_many = isinstance(keys, list | tuple)
+    names = tuple(_name(key) for key in (keys if isinstance(keys, list | tuple) else (keys,)))
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"key {twice!r} is given twice in one call; give each key once")
+    return names, is_many
+
+
+def _name(key: object) -> str:
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise ConfigError(f"a key is a str or an int, got {type(key).__name__}")
+    name = str(key)
+    if not 1 <= len(name) <= KEY_MAX or not name.isprintable():
+        raise ConfigError(f"a key is 1 to {KEY_MAX} printable characters, got {name[:40]!r}")
+    return name
+
+
+def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list[Array]]:
+    """Return for each key its values, one per device.
+
+    Raises:
+        ConfigError: if there are more or fewer values than keys.
+    """
+    per_key: Sequence[object]
+    if not is_many:
+        per_key = (given,)
+    elif isinstance(given, list | tuple):
+        per_key = given
+    else:
+        raise ConfigError(f"{len(names)} keys need a list of values, got {type(given).__name__}")
+    if len(per_key) != len(names):
+        raise ConfigError(f"{len(names)} keys need as many values, got {len(per_key)}")
+    values: list[list[Array]] = []
+    for name, one in zip(names, per_key, strict=True):
+        devices = list(one) if isinstance(one, list | tuple) else [one]
+        if not devices:
+            raise ConfigError(f"key {name!r}: the list of values is empty")
+        values.append(devices)
+    return values
+
+
+def check_values(
+    names: tuple[str, ...], values: list[list[Array]], specs: Mapping[str, Spec], what: str
+) -> None:
+    """Check each value against the spec of its key.
+
+    Raises:
+        KeyNotFound: for a key without a spec.
+        Mismatch: for another type or shape, naming the key and both.
+    """
+    for name, devices in zip(names, values, strict=True):
+        spec = specs.get(name)
+        if spec is None:
+            raise KeyNotFound(
+                f"key {name!r} was never initialised; call init({name!r}, value) on every worker"
+            )
+        for value in devices:
+            given = spec_of(value)
+            if given != spec:
+                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {given}")
+
+
+def reduce(devices: list[Array], on_device: bool) -> torch.Tensor:
+    """Return the sum of one key's values: on their own device, or on the CPU.
+
+    The result may be one of the values itself: it is for reading only. Half types are summed in
+    float32 and rounded once.
+    """
+    tensors = [as_tensor(value) for value in devices]
+    if len(tensors) == 1:
+        return tensors[0]
+    first = tensors[0].device if on_device else torch.device("cpu")
+    total = accumulator(tensors[0].to(first)).clone()
+    for tensor in tensors[1:]:
+        total += tensor.to(first)
+    return total.to(tensors[0].dtype)
+
+
+def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, ...]:
+    """Return one flat row on the CPU for each key; a view of the value where it is one."""
+    return tuple(flat(reduce(devices, on_device)) for devices in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """Where pulled values go: flat rows to be written, and then to the user's tensors."""
+
+    rows: tuple[torch.Tensor, ...]
+    deliver: Callable[[], object]
+    """Copies to those tensors that could not be written directly; returns the call's result."""
+
+
+def sinks_for(
+    names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]
+) -> Sinks:
+    """Return sinks for ``out``, or for new tensors where it is None.
+
+    Raises:
+        KeyNotFound, Mismatch: if an output does not fit its key.
+    """
+    if out is None:
+        new = []
+        for name in names:
+            spec = specs.get(name)
+            if spec is None:
+                raise KeyNotFound(f"key {name!r} was never initialised; call init() first")
+            new.append(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
+        result: object = new if is_many else new[0]
+        return Sinks(tuple(one.view(-1) for one in new), lambda: result)
+    outs = values_of(names, is_many, out)
+    check_values(names, outs, specs, "write it to")
+    rows: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, devices in zip(names, outs, strict=True):
+        targets = [_target(name, one) for one in devices]
+        direct = next((t for t in targets if t.device.type == "cpu" and t.is_contiguous()), None)
+        row = direct.view(-1) if direct is not None else _blank(targets[0])
+        rows.append(row)
+        copies.extend((target, row) for target in targets if target is not direct)
+
+    def deliver() -> object:
+        for target, row in copies:
+            target.copy_(row.view(target.shape))
+        return out
+
+    return Sinks(tuple(rows), deliver)
+
+
+def _target(name: str, out: Array) -> torch.Tensor:
+    if not isinstance(out, torch.Tensor) and not out.flags.writeable:
+        raise Mismatch(f"key {name!r}: the output array is read-only")
+    if not isinstance(out, torch.Tensor) and any(stride < 0 for stride in out.strides):
+        raise Mismatch(f"key {name!r}: an output array with negative strides is not supported")
+    return as_tensor(out)
+
+
+def _blank(like: torch.Tensor) -> torch.Tensor:
+    """A flat row on the CPU; page-locked where its values go to a GPU."""
+    return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda")

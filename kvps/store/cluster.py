@@ -1,0 +1,215 @@
+"""A whole cluster inside this process: for a laptop, a notebook, a test.
+
+Scheduler, servers and workers are the real ones, each with its loop in a thread, and talk over
+loopback sockets; a subprocess may join with ``KVPS_SCHEDULER`` set to :attr:`LocalCluster.scheduler`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import kvps
+from kvps.core.effects import Core
+from kvps.core.member import Identity
+from kvps.core.scheduler import Scheduler, Settings
+from kvps.core.server import Server
+from kvps.errors import ConfigError, KvpsError, Timeout
+from kvps.messages import Role
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+from kvps.store.kvstore import TIMEOUT_S
+from kvps.store.session import Session
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+log = logging.getLogger("kvps")
+T = TypeVar("T")
+END_MAX_S = 10.0
+
+
+def worker_session(scheduler: str, rank: int | None = None, incarnation: int = 0) -> Session:
+    """Return a session of this process with the cluster at ``scheduler``."""
+    identity = Identity(
+        Role.WORKER,
+        scheduler,
+        socket.gethostname(),
+        os.getpid(),
+        kvps.__version__,
+        rank,
+        incarnation,
+    )
+    return Session(identity, ZmqTransport())
+
+
+class LocalCluster:
+    """Scheduler, servers and workers in this process, as a context manager.
+
+    Each thread that calls :func:`kvps.create` inside is one of the workers; :meth:`run` starts one
+    thread per worker for you.
+
+    Args:
+        workers: how many workers, from 1 on.
+        servers: how many servers, from 1 on.
+
+    Example:
+        >>> import kvps, torch
+        >>> def work(rank):
+        ...     kv = kvps.create("dist_sync")
+        ...     kv.init("w", torch.zeros(1))
+        ...     return kv.pushpull("w", torch.tensor([rank + 1.0])).item()
+        >>> with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        ...     cluster.run(work)
+        [3.0, 3.0]
+    """
+
+    current: LocalCluster | None = None
+    """The cluster whose ``with`` block this process is in."""
+
+    def __init__(self, workers: int = 1, servers: int = 1) -> None:
+        for name, given in (("workers", workers), ("servers", servers)):
+            if type(given) is not int or given < 1:
+                raise ConfigError(f"{name}={given!r}: use a whole number from 1 on")
+        self.workers = workers
+        self.servers = servers
+        self.scheduler = ""
+        """Where the scheduler listens, once the cluster is entered."""
+        self._threads: list[threading.Thread] = []
+        self._stops: list[Callable[[], None]] = []
+        self._sessions: dict[int, Session] = {}
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> LocalCluster:
+        if LocalCluster.current is not None:
+            raise ConfigError("a LocalCluster is entered already; leave it first")
+        self.start()
+        LocalCluster.current = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        LocalCluster.current = None
+        self.close(done=error is None)
+
+    def start(self) -> None:
+        """Start the scheduler and the servers."""
+        settings = Settings(self.workers, self.servers)
+        transport = ZmqTransport("tcp://127.0.0.1:0", watch=True)
+        self.scheduler = transport.endpoint
+        now = time.monotonic()
+        self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
+        for rank in range(self.servers):
+            one = ZmqTransport("tcp://127.0.0.1:0")
+            identity = Identity(
+                Role.SERVER,
+                self.scheduler,
+                socket.gethostname(),
+                os.getpid(),
+                kvps.__version__,
+                rank,
+                endpoint=one.endpoint,
+            )
+            self._drive(f"server {rank}", Server(identity, now), one)
+
+    def session(self) -> Session:
+        """Return the worker that the calling thread is, making it if it is new.
+
+        Raises:
+            ConfigError: if all workers are taken by other threads.
+        """
+        mine: Session | None = getattr(self._mine, "session", None)
+        if mine is not None and not mine.is_over:
+            return mine
+        with self._lock:
+            taken = len(self._sessions)
+            if taken >= self.workers:
+                raise ConfigError(
+                    f"all {self.workers} workers of this LocalCluster are taken: each thread "
+                    "that creates a store is one; give LocalCluster(workers=...) more"
+                )
+            rank = getattr(self._mine, "rank", None)
+            session = worker_session(self.scheduler, taken if rank is None else rank)
+            self._sessions[id(session)] = session
+        self._mine.session = session
+        return session
+
+    def run(self, work: Callable[..., T], *args: Any) -> list[T]:
+        """Call ``work(rank, *args)`` in one thread per worker; return the results by rank.
+
+        Raises:
+            BaseException: the first that a worker raised; the others then end with WorkerLost.
+        """
+
+        def one(rank: int) -> T:
+            self._mine.rank = rank
+            try:
+                result = work(rank, *args)
+            except BaseException as error:
+                self._leave(done=False, reason=f"raised {type(error).__name__}")
+                raise
+            return result
+
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="worker") as pool:
+            futures = [pool.submit(one, rank) for rank in range(self.workers)]
+        errors = [error for error in (one.exception() for one in futures) if error is not None]
+        if errors:
+            causes = [error for error in errors if not isinstance(error, KvpsError)]
+            raise (causes or errors)[0]
+        return [one.result() for one in futures]
+
+    def _leave(self, done: bool, reason: str) -> None:
+        session: Session | None = getattr(self._mine, "session", None)
+        if session is not None:
+            session.leave(done, 0 if done else 1, reason)
+
+    def close(self, done: bool = True) -> None:
+        """End the workers, and with them the job; ``done`` says that all went well."""
+        for session in self._sessions.values():
+            if done:
+                with suppress(KvpsError):
+                    session.flush(TIMEOUT_S)
+            session.leave(done, 0 if done else 1, "the cluster is closed")
+        unfinished = len(self._sessions) < self.workers or not done
+        if unfinished:
+            for stop in self._stops:
+                stop()
+        for thread in self._threads:
+            thread.join(END_MAX_S)
+        if any(thread.is_alive() for thread in self._threads):
+            for stop in self._stops:
+                stop()
+            raise Timeout(f"the cluster did not end in {END_MAX_S:.0f} s; its threads were stopped")
+
+    def _drive(self, name: str, core: Core, transport: ZmqTransport) -> None:
+        from kvps.core.effects import Exit
+
+        inbox: Inbox[Any] = Inbox(transport)
+        if isinstance(core, Server):
+            inbox.put(lambda core, now: core.start(now))
+
+        def run() -> None:
+            try:
+                drive(core, transport, inbox)
+            except Exception:
+                log.exception("%s failed", name)
+            finally:
+                transport.close(0.5)
+
+        thread = threading.Thread(target=run, name=f"kvps {name}", daemon=True)
+        self._threads.append(thread)
+        self._stops.append(lambda: inbox.put(lambda core, now: iter((Exit(0, "stopped"),))))
+        thread.start()

@@ -1,0 +1,212 @@
+"""How a store comes into being: by its name, in the cluster that the environment describes.
+
+Where nothing describes a cluster, a dist store gets an embedded one of one worker and one server,
+so that a script for a cluster runs unchanged on a laptop; one line of log says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+from kvps import config
+from kvps.core.placement import BIGARRAY_BOUND
+from kvps.errors import ConfigError
+from kvps.messages import Open
+from kvps.store.base import KVStoreBase
+from kvps.store.cluster import LocalCluster, worker_session
+from kvps.store.dist import DistStore
+from kvps.store.kvstore import TIMEOUT_S, seconds
+from kvps.store.local import LocalStore
+from kvps.store.names import Kind, kind_of
+from kvps.store.session import Session, leave_at_exit
+
+log = logging.getLogger("kvps")
+WORKER_GRACE_S = 240.0
+STALENESS = 4
+ON_WORKER_LOST = ("wait", "shrink", "fail")
+
+
+def create(
+    store: str = "local",
+    /,
+    *,
+    name: str | None = None,
+    timeout: float = TIMEOUT_S,
+    staleness: int | None = None,
+    on_worker_lost: str = "wait",
+    worker_grace: float = WORKER_GRACE_S,
+    deterministic: bool = False,
+    bigarray_bound: int | None = None,
+    **options: Any,
+) -> Any:
+    """Return a store.
+
+    A dist store waits until the cluster is complete. In a process that MXNet's variables make a
+    server or the scheduler (``DMLC_ROLE``), it becomes that and exits when the job ends.
+
+    Args:
+        store: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, the last three
+            also with ``_device``; or a spelling of MXNet's, or a registered plug-in, which gets
+            the ``options``.
+        name: by which the workers' stores find each other; without it they are matched by the
+            order in which they are created.
+        timeout: seconds that a call of the store may take.
+        staleness: in ``dist_ssp``, by how many pushes of a key a rank may be ahead of the slowest
+            live one when it pulls (4).
+        on_worker_lost: what a round does that lacks a worker which ended: ``"wait"`` for a
+            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once.
+        worker_grace: seconds that ``"wait"`` waits.
+        deterministic: add in the order of ranks, so that the same inputs give the same bits.
+        bigarray_bound: elements from which a key is cut over all servers (100,000).
+
+    Raises:
+        ConfigError: for an unknown store or option, or half a description of a cluster.
+        Mismatch: if another worker opened the store with another type or option.
+        Timeout, SchedulerLost: if the cluster does not get complete in time.
+
+    Example:
+        >>> import kvps
+        >>> kvps.create("local").type
+        'local'
+    """
+    plugin = KVStoreBase.registry.get(str(store).lower())
+    if plugin is not None:
+        return plugin(**options)
+    kind = kind_of(store, tuple(KVStoreBase.registry))
+    if options:
+        raise ConfigError(
+            f"create({store!r}) has no option {', '.join(sorted(options))}; see help(kvps.create)"
+        )
+    timeout_s = seconds("timeout", timeout)
+    if not kind.is_distributed:
+        return LocalStore(kind, name or "local", timeout_s)
+    opened = _opened(kind, staleness, on_worker_lost, deterministic, bigarray_bound)
+    grace_s = seconds("worker_grace", worker_grace)
+    session = _session(timeout_s)
+    named = replace(opened, store=_named(session, name))
+    return DistStore(kind, session, named, timeout_s, grace_s)
+
+
+def _opened(
+    kind: Kind,
+    staleness: int | None,
+    on_worker_lost: str,
+    deterministic: bool,
+    bigarray_bound: int | None,
+) -> Open:
+    if staleness is not None and kind.mode != "ssp":
+        raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
+    bound = STALENESS if staleness is None else staleness
+    if type(bound) is not int or bound < 0:
+        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes from 0 on")
+    if on_worker_lost not in ON_WORKER_LOST:
+        raise ConfigError(
+            f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
+        )
+    return Open(
+        "",
+        kind.mode,
+        bound if kind.mode == "ssp" else 0,
+        bool(deterministic),
+        on_worker_lost,
+        config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
+    )
+
+
+def _named(session: Session, name: str | None) -> str:
+    if name is None:
+        return f"store-{next(session.stores)}"
+    given: object = name
+    if not isinstance(given, str) or not 1 <= len(given) <= 256 or not given.isprintable():
+        raise ConfigError(f"name={name!r}: use 1 to 256 printable characters")
+    return given
+
+
+def _session(timeout_s: float) -> Session:
+    """Return this process's session, or this thread's inside a LocalCluster, and wait for it."""
+    if LocalCluster.current is not None:
+        session = LocalCluster.current.session()
+    else:
+        with _process.lock:
+            session = _process.begin()
+    session.join(timeout_s)
+    return session
+
+
+class _Process:
+    """The session that all dist stores of this process share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+        self.embedded: LocalCluster | None = None
+
+    def begin(self) -> Session:
+        """Return the session, making it if this is the first store."""
+        if self.session is not None and not self.session.is_over:
+            return self.session
+        found = config.cluster()
+        if found is None:
+            self.session = self._embed()
+        elif found.role != "worker":
+            _become(found)
+        else:
+            self.session = worker_session(found.scheduler, found.rank, found.incarnation)
+            leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
+        assert self.session is not None
+        return self.session
+
+    def _embed(self) -> Session:
+        self.embedded = LocalCluster(workers=1, servers=1)
+        self.embedded.start()
+        log.warning(
+            "no cluster is described (KVPS_SCHEDULER is not set): this process is a cluster of one "
+            "worker and one server at %s",
+            self.embedded.scheduler,
+        )
+        atexit.register(self.end)
+        return self.embedded.session()
+
+    def end(self) -> None:
+        """Leave the cluster; the next store begins anew."""
+        with self.lock:
+            session, self.session = self.session, None
+            embedded, self.embedded = self.embedded, None
+        if embedded is not None:
+            embedded.close()
+        elif session is not None and not session.is_over:
+            session.flush(TIMEOUT_S)
+            session.leave(done=True, exit_code=0, reason="shutdown()")
+
+
+_process = _Process()
+
+
+def shutdown() -> None:
+    """Flush all stores and leave the cluster; rounds close without this worker from then on.
+
+    A process that ends well does this by itself. Doing nothing is fine where there is no cluster.
+
+    Example:
+        >>> import kvps
+        >>> kvps.shutdown()
+    """
+    _process.end()
+
+
+def _become(found: config.Cluster) -> None:
+    """Be the server or the scheduler that DMLC_ROLE names, and exit with it."""
+    from kvps.store.roles import run_scheduler, run_server
+
+    if found.role == "scheduler":
+        assert found.workers is not None
+        assert found.servers is not None
+        code = run_scheduler(found.workers, found.servers, found.scheduler)
+    else:
+        code = run_server(found.scheduler)
+    sys.exit(code)

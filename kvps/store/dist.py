@@ -1,0 +1,253 @@
+"""A store whose values lie on servers: ``dist_sync``, ``dist_async``, ``dist_ssp``.
+
+Everything that decides is in the worker core; this file only turns a user's call into one of the
+core's and waits for its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from kvps.core import calls
+from kvps.core.hyper import Hyper
+from kvps.core.placement import Part, parts
+from kvps.errors import KeyNotFound, KvpsError, Mismatch
+from kvps.messages import Open, Role, StatusIs
+from kvps.specs import Spec
+from kvps.store import states
+from kvps.store.arguments import names_of
+from kvps.store.handle import Ticket
+from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.names import Kind
+from kvps.store.session import Session
+
+log = logging.getLogger("kvps")
+
+
+class DistStore(KVStore):
+    """One store of a cluster; make it with :func:`kvps.create`."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        session: Session,
+        opened: Open,
+        timeout_s: float,
+        worker_grace_s: float,
+    ) -> None:
+        super().__init__(kind, opened.store, timeout_s)
+        known = session.names.setdefault(opened.store, kind.type)
+        if known != kind.type:
+            raise Mismatch(
+                f"store {opened.store!r} is {known} in this process and cannot be {kind.type} "
+                "too; give the second store another name="
+            )
+        self._session = session
+        self._opened = opened
+        self._worker_grace_s = worker_grace_s
+        session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._session.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the job has."""
+        welcome = self._session.core.member.welcome
+        assert welcome is not None
+        return welcome.workers
+
+    @property
+    def num_dead_nodes(self) -> int:
+        """How many workers and servers are lost."""
+        view = self._session.core.member.view
+        members = view.members if view is not None else ()
+        return sum(one.state in ("lost", "gone") for one in members)
+
+    def version(self, key: object, *, timeout: float | None = None) -> Any:
+        """Return the closed rounds (sync) or applied pushes (async) of a key since init.
+
+        For a list of keys a list. Waits, as pull does, for this rank's own pushes.
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        self._know(names, timeout)
+        self._missing(names)
+        found = self._call(calls.Versions(self._name, names), self._limit(timeout))
+        assert isinstance(found, list)
+        return found if is_many else found[0]
+
+    def resume(self, keys: object, *, timeout: float | None = None) -> int:
+        """Return the lowest push number that this rank owes on any part of ``keys``.
+
+        The next pushes of these keys are numbered from it: a replacement of a lost worker calls
+        this to learn where to go on. What its predecessor got in beyond that number is
+        acknowledged and not applied again. In a fresh job it is 0.
+
+        Example:
+            >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        self._begin()
+        names, _ = names_of(keys)
+        owed = self._call(calls.Resume(self._name, names), self._limit(timeout))
+        assert isinstance(owed, int)
+        return owed
+
+    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
+        """Flush, then wait until every worker stands here.
+
+        After it every worker's earlier pushes are visible. Calls without a name are numbered per
+        store; a replacement of a lost worker passes those that were released before.
+
+        Raises:
+            Timeout: if others are late; WorkerLost: if one ended.
+        """
+        self._begin()
+        self._call(calls.Stand(self._name, name), self._limit(timeout))
+
+    def placement(self) -> dict[str, tuple[Part, ...]]:
+        """Return which elements of each key lie on which server.
+
+        Example:
+            >>> kv.placement()["bias"]  # doctest: +SKIP
+            (Part(server=1, start=0, size=10),)
+        """
+        servers = len(self._session.core.links)
+        bound = self._opened.bigarray_bound
+        return {name: parts(name, spec.count, servers, bound) for name, spec in self._specs.items()}
+
+    def staleness(self) -> dict[str, int]:
+        """Return for each key by how many pushes this rank is ahead of the slowest live one."""
+        self._begin()
+        live = self._live()
+        ahead: dict[str, int] = {}
+        for answer in self._status():
+            for key, pushes in answer.clocks:
+                clocks = [n for rank, n in pushes.items() if int(rank) in live and n]
+                mine = pushes.get(str(self.rank), 0)
+                lead = mine - min(clocks) if clocks else 0
+                ahead[key] = max(ahead.get(key, 0), lead)
+        return ahead
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that open rounds wait for, one entry per rank, oldest round first."""
+        self._begin()
+        found: dict[int, Straggler] = {}
+        for answer in self._status():
+            for one in answer.rounds:
+                for rank in one.missing:
+                    known = found.get(rank)
+                    if known is None or one.age_s > known.age_s:
+                        found[rank] = Straggler(rank, one.key, one.number, one.age_s)
+        return sorted(found.values(), key=lambda one: -one.age_s)
+
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of every key to a safetensors file.
+
+        Raises:
+            ConfigError: without an optimizer. StorageError: if the file cannot be written.
+        """
+        self._begin()
+        hyper = self._optimizer()
+        found = self._call(calls.SaveState(self._name), self._timeout_s)
+        assert isinstance(found, dict)
+        states.save(path, hyper, found)
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Put back what :meth:`save_optimizer_states` wrote; every rank calls, rank 0's counts.
+
+        Raises:
+            Mismatch: if it is the state of another optimizer, or of other keys.
+            StorageError: if the file cannot be read.
+        """
+        self._begin()
+        found = states.load(path, self._optimizer(), self._specs)
+        if self.rank == 0:
+            self._call(calls.LoadState(self._name, found), self._timeout_s)
+        self.barrier("kvps.load_optimizer_states")
+
+    # --- hooks --------------------------------------------------------------------------------------
+
+    def _init(
+        self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
+    ) -> None:
+        self._call(calls.Init(self._name, keys, rows), limit_s)
+
+    def _push(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...] | None,
+        priority: int,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        call = calls.PushValues(self._name, names, rows, sinks, priority, eager)
+        return self._session.call(call, limit_s)
+
+    def _pull(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor, ...],
+        priority: int,
+        least: int,
+        limit_s: float,
+    ) -> Ticket:
+        call = calls.PullValues(self._name, names, sinks, priority, least)
+        return self._session.call(call, limit_s)
+
+    def _broadcast(
+        self,
+        keys: tuple[tuple[str, Spec], ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...],
+        limit_s: float,
+    ) -> Ticket:
+        return self._session.call(calls.Broadcast(self._name, keys, rows, sinks), limit_s)
+
+    def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
+        found = self._call(calls.Lookup(self._name, names), limit_s)
+        assert isinstance(found, dict)
+        return {name: spec for name, spec in found.items() if spec is not None}
+
+    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
+        self._call(calls.SetOptimizer(self._name, hyper), limit_s)
+
+    def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
+        self._call(calls.SetRate(self._name, hyper.number("lr")), limit_s)
+
+    def _close(self) -> None:
+        if self._session.is_over:
+            return
+        try:
+            self._call(calls.Flush(self._name), self._timeout_s)
+        except KvpsError as error:
+            self._later.append(error)
+
+    # --- small things -------------------------------------------------------------------------------
+
+    def _call(self, call: calls.Call, limit_s: float) -> object:
+        return self._session.call(call, limit_s).wait()
+
+    def _status(self) -> list[StatusIs]:
+        answers = self._call(calls.Ask(self._name), self._timeout_s)
+        assert isinstance(answers, list)
+        return answers
+
+    def _live(self) -> set[int]:
+        view = self._session.core.member.view
+        members = view.members if view is not None else ()
+        return {one.rank for one in members if one.role == Role.WORKER and one.state == "held"}
+
+    def _missing(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in self._specs:
+                raise KeyNotFound(
+                    f"key {name!r} was never initialised; call init({name!r}, value) first"
+                )

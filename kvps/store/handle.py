@@ -1,0 +1,91 @@
+"""What the user holds while a call is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvps.errors import KvpsError
+
+
+class Ticket:
+    """One call's end, waited for by the thread that made it, announced by the loop's."""
+
+    def __init__(self) -> None:
+        self._copied = threading.Event()
+        self._ended = threading.Event()
+        self.value: object = None
+        self.error: KvpsError | None = None
+        self.on_error: Callable[[KvpsError], None] | None = None
+        """Told of an error that nobody waits for any more."""
+
+    def copied(self) -> None:
+        """The call's values are copied."""
+        self._copied.set()
+
+    def end(self, value: object, error: KvpsError | None) -> None:
+        """The call is over."""
+        self.value, self.error = value, error
+        unheard = self._copied.is_set() and error is not None
+        self._ended.set()
+        self._copied.set()
+        if unheard and error is not None and self.on_error is not None:
+            self.on_error(error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended."""
+        return self._ended.is_set()
+
+    def wait_copied(self) -> None:
+        """Wait until the caller may reuse its values.
+
+        Raises:
+            KvpsError: if the call failed before that.
+        """
+        self._copied.wait()
+        if self.is_over and self.error is not None:
+            raise self.error
+
+    def wait(self) -> object:
+        """Wait for the end; the core ends every call by its deadline.
+
+        Raises:
+            KvpsError: if the call failed.
+        """
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Handle:
+    """The user's end of a call made with ``async_op=True``.
+
+    Example:
+        >>> handle = kv.push("w", gradient, async_op=True)  # doctest: +SKIP
+        >>> handle.wait()  # doctest: +SKIP
+    """
+
+    def __init__(self, ticket: Ticket, result: Callable[[], object]) -> None:
+        self._ticket = ticket
+        self._result = result
+        self._lock = threading.Lock()
+        self._value: object = None
+        self._is_taken = False
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._ticket.is_over
+
+    def wait(self) -> object:
+        """Wait until the call is done; return what it returns without ``async_op``.
+
+        Raises:
+            KvpsError: if it failed; Timeout if its ``timeout`` passed.
+        """
+        self._ticket.wait()
+        with self._lock:
+            if not self._is_taken:
+                self._value, self._is_taken = self._result(), True
+        return self._value

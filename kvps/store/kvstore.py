@@ -1,0 +1,487 @@
+"""The KVStore that users call: one face for every kind of store.
+
+The public methods turn arguments into names, rows and sinks, check them, and hand them to the few
+hooks that a kind of store implements: :class:`~kvps.store.local.LocalStore` within the process,
+:class:`~kvps.store.dist.DistStore` over servers.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from kvps.core.hyper import Hyper, resolve
+from kvps.core.placement import Part
+from kvps.core.torch_optim import describe
+from kvps.errors import ConfigError, KvpsError
+from kvps.specs import Spec
+from kvps.store.arguments import Sinks, check_values, names_of, rows_of, sinks_for, values_of
+from kvps.store.base import KVStoreBase
+from kvps.store.handle import Handle, Ticket
+from kvps.store.names import Kind
+from kvps.tensors import spec_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+TIMEOUT_S = 300.0
+
+
+class Straggler(NamedTuple):
+    """A rank that an open round waits for."""
+
+    rank: int
+    key: str
+    """One key of that round."""
+    round: int
+    age_s: float
+    """Seconds since the round was opened."""
+
+
+class KVStore(KVStoreBase, abc.ABC):
+    """A store of named tensors that workers push gradients to and pull weights from.
+
+    Use :meth:`create`; the classes of the stores are not for calling.
+
+    Example:
+        >>> import torch, kvps
+        >>> with kvps.create("local") as kv:
+        ...     kv.init("w", torch.zeros(2))
+        ...     kv.push("w", [torch.ones(2), torch.ones(2)])
+        ...     kv.pull("w")
+        tensor([2., 2.])
+    """
+
+    CAPABILITIES: ClassVar[frozenset[str]] = frozenset({KVStoreBase.OPTIMIZER})
+
+    def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
+        self._kind = kind
+        self._name = name
+        self._timeout_s = timeout_s
+        self._specs: dict[str, Spec] = {}
+        self._hyper: Hyper | None = None
+        self._is_closed = False
+        self._later: list[KvpsError] = []
+
+    @staticmethod
+    def create(store: str = "local", /, **options: Any) -> Any:
+        """Return a store; see :func:`kvps.create`."""
+        from kvps.store.create import create
+
+        return create(store, **options)
+
+    # --- what it is -----------------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """The kind of store, in the spelling of the documentation."""
+        return self._kind.type
+
+    @property
+    def name(self) -> str:
+        """The name by which the workers' stores find each other."""
+        return self._name
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether the store can do ``capability``; the one there is, is ``"optimizer"``.
+
+        Raises:
+            ConfigError: for an unknown capability.
+        """
+        if capability not in KVStore.CAPABILITIES:
+            raise ConfigError(
+                f"no capability is called {capability!r}; use one of "
+                f"{', '.join(sorted(KVStore.CAPABILITIES))}"
+            )
+        return True
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the store's optimizer.
+
+        Raises:
+            ConfigError: if none was set here.
+        """
+        return self._optimizer().number("lr")
+
+    def keys(self) -> list[str]:
+        """Return the names of the keys that were initialised here."""
+        return list(self._specs)
+
+    # --- keys and values --------------------------------------------------------------------------
+
+    def init(self, key: object, value: object, *, timeout: float | None = None) -> None:
+        """Give keys their first value: that of rank 0, which the others wait for.
+
+        Args:
+            key: a str or int, or a list of them.
+            value: a tensor or array per key; of the other ranks only its type and shape count.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            Mismatch: if a key exists with another type or shape, here or at rank 0.
+            Timeout: if rank 0 has not given a value in time.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init(["weight", "bias"], [torch.ones(3, 2), torch.zeros(3)])
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        values = values_of(names, is_many, value)
+        specs = [spec_of(devices[0]) for devices in values]
+        rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
+        self._init(tuple(zip(names, specs, strict=True)), rows, self._limit(timeout))
+        self._specs.update(zip(names, specs, strict=True))
+
+    def push(
+        self,
+        key: object,
+        value: object,
+        priority: int = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Handle | None:
+        """Push gradients; several values of one key, one per device, are summed first.
+
+        Returns when the values are copied, so that the caller may reuse them. With ``async_op``
+        returns a handle at once; the values may be reused when its ``wait()`` has returned.
+
+        Args:
+            key: a str or int, or a list of them.
+            value: for each key a tensor or array, or a list of them.
+            priority: keys of a higher priority travel first.
+            async_op: do not wait for the copy.
+            timeout: seconds until the call fails with Timeout, instead of the store's.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for another type or shape than the key's.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init(3, torch.zeros(2))
+            >>> kv.push(3, torch.tensor([1.0, 2.0]))
+            >>> kv.pull("3")
+            tensor([1., 2.])
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        rows = self._rows(names, is_many, value, timeout)
+        ticket = self._push(names, rows, None, priority, not async_op, self._limit(timeout))
+        if async_op:
+            return Handle(ticket, lambda: None)
+        ticket.on_error = self._later.append
+        ticket.wait_copied()
+        return None
+
+    def pull(
+        self,
+        key: object,
+        out: object = None,
+        priority: int = 0,
+        async_op: bool = False,
+        min_version: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return the values after this rank's own pushes; always one version, never torn.
+
+        In a synchronous store that is exactly the version after those pushes.
+
+        Args:
+            key: a str or int, or a list of them.
+            out: for each key a tensor or array to write into, or a list of them, one per device;
+                None returns new tensors.
+            priority: keys of a higher priority travel first.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            min_version: wait until the key has at least this version.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: if an output has another type or shape than its key.
+            Timeout: naming who has not pushed.
+            WorkerLost: if a round waits for a worker that ended.
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        self._know(names, timeout)
+        sinks = sinks_for(names, is_many, out, self._specs)
+        least = _version_of(min_version)
+        ticket = self._pull(names, sinks.rows, priority, least, self._limit(timeout))
+        return self._result(ticket, sinks, async_op)
+
+    def pushpull(
+        self,
+        key: object,
+        value: object,
+        out: object = None,
+        priority: int = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Push, and pull what comes of it, in one round trip; see :meth:`push`, :meth:`pull`."""
+        self._begin()
+        names, is_many = names_of(key)
+        rows = self._rows(names, is_many, value, timeout)
+        sinks = sinks_for(names, is_many, out, self._specs)
+        ticket = self._push(names, rows, sinks.rows, priority, False, self._limit(timeout))
+        return self._result(ticket, sinks, async_op)
+
+    def broadcast(
+        self,
+        key: object,
+        value: object,
+        out: object,
+        priority: int = 0,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Give every worker this call's value of rank 0, creating or replacing the key.
+
+        The k-th call of a key pairs with the k-th on every other worker; all wait for each other.
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        values = values_of(names, is_many, value)
+        specs = {name: spec_of(one[0]) for name, one in zip(names, values, strict=True)}
+        sinks = sinks_for(names, is_many, out, specs)
+        rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
+        ticket = self._broadcast(tuple(specs.items()), rows, sinks.rows, self._limit(timeout))
+        self._specs.update(specs)
+        return self._result(ticket, sinks, async_op=False)
+
+    # --- the optimizer ----------------------------------------------------------------------------
+
+    def set_optimizer(
+        self, optimizer: str | torch.optim.Optimizer, *, timeout: float | None = None, **hyper: Any
+    ) -> None:
+        """Have the store update weights by what is pushed, instead of assigning the sum.
+
+        Every rank may call; rank 0's counts, and the others check theirs against it. Called again
+        it changes hyper-parameters and keeps state.
+
+        Args:
+            optimizer: a name (``"sgd"``, ``"adam"``, …) or an instance of a torch optimizer, of
+                which the class and the numbers are taken.
+            timeout: seconds to wait, instead of the store's.
+            **hyper: hyper-parameters, such as ``lr``, ``momentum``, ``weight_decay``,
+                ``rescale_grad``, ``clip_gradient``, ``multi_precision``, ``lr_mult={key: factor}``.
+
+        Raises:
+            ConfigError: for an unknown optimizer or hyper-parameter, or a bad value.
+            Mismatch: if rank 0 set something else.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.set_optimizer("sgd", lr=0.5)
+            >>> kv.init("w", torch.ones(2))
+            >>> kv.pushpull("w", torch.ones(2))
+            tensor([0.5000, 0.5000])
+        """
+        self._begin()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            described = describe(optimizer)
+            given: Mapping[str, object] = {**described.to_wire(), **hyper}
+            resolved = resolve(described.name, given)
+        else:
+            resolved = resolve(optimizer, hyper)
+        self._set_optimizer(resolved, self._limit(timeout))
+        self._hyper = resolved
+
+    def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
+        """Set the optimizer's learning rate from the next round on.
+
+        Every rank may call; rank 0's counts.
+
+        Raises:
+            ConfigError: without an optimizer, or for a bad value.
+        """
+        self._begin()
+        changed = self._optimizer().with_lr(lr)
+        self._set_rate(changed, self._limit(timeout))
+        self._hyper = changed
+
+    def _optimizer(self) -> Hyper:
+        if self._hyper is None:
+            raise ConfigError(
+                f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
+            )
+        return self._hyper
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Flush, and end this store; closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+            self._raise_later()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: builtins.type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._is_closed = True  # waiting for others would hide the error for minutes
+
+    def __repr__(self) -> str:
+        return f"<KVStore {self.type} {self._name!r} rank {self.rank} of {self.num_workers}>"
+
+    # --- shared steps -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"store {self._name!r} is closed; create another one")
+        self._raise_later()
+
+    def _raise_later(self) -> None:
+        """Raise what an earlier push, whose caller had gone on, has failed with."""
+        if self._later:
+            raise self._later.pop(0)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self._timeout_s if timeout is None else seconds("timeout", timeout)
+
+    def _know(self, names: tuple[str, ...], timeout: float | None) -> None:
+        """Learn of keys that another rank has initialised and this one has not declared."""
+        unknown = tuple(name for name in names if name not in self._specs)
+        if unknown:
+            self._specs.update(self._lookup(unknown, self._limit(timeout)))
+
+    def _rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+    ) -> tuple[torch.Tensor, ...]:
+        values = values_of(names, is_many, value)
+        self._know(names, timeout)
+        check_values(names, values, self._specs, "push")
+        return rows_of(values, self._kind.on_device)
+
+    def _result(self, ticket: Ticket, sinks: Sinks, async_op: bool) -> Any:
+        handle = Handle(ticket, sinks.deliver)
+        return handle if async_op else handle.wait()
+
+    # --- hooks --------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _init(
+        self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def _push(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...] | None,
+        priority: int,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket: ...
+
+    @abc.abstractmethod
+    def _pull(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor, ...],
+        priority: int,
+        least: int,
+        limit_s: float,
+    ) -> Ticket: ...
+
+    @abc.abstractmethod
+    def _broadcast(
+        self,
+        keys: tuple[tuple[str, Spec], ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...],
+        limit_s: float,
+    ) -> Ticket: ...
+
+    @abc.abstractmethod
+    def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]: ...
+
+    @abc.abstractmethod
+    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None: ...
+
+    @abc.abstractmethod
+    def _set_rate(self, hyper: Hyper, limit_s: float) -> None: ...
+
+    @abc.abstractmethod
+    def _close(self) -> None: ...
+
+    # --- the rest of the contract ---------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def num_dead_nodes(self) -> int:
+        """How many members are lost."""
+
+    @abc.abstractmethod
+    def version(self, key: object, *, timeout: float | None = None) -> Any:
+        """Return the closed rounds (sync) or applied pushes (async) of a key since init."""
+
+    @abc.abstractmethod
+    def resume(self, keys: object, *, timeout: float | None = None) -> int:
+        """Number the next pushes of ``keys`` from the lowest one that this rank still owes."""
+
+    @abc.abstractmethod
+    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
+        """Flush, then wait until every worker stands here."""
+
+    @abc.abstractmethod
+    def placement(self) -> dict[str, tuple[Part, ...]]:
+        """Return which elements of each key lie on which server."""
+
+    @abc.abstractmethod
+    def staleness(self) -> dict[str, int]:
+        """Return for each key by how many pushes this rank is ahead of the slowest live one."""
+
+    @abc.abstractmethod
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that open rounds wait for, oldest round first."""
+
+    @abc.abstractmethod
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of every key to a safetensors file."""
+
+    @abc.abstractmethod
+    def load_optimizer_states(self, path: str) -> None:
+        """Put back what :meth:`save_optimizer_states` wrote."""
+
+
+def seconds(name: str, value: object) -> float:
+    """Return a time limit.
+
+    Raises:
+        ConfigError: unless it is a number over 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError(f"{name}={value!r}: use a number of seconds over 0")
+    return float(value)
+
+
+def _version_of(given: int | None) -> int:
+    if given is None:
+        return 0
+    if type(given) is not int or given < 0:
+        raise ConfigError(f"min_version={given!r}: use a whole number from 0 on")
+    return given

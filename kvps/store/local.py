@@ -1,0 +1,225 @@
+"""A store within one process: ``local`` and ``device``.
+
+The same contract as over servers with one worker: a push of several values, one per device, is
+summed (on the CPU, or on the values' own device) and assigned to the key, or handed to the
+optimizer. It is also the plainest statement of what a store does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvps.core.hyper import Hyper
+from kvps.core.placement import Part
+from kvps.core.updaters import State, Updater, create
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.specs import Spec
+from kvps.store import states
+from kvps.store.arguments import names_of
+from kvps.store.handle import Ticket
+from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.names import Kind
+from kvps.tensors import accumulator, dtype_of
+
+
+class LocalStore(KVStore):
+    """A store within this process; make it with :func:`kvps.create`."""
+
+    def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
+        super().__init__(kind, name, timeout_s)
+        self._rows_by_key: dict[str, torch.Tensor] = {}
+        self._states: dict[str, State] = {}
+        self._steps: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._updater: Updater | None = None
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def num_dead_nodes(self) -> int:
+        """Always 0."""
+        return 0
+
+    def version(self, key: object, *, timeout: float | None = None) -> Any:
+        """Return how many pushes of a key were applied since init; for a list of keys a list."""
+        self._begin()
+        names, is_many = names_of(key)
+        found = [self._versions[self._known(name)] for name in names]
+        return found if is_many else found[0]
+
+    def resume(self, keys: object, *, timeout: float | None = None) -> int:
+        """Return the lowest version of ``keys``; a local store never forgets a push."""
+        self._begin()
+        names, _ = names_of(keys)
+        return min((self._versions.get(name, 0) for name in names), default=0)
+
+    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
+        """Return at once: there is one worker."""
+        self._begin()
+
+    def placement(self) -> dict[str, tuple[Part, ...]]:
+        """Return an empty map: there are no servers."""
+        return {}
+
+    def staleness(self) -> dict[str, int]:
+        """Return 0 for each key."""
+        return dict.fromkeys(self._specs, 0)
+
+    def stragglers(self) -> list[Straggler]:
+        """Return nobody."""
+        return []
+
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of every key to a safetensors file."""
+        self._begin()
+        found = {
+            key: (step, {name: row.cpu() for name, row in self._states[key].items()})
+            for key, step in self._steps.items()
+        }
+        states.save(path, self._optimizer(), found)
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Put back what :meth:`save_optimizer_states` wrote."""
+        self._begin()
+        for key, (step, rows) in states.load(path, self._optimizer(), self._specs).items():
+            device = self._rows_by_key[key].device
+            self._steps[key] = step
+            self._states[key] = {name: row.to(device) for name, row in rows.items()}
+
+    # --- hooks --------------------------------------------------------------------------------------
+
+    def _init(
+        self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
+    ) -> None:
+        for name, spec in keys:
+            known = self._specs.get(name)
+            if known is not None and known != spec:
+                raise Mismatch(
+                    f"key {name!r} is {known} and cannot be initialised as {spec}; broadcast() "
+                    "replaces a key"
+                )
+        for (name, _), row in zip(keys, rows, strict=True):
+            if name not in self._rows_by_key:
+                self._set(name, row)
+
+    def _push(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...] | None,
+        priority: int,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        for name in names:
+            self._check_update(name)
+        for name, row in zip(names, rows, strict=True):
+            self._update(name, row)
+            self._versions[name] += 1
+        if sinks is not None:
+            return self._pull(names, sinks, priority, 0, limit_s)
+        return _over()
+
+    def _pull(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor, ...],
+        priority: int,
+        least: int,
+        limit_s: float,
+    ) -> Ticket:
+        for name, sink in zip(names, sinks, strict=True):
+            if self._versions[self._known(name)] < least:
+                raise ConfigError(
+                    f"key {name!r} stands at version {self._versions[name]}; in a local store "
+                    f"nobody else will bring it to min_version={least}"
+                )
+            sink.copy_(self._rows_by_key[name])
+        return _over()
+
+    def _broadcast(
+        self,
+        keys: tuple[tuple[str, Spec], ...],
+        rows: tuple[torch.Tensor, ...],
+        sinks: tuple[torch.Tensor, ...],
+        limit_s: float,
+    ) -> Ticket:
+        for (name, _), row, sink in zip(keys, rows, sinks, strict=True):
+            self._set(name, row)
+            sink.copy_(row)
+        return _over()
+
+    def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
+        return {}
+
+    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
+        same = self._hyper is not None and self._hyper.name == hyper.name
+        self._updater = create(hyper)
+        if same:
+            for name, state in self._states.items():
+                self._states[name] = self._updater.adopt(self._rows_by_key[name], state)
+        else:
+            self._states.clear()
+            self._steps.clear()
+
+    def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
+        self._updater = create(hyper)
+
+    def _close(self) -> None:
+        self._rows_by_key.clear()
+
+    # --- small things -------------------------------------------------------------------------------
+
+    def _known(self, name: str) -> str:
+        if name not in self._rows_by_key:
+            raise KeyNotFound(f"key {name!r} was never initialised; call init({name!r}, value)")
+        return name
+
+    def _set(self, name: str, row: torch.Tensor) -> None:
+        self._rows_by_key[name] = row.clone()
+        self._versions.setdefault(name, 0)
+        self._states.pop(name, None)
+        self._steps.pop(name, None)
+
+    def _check_update(self, name: str) -> None:
+        kind = dtype_of(self._rows_by_key[self._known(name)]).kind
+        if self._updater is not None and kind == "int" and not self._updater.takes_integers:
+            raise ConfigError(
+                f"optimizer {self._updater.hyper.name!r} cannot update the integers of key "
+                f"{name!r}; keep them in a store without an optimizer"
+            )
+
+    def _update(self, name: str, row: torch.Tensor) -> None:
+        weight = self._rows_by_key[name]
+        if self._updater is None:
+            weight.copy_(row)
+            return
+        state = self._states.setdefault(name, self._updater.new_state(weight))
+        self._steps[name] = step = self._steps.get(name, 0) + 1
+        lr, weight_decay = self._updater.hyper.for_key(name)
+        gradient = accumulator(row.to(weight.device))
+        gradient = gradient.clone() if gradient is row else gradient
+        norms = None
+        if self._updater.needs_norms:
+            norms = self._updater.partial_norms(
+                weight, gradient, state, step=step, lr=lr, weight_decay=weight_decay
+            )
+        self._updater.apply(
+            weight, gradient, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
+        )
+
+
+def _over() -> Ticket:
+    ticket = Ticket()
+    ticket.end(None, None)
+    return ticket

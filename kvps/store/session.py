@@ -1,0 +1,208 @@
+"""This process's place in a cluster as a worker: a core, its loop in a thread, and its end.
+
+All dist stores of a process share one session. It begins with the first store and ends when the
+process does, or with :func:`kvps.shutdown`. A process that ends well leaves; one that ends with an
+exception, or with an exit code other than 0, is lost, so that nobody mistakes half a run for a
+whole one. Under kvps-worker the guardian tells the scheduler how the command ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvps.core.calls import Call, Flush
+from kvps.core.effects import Copied, Exit, Finish
+from kvps.core.member import Identity
+from kvps.core.worker import Worker
+from kvps.errors import ConfigError, KvpsError, SchedulerLost
+from kvps.net.driver import Inbox, Transport, drive
+from kvps.store.handle import Ticket
+
+log = logging.getLogger("kvps")
+LEAVE_MAX_S = 5.0
+"""How long the end of a process waits for the scheduler to know of it."""
+
+
+class Session:
+    """One worker of one cluster, in this process."""
+
+    def __init__(self, identity: Identity, transport: Transport) -> None:
+        self.core = Worker(identity, time.monotonic())
+        self.pid = os.getpid()
+        self.stores = itertools.count()
+        """Numbers the stores that have no name."""
+        self.names: dict[str, str] = {}
+        """Type of each store, by name."""
+        self._transport = transport
+        self._inbox: Inbox[Worker] = Inbox(transport)
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = itertools.count(1)
+        self._over: KvpsError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvps", daemon=True)
+        self._thread.start()
+
+    # --- the loop's side ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: KvpsError = SchedulerLost("this process has left its cluster")
+        try:
+            self._inbox.put(lambda core, now: core.start(now))
+            wish = drive(self.core, self._transport, self._inbox, self)
+            error = self.core.member.error or SchedulerLost(
+                f"this process is no longer part of the cluster: {wish.reason}"
+            )
+        except KvpsError as raised:
+            error = raised
+        except BaseException as raised:  # the loop must not end without ending those who wait
+            log.exception("the kvps loop failed")
+            error = KvpsError(f"the kvps loop failed: {raised!r}")
+        finally:
+            self._over = error
+            for ticket in list(self._tickets.values()):
+                ticket.end(None, error)
+            self._transport.close(0.2)
+
+    def finish(self, effect: Finish) -> None:
+        """A call ended."""
+        ticket = self._tickets.pop(effect.ticket, None)
+        if ticket is not None:
+            ticket.end(effect.value, effect.error)
+
+    def copied(self, effect: Copied) -> None:
+        """A call's values are copied."""
+        ticket = self._tickets.get(effect.ticket)
+        if ticket is not None:
+            ticket.copied()
+
+    def save(self, state: bytes) -> None:
+        """A worker keeps nothing."""
+
+    # --- the user's side ------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.core.member.rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has ended."""
+        return self._over is not None
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all seats of the cluster are taken.
+
+        Raises:
+            KvpsError: if that cannot be, or not in time.
+        """
+        number, ticket = self._ticket()
+        self._put(ticket, lambda core, now: core.on_join(number, time.monotonic() + timeout_s, now))
+        ticket.wait()
+
+    def call(self, call: Call, timeout_s: float) -> Ticket:
+        """Begin a call.
+
+        Raises:
+            ConfigError: in a process that was forked from the one that made the session.
+        """
+        if os.getpid() != self.pid:
+            raise ConfigError(
+                f"this store was made in process {self.pid} and is used in {os.getpid()} after a "
+                "fork; use stores only in the process that made them (DataLoader workers should "
+                "return data, not push)"
+            )
+        number, ticket = self._ticket()
+        deadline = time.monotonic() + timeout_s
+        self._put(ticket, lambda core, now: core.on_call(number, call, deadline, now))
+        return ticket
+
+    def _ticket(self) -> tuple[int, Ticket]:
+        number, ticket = next(self._numbers), Ticket()
+        self._tickets[number] = ticket
+        return number, ticket
+
+    def _put(self, ticket: Ticket, item: Callable[[Worker, float], Iterator[object]]) -> None:
+        self._inbox.put(item)  # type: ignore[arg-type]  # effects are objects; mypy sees Iterator
+        if self._over is not None and not ticket.is_over:
+            ticket.end(None, self._over)
+
+    def leave(self, done: bool, exit_code: int, reason: str, say: bool = True) -> None:
+        """End this process's part in the job; ``say`` tells the scheduler."""
+        if self.is_over or os.getpid() != self.pid:
+            return
+        if say:
+            self._inbox.put(lambda core, now: core.leave(done, exit_code, reason))
+            self._thread.join(LEAVE_MAX_S)
+            if self._thread.is_alive():
+                log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)
+        self._inbox.put(lambda core, now: iter((Exit(0, "left"),)))
+        self._thread.join(LEAVE_MAX_S)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every push of every store is acknowledged.
+
+        Raises:
+            KvpsError: if one cannot be.
+        """
+        for name in list(self.names):
+            self.call(Flush(name), timeout_s).wait()
+
+
+class Ending:
+    """How this process ends: remembered by hooks, asked for by the exit handler."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._excepthook = sys.excepthook
+        self._exit = sys.exit
+
+    def watch(self) -> None:
+        """Begin to notice uncaught exceptions and calls of sys.exit."""
+        sys.excepthook = self._on_exception
+        sys.exit = self._on_exit  # type: ignore[assignment]  # the same signature, and it returns never
+
+    def _on_exception(self, *given: object) -> None:
+        self.exit_code = 1
+        self._excepthook(*given)  # type: ignore[arg-type]  # passed on as they came
+
+    def _on_exit(self, status: object = None) -> None:
+        if status is None:
+            self.exit_code = 0
+        else:
+            self.exit_code = status if isinstance(status, int) else 1
+        self._exit(status)  # type: ignore[arg-type]  # as sys.exit takes it
+
+
+ending = Ending()
+
+
+def leave_at_exit(session: Session, is_guarded: bool, timeout_s: float) -> None:
+    """Have ``session`` flushed and left when the process ends.
+
+    Args:
+        session: the process's session.
+        is_guarded: a guardian says how this process ended, so it says nothing itself.
+        timeout_s: how long the flush may take.
+    """
+    ending.watch()
+
+    def end() -> None:
+        if session.is_over:
+            return
+        code = ending.exit_code
+        if code == 0:
+            try:
+                session.flush(timeout_s)
+            except KvpsError as error:
+                log.error("at exit: %s", error)  # the text says all
+                code = 1
+        session.leave(code == 0, code, f"exit code {code}", say=not is_guarded)
+
+    atexit.register(end)

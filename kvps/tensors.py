@@ -1,0 +1,91 @@
+"""Where bytes become numbers: torch and numpy arrays to flat tensors, and to frames and back.
+
+Everything inside kvps is a flat, contiguous torch tensor on the CPU. A frame is a view of one
+(never a copy), and the other way round; half types are summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvps.errors import Mismatch
+from kvps.specs import BY_NAME, DTYPES, DType, Spec
+
+Array: TypeAlias = "torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
+"""What a user may give: a torch tensor on any device, or a numpy array."""
+
+TORCH: dict[str, torch.dtype] = {dtype.name: getattr(torch, dtype.name) for dtype in DTYPES}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Return the row of the dtype table for ``tensor``."""
+    return BY_NAME[NAMES[tensor.dtype]]
+
+
+def as_tensor(value: Array) -> torch.Tensor:
+    """Return ``value`` as a tensor that shares its memory, wherever it lives.
+
+    Raises:
+        Mismatch: for anything but a dense tensor or array of a supported element type.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise Mismatch(f"expected a dense tensor, got layout {value.layout}")
+        tensor = value.detach()
+    elif isinstance(value, np.ndarray):
+        if value.dtype.name not in BY_NAME or not value.dtype.isnative:
+            raise Mismatch(
+                f"element type {value.dtype} is not supported; use one of {', '.join(BY_NAME)}"
+            )
+        # torch has neither read-only tensors nor negative strides.
+        plain = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+        tensor = torch.from_numpy(value if plain else value.copy())
+    else:
+        raise Mismatch(
+            f"expected a torch.Tensor or a numpy.ndarray, got {type(value).__name__}; "
+            "wrap it with torch.as_tensor(...)"
+        )
+    if tensor.dtype not in NAMES:
+        raise Mismatch(
+            f"element type {tensor.dtype} is not supported; use one of {', '.join(BY_NAME)}"
+        )
+    return tensor
+
+
+def spec_of(value: Array) -> Spec:
+    """Return the type and shape of ``value``."""
+    tensor = as_tensor(value)
+    return Spec(NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` as one contiguous row on the CPU; copies if it must."""
+    return tensor.cpu().contiguous().view(-1)
+
+
+def accumulator(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` in the type its sum is taken in: float32 for half types, else its own."""
+    return tensor.float() if dtype_of(tensor).kind == "half" else tensor
+
+
+def to_frame(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor, uncopied."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
+    """Return the numbers in ``frame`` as a flat tensor, uncopied where memory allows it.
+
+    The tensor may be written to: a frame that was received belongs to its receiver.
+    """
+    if not frame.nbytes:
+        return torch.empty(0, dtype=TORCH[dtype])
+    if frame.readonly:
+        frame = memoryview(bytearray(frame))
+    tensor = torch.frombuffer(frame, dtype=TORCH[dtype])
+    # A small frame may begin at any address (it shares a buffer with its message's head).
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()

@@ -1,0 +1,344 @@
+"""Packets to frames and back; the only file that knows how bytes are laid out.
+
+A packet is one head frame followed by the payload frames that its message declares. The head is
+a fixed envelope of 48 octets, big-endian, and behind it the message's fields as one msgpack
+array::
+
+    "KV" version tag | job 16 | view 4 | role 1 | 0 0 0 | rank 4 | incarnation 8 | seq 8 | fields
+
+:func:`decode` takes any bytes and either returns a packet in which every field has its declared
+type and range and every payload frame its declared size, or raises
+:class:`~kvps.errors.ProtocolError`. Nothing is allocated on a peer's word: msgpack's limits are
+set, tensors travel as raw frames beside the head, and their sizes are compared, never trusted.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+
+import msgpack
+
+from kvps.errors import KvpsError, ProtocolError
+from kvps.messages import (
+    ENTRIES_MAX,
+    KEY_MAX,
+    MESSAGES,
+    RUNS_MAX,
+    TEXT_MAX,
+    Entry,
+    Envelope,
+    Message,
+    Packet,
+    Role,
+)
+from kvps.specs import BY_ID, Spec
+
+VERSION = 1
+HEAD = struct.Struct("!2sBB16sIB3xIQQ")
+HEAD_BYTES_MAX = 1 << 20
+PAYLOAD_FRAMES_MAX = 64
+FRAME_BYTES_MAX = 64 << 20
+ARRAY_MAX = 8192
+"""Limits: octets of a head, payload frames of a packet, octets of one (64 MiB), elements of an
+array or map of which :mod:`kvps.messages` says nothing else."""
+
+_INT_MAX = 2**63 - 1
+_INT_32_MAX = 2**32 - 1
+
+_ROLES: dict[int, Role] = {role.value: role for role in Role}
+
+Check = Callable[[object], object]
+"""Returns the value as its declared type, or raises ProtocolError."""
+
+
+def encode(packet: Packet) -> list[bytes | memoryview]:
+    """Return the frames of ``packet``: the head, then its payload as it is, uncopied."""
+    envelope, message = packet.envelope, packet.message
+    head = HEAD.pack(
+        b"KV",
+        VERSION,
+        message.TAG,
+        envelope.job,
+        envelope.view,
+        envelope.role,
+        envelope.rank,
+        envelope.incarnation,
+        envelope.seq,
+    )
+    body = msgpack.packb([getattr(message, name) for name in _NAMES[type(message)]])
+    return [head + body, *packet.payload]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Packet:
+    """Return the packet that ``frames`` spell.
+
+    Raises:
+        ProtocolError: for any bytes that are not a packet of this protocol.
+    """
+    if not 1 <= len(frames) <= 1 + PAYLOAD_FRAMES_MAX:
+        raise ProtocolError(f"expected 1 to {1 + PAYLOAD_FRAMES_MAX} frames, got {len(frames)}")
+    head = memoryview(frames[0]).cast("B")
+    if not HEAD.size < len(head) <= HEAD_BYTES_MAX:
+        raise ProtocolError(
+            f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}"
+        )
+    magic, version, tag, job, view, role, rank, incarnation, seq = HEAD.unpack_from(head)
+    if magic != b"KV" or version != VERSION:
+        raise ProtocolError(
+            f"expected a packet of version {VERSION}, got magic {magic!r} version {version}"
+        )
+    cls = MESSAGES.get(tag)
+    if cls is None:
+        raise ProtocolError(f"no message has tag {tag}")
+    if head[25:28] != bytes(3):
+        raise ProtocolError("the envelope's reserved octets are not zero")
+    if role not in _ROLES:
+        raise ProtocolError(f"no role has number {role}")
+    if incarnation > _INT_MAX or seq > _INT_MAX:
+        raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
+    message = _build(cls, _unpack(head[HEAD.size :]))
+    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
+    sizes = message.payload_sizes()
+    if payload or sizes:
+        _compare(cls, tuple([len(frame) for frame in payload]), sizes)
+    return Packet(Envelope(job, view, _ROLES[role], rank, incarnation, seq), message, payload)
+
+
+def _compare(cls: type[Message], got: tuple[int, ...], declared: tuple[int, ...]) -> None:
+    if got != declared:
+        raise ProtocolError(
+            f"{cls.__name__} declares payload frames of {declared!s:.60} octets, got {got!s:.60}"
+        )
+    if max(got) > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
+
+
+def _unpack(body: memoryview) -> tuple[object, ...]:
+    try:
+        values = msgpack.unpackb(
+            body,
+            use_list=False,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_no_twins,
+            max_array_len=ARRAY_MAX,
+            max_map_len=ARRAY_MAX,
+            max_str_len=TEXT_MAX,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except KvpsError:
+        raise
+    except Exception as error:  # msgpack raises a dozen classes; all mean the same here
+        raise ProtocolError(f"the fields are not msgpack: {type(error).__name__}") from error
+    if type(values) is not tuple:
+        raise ProtocolError(f"the fields are not an array but {type(values).__name__}")
+    return values
+
+
+def _no_twins(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ProtocolError("a map has one key twice")
+    return result
+
+
+def _build(cls: type[Message], values: tuple[object, ...]) -> Message:
+    checks, required = _CHECKS[cls]
+    if not required <= len(values) <= len(checks):
+        raise ProtocolError(
+            f"{cls.__name__} has {required} to {len(checks)} fields, got {len(values)}"
+        )
+    return cls(*[check(value) for check, value in zip(checks, values, strict=False)])
+
+
+# --- from a declared type to its check ----------------------------------------------------------
+
+
+def _unlike(expected: str, value: object) -> ProtocolError:
+    """Say what was due and what came; of an array or map, which may be huge, only the type."""
+    shown = f"{value!r:.60}" if isinstance(value, str | float | int | None) else type(value)
+    return ProtocolError(f"expected {expected}, got {shown}")
+
+
+def _int(value: object) -> object:
+    if type(value) is not int or not -_INT_MAX <= value <= _INT_MAX:
+        raise _unlike("an integer of 63 bits", value)
+    return value
+
+
+def _natural(value: object) -> object:
+    if type(value) is not int or not 0 <= value <= _INT_MAX:
+        raise _unlike("an integer from 0 to 2^63-1", value)
+    return value
+
+
+def _natural_32(value: object) -> object:
+    if type(value) is not int or not 0 <= value <= _INT_32_MAX:
+        raise _unlike("an integer from 0 to 2^32-1", value)
+    return value
+
+
+def _bool(value: object) -> object:
+    if type(value) is not bool:
+        raise _unlike("true or false", value)
+    return value
+
+
+def _float(value: object) -> object:
+    if type(value) not in (float, int) or not math.isfinite(typing.cast("float", value)):
+        raise _unlike("a finite number", value)
+    return float(typing.cast("float", value))
+
+
+def _text(value: object) -> object:
+    if type(value) is not str:
+        raise _unlike("text", value)
+    return value
+
+
+def _role(value: object) -> object:
+    if type(value) is not int or value not in _ROLES:
+        raise _unlike("the number of a role", value)
+    return value
+
+
+def _dtype(value: object) -> object:
+    if type(value) is not int or value not in BY_ID:
+        raise _unlike("the number of an element type", value)
+    return value
+
+
+def _dtype_or_zero(value: object) -> object:
+    return value if value == 0 and type(value) is int else _dtype(value)
+
+
+def _key(value: object) -> object:
+    if type(value) is not str or not 1 <= len(value) <= KEY_MAX or not value.isprintable():
+        raise _unlike(f"a key of 1 to {KEY_MAX} printable characters", value)
+    return value
+
+
+_BY_TYPE: dict[object, Check] = {
+    int: _natural,
+    bool: _bool,
+    float: _float,
+    str: _text,
+    types.NoneType: lambda none: none,  # within a union only, which has looked at the type
+}
+
+_BY_FIELD: dict[str, Check] = {
+    "dtype": _dtype,
+    "Found.dtype": _dtype_or_zero,
+    "key": _key,
+    "keys": _key,
+    "store": _key,
+    "role": _role,
+    "rank": _natural_32,
+    "ranks": _natural_32,
+    "View.number": _natural_32,
+    "exit_code": _int,
+    "numbers": _int,
+}
+"""Integers and texts whose field, or class and field, says more than their type does."""
+
+
+def _check_for(hint: object, owner: type, name: str) -> Check:
+    """Return the check of one declared type; recursive for tuples, maps and unions."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return _array_of(_check_for(arguments[0], owner, name), name)
+    if origin is dict:
+        return _map_of(_check_for(arguments[1], owner, name))
+    if origin is types.UnionType:
+        return _one_of({one: _check_for(one, owner, name) for one in arguments})
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return _record_of(hint)
+    if hint in (int, str):
+        named = _BY_FIELD.get(f"{owner.__name__}.{name}") or _BY_FIELD.get(name)
+        return named or _BY_TYPE[hint]
+    return _BY_TYPE[hint]
+
+
+def _array_of(check: Check, name: str) -> Check:
+    limit = {"runs": RUNS_MAX, "entries": ENTRIES_MAX}.get(name, ARRAY_MAX)
+
+    def array(value: object) -> object:
+        if type(value) is not tuple or len(value) > limit:
+            raise _unlike(f"in {name} an array of at most {limit}", value)
+        return tuple([check(one) for one in value])
+
+    return array
+
+
+def _map_of(check: Check) -> Check:
+    def mapping(value: object) -> object:
+        if type(value) is not dict:
+            raise _unlike("a map", value)
+        return {_text(key): check(one) for key, one in value.items()}
+
+    return mapping
+
+
+def _one_of(checks: dict[type, Check]) -> Check:
+    names = " or ".join(one.__name__ for one in checks)
+
+    def union(value: object) -> object:
+        check = checks.get(type(value))
+        if check is None:
+            raise _unlike(names, value)
+        return check(value)
+
+    return union
+
+
+def _record_of(cls: type[tuple[object, ...]]) -> Check:
+    hints = typing.get_type_hints(cls)
+    checks = [_check_for(hint, cls, name) for name, hint in hints.items()]
+    width = len(checks)
+
+    def record(value: object) -> object:
+        if type(value) is not tuple or len(value) != width:
+            raise _unlike(f"a {cls.__name__} of {width} fields", value)
+        made = tuple.__new__(cls, [check(one) for check, one in zip(checks, value, strict=True)])
+        return _within(made) if isinstance(made, Entry) else made
+
+    def naturals(value: object) -> object:
+        if type(value) is not tuple or len(value) != width:
+            raise _unlike(f"a {cls.__name__} of {width} fields", value)
+        for one in value:
+            if type(one) is not int or not 0 <= one <= _INT_MAX:
+                raise _unlike(f"in a {cls.__name__} integers from 0 to 2^63-1", one)
+        return tuple.__new__(cls, value)
+
+    return naturals if all(check is _natural for check in checks) else record
+
+
+def _within(entry: Entry) -> Entry:
+    """Check an entry's shape, and that its part lies inside the key."""
+    try:
+        count = Spec(BY_ID[entry.dtype].name, entry.shape).count
+    except KvpsError as error:
+        raise ProtocolError(str(error)) from error
+    if entry.start + entry.size > count:
+        raise ProtocolError(
+            f"key {entry.key!r} has {count} elements; the part {entry.start} + {entry.size} "
+            "goes beyond them"
+        )
+    return entry
+
+
+def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:
+    hints = typing.get_type_hints(cls)
+    declared = fields(cls)  # type: ignore[arg-type]  # every registered message is a dataclass
+    required = sum(one.default is MISSING and one.default_factory is MISSING for one in declared)
+    return [_check_for(hints[one.name], cls, one.name) for one in declared], required
+
+
+_NAMES = {cls: tuple(one.name for one in fields(cls)) for cls in MESSAGES.values()}  # type: ignore[arg-type]  # as above
+_CHECKS = {cls: _checks_of(cls) for cls in MESSAGES.values()}

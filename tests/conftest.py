@@ -1,0 +1,96 @@
+"""What the whole suite shares: the spec check, the `--rewrite` option, the tiers off by default.
+
+The spec check ties the tests to ``docs/protocol.md``.  A requirement there starts a line with
+its number, ``[R12]``; a test that checks it carries ``@pytest.mark.spec("R12")``.  When the
+whole suite is collected, the run fails if a requirement has no test, or a test cites a
+requirement that does not exist.  A run of some tests only is not judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+PROTOCOL = TESTS.parent / "docs" / "protocol.md"
+
+# "[R12]" or "**[R12]**" at the start of a line or list item; "[R12]: …" and "[R12](…)" are links.
+REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\[]))", re.MULTILINE)
+
+ON_REQUEST = ("slow", "docker")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite",
+        action="store_true",
+        help="write what the scenarios now produce into tests/scenarios; then read the diff",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is run on request only, and what this machine cannot run."""
+    wanted = config.getoption("markexpr")
+    for item in items:
+        for marker in ON_REQUEST:
+            if item.get_closest_marker(marker) and marker not in wanted:
+                item.add_marker(pytest.mark.skip(reason=f"run with -m {marker}"))
+        if item.get_closest_marker("cuda") and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Run the spec check."""
+    if session.testsfailed or not is_whole_suite(session.config) or not PROTOCOL.exists():
+        return
+    faults = spec_faults(PROTOCOL.read_text(encoding="utf-8"), cited_requirements(session.items))
+    if faults:
+        raise pytest.UsageError(*faults)
+
+
+def is_whole_suite(config: pytest.Config) -> bool:
+    """Whether nothing on the command line selects some of the tests."""
+    started_in = config.invocation_params.dir
+    paths = {Path(started_in, argument).resolve() for argument in config.args}
+    selections = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
+    return paths <= {TESTS, TESTS.parent} and not any(
+        config.getoption(name, default=None) for name in selections
+    )
+
+
+def cited_requirements(items: list[pytest.Item]) -> dict[str, list[str]]:
+    """The requirements that tests name, each with the tests that name it."""
+    cited: dict[str, list[str]] = {}
+    for item in items:
+        for mark in item.iter_markers("spec"):
+            for requirement in mark.args:
+                cited.setdefault(requirement, []).append(item.nodeid)
+    return cited
+
+
+def spec_faults(protocol: str, cited: dict[str, list[str]]) -> list[str]:
+    """Say where the protocol's requirements and the tests disagree."""
+    stated = Counter(bold or plain for bold, plain in REQUIREMENT.findall(protocol))
+    faults = []
+    if twice := sorted((r for r, count in stated.items() if count > 1), key=number):
+        faults.append(f"requirements stated twice in docs/protocol.md: {', '.join(twice)}")
+    if untested := sorted(stated.keys() - cited.keys(), key=number):
+        faults.append(f"requirements without a test: {', '.join(untested)}")
+    faults += [
+        f"{cited[requirement][0]} cites {requirement}, which docs/protocol.md does not state"
+        for requirement in sorted(cited.keys() - stated.keys())
+    ]
+    return faults
+
+
+def number(requirement: str) -> int:
+    return int(requirement[1:])
+
+
+def has_cuda() -> bool:
+    import torch  # here, so that a run without CUDA tests need not load it
+
+    return torch.cuda.is_available()

@@ -1,0 +1,262 @@
+"""Any packet survives the wire; any bytes are a packet or a ProtocolError, and soon."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import types
+import typing
+from collections.abc import Callable
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvps.errors import ProtocolError
+from kvps.messages import MESSAGES, Entry, Envelope, Found, Message, Packet, Role, View
+from kvps.specs import BY_ID, DTYPES
+from kvps.wire import HEAD, decode, encode
+from tests.vectors.packets import PACKETS
+
+
+def examples(count: int) -> settings:
+    """So many examples, however busy the machine is."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+# --- from the declarations to packets -----------------------------------------------------------
+
+DECODE_MAX_S = 1.0
+"""Far above what any of these bytes takes, far below a hang."""
+
+naturals = st.integers(0, 2**63 - 1)
+naturals_32 = st.integers(0, 2**32 - 1)
+sizes = st.integers(0, 40)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+keys = st.text(st.characters(categories=["L", "M", "N", "P", "S"]), min_size=1, max_size=20)
+dtypes = st.sampled_from(sorted(BY_ID))
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+BY_TYPE = {int: naturals, bool: st.booleans(), float: floats, str: texts, type(None): st.none()}
+BY_NAME = {
+    "dtype": dtypes,
+    "key": keys,
+    "keys": keys,
+    "store": keys,
+    "shape": st.integers(0, 5),
+    "rank": naturals_32,
+    "ranks": naturals_32,
+    "role": st.sampled_from(range(3)),
+    "size": sizes,
+    "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),
+    "numbers": st.integers(-(2**63) + 1, 2**63 - 1),
+}
+
+
+def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
+    """What a field of this declared type and name may hold."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return st.lists(values(arguments[0], name), max_size=5).map(tuple)
+    if origin is dict:
+        return st.dictionaries(texts, values(arguments[1], name), max_size=5)
+    if origin is types.UnionType:
+        return st.one_of([values(one, name) for one in arguments])
+    if hint is Entry:
+        return entries()
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        hints = typing.get_type_hints(hint)
+        record = st.tuples(*[values(one, field) for field, one in hints.items()])
+        return record.map(typing.cast("type[Entry]", hint)._make)
+    return BY_NAME.get(name, BY_TYPE[hint]) if hint in (int, str) else BY_TYPE[hint]
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Entry:
+    """A key, and a part of it that lies within it."""
+    shape = draw(shapes)
+    count = 1
+    for dim in shape:
+        count *= dim
+    start = draw(st.integers(0, count))
+    return Entry(draw(keys), draw(dtypes), shape, start, draw(st.integers(0, count - start)))
+
+
+def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
+    hints = typing.get_type_hints(cls)
+    fields = {
+        one.name: values(hints[one.name], one.name)
+        for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+    }
+    if cls is View:
+        fields["number"] = naturals_32
+    return st.builds(cls, **fields)
+
+
+envelopes = st.builds(
+    Envelope,
+    st.binary(min_size=16, max_size=16),
+    naturals_32,
+    st.sampled_from(Role),
+    naturals_32,
+    naturals,
+    naturals,
+)
+
+
+@st.composite
+def packets_of(draw: st.DrawFn, cls: type[Message]) -> Packet:
+    """A packet of that class, with the payload that it declares."""
+    message = draw(messages_of(cls))
+    seed = draw(st.binary(min_size=1, max_size=8))
+    payload = tuple(memoryview((seed * size)[:size]) for size in message.payload_sizes())
+    return Packet(draw(envelopes), message, payload)
+
+
+packets = st.sampled_from(list(MESSAGES.values())).flatmap(packets_of)
+
+
+# --- round trip ---------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R4", "R8")
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=lambda cls: cls.__name__)
+@examples(25)
+@given(st.data())
+def test_round_trip(cls: type[Message], data: st.DataObject) -> None:
+    packet = data.draw(packets_of(cls))
+    frames = encode(packet)
+    assert decode(frames) == packet
+    assert encode(decode([bytes(frame) for frame in frames])) == frames
+
+
+def test_a_found_key_may_be_of_no_type() -> None:
+    assert {one.id for one in DTYPES} == set(BY_ID)
+    assert 0 not in BY_ID
+    assert Found(0, ()) in PACKETS["FOUND-ALL"].message.found  # type: ignore[attr-defined]
+
+
+# --- anything else ------------------------------------------------------------------------------
+
+
+def attempt(frames: list[bytes]) -> None:
+    """Decode, and check that there is no third way."""
+    began = time.process_time()
+    try:
+        outcome: Packet | ProtocolError = decode(frames)
+    except ProtocolError as error:
+        outcome = error
+    assert time.process_time() - began < DECODE_MAX_S
+    if isinstance(outcome, ProtocolError):
+        assert len(str(outcome)) < 1000
+    else:
+        assert decode(encode(outcome)) == outcome
+
+
+def heads(body: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
+    """Packets with a right envelope and these fields."""
+    envelope = st.sampled_from([bytes(encode(one)[0])[: HEAD.size] for one in PACKETS.values()])
+    payload = st.lists(st.binary(max_size=16), max_size=2)
+    return st.builds(lambda head, body, rest: [head + body, *rest], envelope, body, payload)
+
+
+atoms = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    texts,
+    st.binary(max_size=8),
+    st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)),
+)
+trees = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=30,
+)
+
+
+@pytest.mark.spec("R14")
+@examples(200)
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_any_frames(frames: list[bytes]) -> None:
+    attempt(frames)
+
+
+@pytest.mark.spec("R7", "R14")
+@examples(300)
+@given(heads(st.binary(min_size=1, max_size=200)))
+def test_any_fields(frames: list[bytes]) -> None:
+    attempt(frames)
+
+
+@pytest.mark.spec("R7", "R8", "R9", "R14")
+@examples(300)
+@given(heads(st.lists(trees, max_size=8).map(msgpack.packb)))
+def test_any_fields_of_any_type(frames: list[bytes]) -> None:
+    attempt(frames)
+
+
+@pytest.mark.spec("R8", "R9", "R14")
+@examples(300)
+@given(packets, st.data())
+def test_one_field_of_another_type(packet: Packet, data: st.DataObject) -> None:
+    head, *payload = [bytes(frame) for frame in encode(packet)]
+    fields = msgpack.unpackb(head[HEAD.size :])
+    if fields:
+        fields[data.draw(st.integers(0, len(fields) - 1))] = data.draw(trees)
+    attempt([head[: HEAD.size] + msgpack.packb(fields), *payload])
+
+
+flips = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+@pytest.mark.spec("R4", "R5", "R14")
+@examples(500)
+@given(packets, flips)
+@example(PACKETS["BEAT"], [(24, 9)])
+def test_flipped_octets(packet: Packet, flips: list[tuple[int, int]]) -> None:
+    head, *payload = [bytes(frame) for frame in encode(packet)]
+    damaged = bytearray(head)
+    for at, octet in flips:
+        damaged[at % len(damaged)] = octet
+    attempt([bytes(damaged), *payload])
+
+
+Change = Callable[[list[bytes], int], list[bytes]]
+CHANGES: dict[str, Change] = {
+    "cut": lambda frames, at: [frames[0][: at % len(frames[0])], *frames[1:]],
+    "cut out": lambda frames, at: [frames[0][:at] + frames[0][at + 1 :], *frames[1:]],
+    "double": lambda frames, at: frames + frames[at % len(frames) :],
+    "drop": lambda frames, at: frames[:-1],
+    "reverse": lambda frames, at: frames[::-1],
+    "append": lambda frames, at: [frames[0] + bytes(at), *frames[1:]],
+    "short payload": lambda frames, at: [*frames[:-1], frames[-1][:-1]],
+}
+
+
+@pytest.mark.spec("R4", "R6", "R14")
+@pytest.mark.parametrize("change", CHANGES)
+@examples(50)
+@given(packets, st.integers(0, 300))
+def test_frames_out_of_shape(change: str, packet: Packet, at: int) -> None:
+    attempt(CHANGES[change]([bytes(frame) for frame in encode(packet)], at))
+
+
+NASTY = {
+    "nested arrays": b"\x91" * 1000 + b"\x90",
+    "empty maps": b"\xdc\x00\x78" + (b"\xdc\x20\x00" + b"\x80" * 8192) * 120,
+    "empty arrays": b"\xdc\x00\x78" + (b"\xdc\x20\x00" + b"\x90" * 8192) * 120,
+    "one key": b"\x91\xde\x20\x00" + b"\xa1x\x01" * 8192,
+    "zeros": bytes(1_000_000),
+    "texts": b"\xdc\x01\x00" + (b"\xda\x0f\x00" + b"\n" * 0x0F00) * 256,
+}
+
+
+@pytest.mark.spec("R14")
+@pytest.mark.parametrize("name", PACKETS)
+@pytest.mark.parametrize("nasty", NASTY)
+def test_a_whole_head_of_one_nasty_thing(name: str, nasty: str) -> None:
+    attempt([bytes(encode(PACKETS[name])[0])[: HEAD.size] + NASTY[nasty]])

@@ -1,0 +1,148 @@
+"""The scheduler's transcripts: ``scheduler-*.txt`` are plays, and this file performs them.
+
+A transcript is a list of commands, each with what comes of it::
+
+    # what a reader should know
+    command argument …
+    ----
+    phase: reason
+    -> route: MESSAGE field=value …
+
+``pytest --rewrite`` writes what the scheduler does now; commit the diff only if you can say why
+each line of it is right. Commands::
+
+    start WORKERS SERVERS [setting=value …]     hello ROUTE [role=…] [rank=…] [guardian] [host=…]
+    attach ROUTE to ROUTE [pid=…]               beat ROUTE
+    leave ROUTE [code=N] [final]                barrier ROUTE NUMBER
+    drop ROUTE                                  wait SECONDS [beating ROUTE …]
+    restart                                     stop
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvps.core.effects import Effect, Exit, Note, Save, Send
+from kvps.messages import Error, Member, Message, Node, Role, View, Welcome
+from tests.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent
+PLAYS = sorted(HERE.glob("scheduler-*.txt"))
+
+
+@pytest.mark.parametrize("path", PLAYS, ids=[path.stem for path in PLAYS])
+def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
+    text = path.read_text(encoding="utf-8")
+    now = perform(text)
+    if request.config.getoption("--rewrite", default=False):
+        path.write_text(now, encoding="utf-8")
+    else:
+        assert now == text
+
+
+def test_there_are_transcripts() -> None:
+    assert len(PLAYS) >= 5
+
+
+def perform(text: str) -> str:
+    """Return the transcript with the outputs of today."""
+    stage: list[Stage] = []
+    return "\n".join(
+        block_of(block.split("\n----")[0].strip("\n").splitlines(), stage)
+        for block in text.strip("\n").split("\n\n")
+    )
+
+
+def block_of(lines: list[str], stage: list[Stage]) -> str:
+    commands = [line for line in lines if not line.startswith("#")]
+    if not commands:
+        return "\n".join(lines) + "\n"
+    effects = [effect for command in commands for effect in run(command, stage)]
+    shown = [f"{stage[0].phase}: {stage[0].reason}", *map(show, effects)]
+    return "\n".join([*lines, "----", *shown]) + "\n"
+
+
+def run(command: str, stage: list[Stage]) -> list[Effect]:
+    words = [word for word in command.split() if "=" not in word]
+    options = {
+        name: value_of(value)
+        for name, value in (word.split("=") for word in command.split() if "=" in word)
+    }
+    match words:
+        case ["start", workers, servers]:
+            stage[:] = [Stage(int(workers), int(servers), **options)]
+            return []
+        case ["hello", route, *flags]:
+            return stage[0].hello(route, guardian="guardian" in flags, **options)  # type: ignore[arg-type]
+        case ["attach", route, "to", other]:
+            return stage[0].attach(route, other, **options)
+        case ["beat", route]:
+            return stage[0].beat(route)
+        case ["leave", route, *flags]:
+            code = options.get("code", 0)
+            assert isinstance(code, int)
+            return stage[0].leave(route, not code, code, "final" not in flags)
+        case ["barrier", route, number]:
+            return stage[0].barrier(route, int(number), seq=int(number) + 1)
+        case ["drop", route]:
+            return stage[0].drop(route)
+        case ["wait", seconds, "beating", *routes]:
+            return stage[0].wait(float(seconds), routes)
+        case ["wait", seconds]:
+            return stage[0].wait(float(seconds))
+        case ["restart"]:
+            return stage[0].restart()
+        case ["stop"]:
+            return stage[0].stop()
+        case _:
+            raise AssertionError(f"no command {command!r}")
+
+
+def value_of(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def show(effect: Effect) -> str:
+    match effect:
+        case Send(to, packet):
+            return f"-> {to}: {' '.join(spoken(packet.message))}"
+        case Note(level, text):
+            return f"{level}: {text}"
+        case Save(state):
+            return "saved" if state else "saved: nothing to go on from"
+        case Exit(code, reason):
+            return f"exit {code}: {reason}"
+        case _:
+            raise AssertionError(f"a scheduler does not ask for {effect}")
+
+
+def spoken(message: Message) -> Iterator[str]:
+    yield type(message).__name__.upper()
+    match message:
+        case View():
+            yield f"{message.number} {message.phase}:"
+            yield ", ".join(member_of(one) for one in message.members)
+        case Welcome():
+            yield f"rank={message.rank} incarnation={message.incarnation}"
+            yield f"local={message.local_rank}/{message.local_size} master={message.master!r}"
+        case Error():
+            yield f"{message.code}: {message.text}"
+        case _:
+            for name in type(message).__dataclass_fields__:  # type: ignore[attr-defined]
+                yield f"{name}={getattr(message, name)!r}"
+
+
+def member_of(one: Member) -> str:
+    shown = f"{Node(Role(one.role), one.rank)} {one.state}"
+    shown += f" #{one.incarnation}" if one.incarnation else ""
+    return shown + (f" ({one.reason}; {one.lost_for_s:g} s ago)" if one.state == "lost" else "")

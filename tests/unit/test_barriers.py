@@ -1,0 +1,138 @@
+"""Barriers: who waits, who passes, and who is told that it is in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.barriers import NAME_MAX, NAMES_MAX, OPEN_MAX, Answer, Barriers, Waiter
+from kvps.errors import ConfigError, Overload, WorkerLost
+from kvps.messages import Barrier, Error, Released
+
+
+def stand(
+    barriers: Barriers, rank: int, number: int = 0, seq: int = 1, name: str = "b"
+) -> list[Answer]:
+    answers = barriers.stand(rank, Waiter(f"w{rank}", seq), Barrier("kv", name, number))
+    barriers.check({0, 1, 2})
+    return answers
+
+
+def require(barriers: Barriers, *required: int, **gone: str) -> list[Answer]:
+    answers = barriers.require(required, {int(rank[1:]): why for rank, why in gone.items()})
+    barriers.check({0, 1, 2})
+    return answers
+
+
+@pytest.mark.spec("R33")
+def test_released_when_every_required_rank_stands_there() -> None:
+    barriers = Barriers(range(3))
+    assert stand(barriers, 0, seq=4) == []
+    assert stand(barriers, 2, seq=5) == []
+    assert stand(barriers, 1, seq=6) == [
+        Answer("w0", Released(4)),
+        Answer("w2", Released(5)),
+        Answer("w1", Released(6)),
+    ]
+    assert not barriers.open
+
+
+@pytest.mark.spec("R33")
+def test_a_rank_counts_once_and_its_last_request_is_answered() -> None:
+    barriers = Barriers(range(2))
+    for seq in (1, 2, 3):
+        assert stand(barriers, 0, seq=seq) == []
+    assert stand(barriers, 1, seq=9) == [Answer("w0", Released(3)), Answer("w1", Released(9))]
+
+
+@pytest.mark.spec("R34")
+def test_what_was_released_is_passed_at_once() -> None:
+    barriers = Barriers([0])
+    stand(barriers, 0, number=4)
+    for number in range(5):
+        assert stand(barriers, 1, number, seq=7) == [Answer("w1", Released(7))]
+    assert barriers.released == {("kv", "b"): 4}
+
+
+@pytest.mark.spec("R33")
+def test_stores_names_and_numbers_are_barriers_of_their_own() -> None:
+    barriers = Barriers(range(2))
+    stand(barriers, 0, number=0)
+    assert stand(barriers, 1, number=1) == []
+    assert stand(barriers, 1, number=0, name="c") == []
+    assert barriers.stand(1, Waiter("w1", 1), Barrier("other", "b", 0)) == []
+
+
+def test_a_later_number_takes_the_earlier_ones_along() -> None:
+    barriers = Barriers(range(2))
+    stand(barriers, 0, 0, seq=1)
+    stand(barriers, 0, 1, seq=2)
+    assert stand(barriers, 1, 1, seq=3) == [
+        Answer("w0", Released(1)),
+        Answer("w0", Released(2)),
+        Answer("w1", Released(3)),
+    ]
+
+
+def test_releases_when_a_rank_is_required_no_more() -> None:
+    barriers = Barriers(range(3))
+    stand(barriers, 0, 0)
+    stand(barriers, 1, 0)
+    stand(barriers, 0, 1, seq=2)
+    stand(barriers, 1, 1, seq=2)
+    assert require(barriers, 0, 1, 2) == []
+    assert require(barriers, 0, 1) == [
+        Answer("w0", Released(1)),
+        Answer("w1", Released(1)),
+        Answer("w0", Released(2)),
+        Answer("w1", Released(2)),
+    ]
+
+
+@pytest.mark.spec("R35")
+def test_who_waits_for_one_that_is_gone_is_told() -> None:
+    barriers = Barriers(range(3))
+    stand(barriers, 0, seq=8)
+    (answer,) = require(barriers, 0, 1, w2="exit code 1")
+    assert answer.route == "w0"
+    assert isinstance(answer.message, Error)
+    assert (answer.message.seq, answer.message.code) == (8, WorkerLost.code)
+    assert "worker 2 (exit code 1)" in answer.message.text
+    with pytest.raises(WorkerLost, match="number 3"):
+        stand(barriers, 1, number=3)
+    assert not barriers.open
+
+
+def test_one_that_is_gone_stood_where_it_stood() -> None:
+    barriers = Barriers(range(3))
+    stand(barriers, 2)
+    stand(barriers, 0)
+    barriers.withdraw(2)
+    barriers.withdraw(1)
+    assert require(barriers, 0, 1, w2="exit code 1") == []
+    assert stand(barriers, 1) == [Answer("w0", Released(1)), Answer("w1", Released(1))]
+
+
+def test_limits() -> None:
+    barriers = Barriers(range(2))
+    for number in range(OPEN_MAX):
+        stand(barriers, 0, number)
+    with pytest.raises(Overload, match="64 numbers"):
+        stand(barriers, 0, OPEN_MAX)
+    with pytest.raises(ConfigError, match="at most 256 characters"):
+        stand(barriers, 0, name="x" * (NAME_MAX + 1))
+    for index in range(NAMES_MAX - 1):
+        barriers.released["kv", str(index)] = 0
+    with pytest.raises(Overload, match="1024 names"):
+        stand(barriers, 0, name="one more")
+    assert stand(barriers, 0, 1, name="5") == []
+
+
+def test_another_job_knows_nothing_of_it() -> None:
+    barriers = Barriers(range(2))
+    stand(barriers, 0)
+    stand(barriers, 1)
+    stand(barriers, 0, 1)
+    barriers.clear([0])
+    assert not barriers.open
+    assert not barriers.released
+    assert stand(barriers, 0) == [Answer("w0", Released(1))]

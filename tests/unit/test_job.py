@@ -1,0 +1,285 @@
+"""What follows from a change of seats: phases, views, welcomes, the end, the next job."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.effects import Exit, Save, Send
+from kvps.core.job import Job, Place, next_job
+from kvps.core.seats import NAME_MAX, SEATS_MAX, Settings, State
+from kvps.errors import WorkerLost
+from kvps.messages import Envelope, Error, Hello, Node, Packet, Released, Role, Stop, View, Welcome
+from kvps.wire import decode, encode
+from tests.stage import JOB, Stage, exits, notes, sent, told
+
+WELL = Exit(0, "every worker left (2 of 2)")
+
+
+def running(workers: int = 2, servers: int = 1, **limits: object) -> Stage:
+    stage = Stage(workers, servers, **limits)
+    stage.form()
+    return stage
+
+
+@pytest.mark.spec("R27")
+def test_the_first_view_goes_to_everyone_when_all_seats_are_taken() -> None:
+    stage = Stage(2, 1)
+    assert not sent(stage.hello("w0"), View)
+    assert not sent(stage.hello("s0"), View)
+    effects = stage.hello("w1")
+    assert told(effects, View) == ["w0", "s0", "w1"]
+    (view, *_) = sent(effects, View)
+    assert (view.number, view.phase) == (1, "running")
+    assert "info: running: all 3 seats are taken" in notes(effects)
+
+
+@pytest.mark.spec("R27")
+def test_each_later_change_makes_a_view() -> None:
+    stage = running()
+    numbers = [
+        [view.number for view in sent(effects, View, "s0")]
+        for effects in (
+            stage.leave("w0", done=False),
+            stage.hello("w5"),
+            stage.leave("w1"),
+            stage.beat("w5"),
+        )
+    ]
+    assert numbers == [[2], [3], [4], []]
+
+
+def test_one_view_for_all_who_are_lost_at_once() -> None:
+    stage = running(4)
+    effects = stage.wait(12, beating=["s0", "w0"])
+    assert [view.number for view in sent(effects, View, "w0")] == [2]
+    assert sum("lost: silent" in note for note in notes(effects)) == 3
+
+
+def test_a_view_says_for_how_long_one_is_lost() -> None:
+    stage = running()
+    stage.leave("w1", done=False, code=3)
+    stage.wait(5, beating=["s0", "w0"])
+    (view,) = sent(stage.attach("w7", "w0"), View)
+    assert [(one.lost_for_s, one.reason) for one in view.members if one.state == "lost"] == [
+        (5.0, "exit code 3")
+    ]
+
+
+@pytest.mark.spec("R36")
+def test_ends_well_when_every_worker_left() -> None:
+    stage = running()
+    assert not exits(stage.leave("w0"))
+    effects = stage.leave("w1")
+    assert set(told(effects, Stop)) == {"s0", "w0", "w1"}
+    assert sent(effects, Stop, "s0") == [Stop(0, WELL.reason)]
+    assert effects[-1] == WELL
+    assert stage.scheduler.deadline() is None
+
+
+@pytest.mark.spec("R36")
+def test_ends_badly_when_one_is_gone_and_nobody_is_left() -> None:
+    stage = running()
+    assert not exits(stage.leave("w0", done=False, code=1, replaceable=False))
+    (end,) = exits(stage.leave("w1"))
+    assert end == Exit(1, "no worker is here; worker 0 is gone (exit code 1)")
+
+
+@pytest.mark.spec("R36")
+def test_waits_for_the_replacement_of_the_last_worker_but_not_for_ever() -> None:
+    stage = running()
+    stage.leave("w0")
+    stage.leave("w1", done=False, code=1)
+    assert not exits(stage.wait(239.9, beating=["s0"]))
+    effects = stage.wait(0.1, beating=["s0"])
+    assert [end.code for end in exits(effects)] == [1]
+    assert sent(effects, Stop, "s0")
+
+
+def test_a_replacement_keeps_the_job_alive() -> None:
+    stage = running(1)
+    stage.leave("w0", done=False)
+    assert not exits(stage.wait(200, beating=["s0"]))
+    stage.hello("w1")
+    assert not exits(stage.wait(200, beating=["s0", "w1"]))
+    assert exits(stage.leave("w1")) == [Exit(0, "every worker left (1 of 1)")]
+
+
+class TestForming:
+    def test_ends_when_one_is_gone_for_good(self) -> None:
+        stage = Stage(2, 1)
+        stage.hello("s0")
+        stage.hello("w0")
+        stage.hello("w1", guardian=True)
+        stage.leave("w0")
+        stage = Stage(2, 1)
+        stage.hello("s0")
+        stage.hello("w0")
+        stage.hello("s1", "server", rank=0)
+        effects = stage.leave("s0", done=False, code=78, replaceable=False)
+        assert told(effects, View) == ["s0", "w0"]
+        assert (stage.phase, sent(effects, View, "w0")[0].phase) == ("ending", "ending")
+        assert [end.code for end in exits(stage.leave("w0", done=False))] == [1]
+
+    def test_does_not_wait_for_ever_for_the_others_to_notice(self) -> None:
+        stage = Stage(2, 1)
+        stage.hello("w0")
+        stage.hello("w1")
+        stage.leave("w1", done=False, replaceable=False)
+        assert not exits(stage.wait(239, beating=["w0"]))
+        assert [end.code for end in exits(stage.wait(1, beating=["w0"]))] == [1]
+
+    def test_gives_up_as_temporary(self) -> None:
+        stage = Stage(2, 1, forming_max_s=60.0)
+        stage.hello("w0")
+        effects = stage.wait(60, beating=["w0"])
+        assert exits(effects) == [
+            Exit(75, "given up: waiting for 1 of 2 workers (rank 1) and 1 of 1 servers (rank 0)")
+        ]
+        assert sent(effects, Stop, "w0")[0].exit_code == 75
+
+    def test_a_job_that_runs_is_not_given_up(self) -> None:
+        stage = running(forming_max_s=60.0)
+        assert not exits(stage.wait(100, beating=["s0", "w0", "w1"]))
+
+    def test_all_workers_may_leave_before_the_servers_come(self) -> None:
+        stage = Stage(1, 1)
+        stage.hello("w0")
+        assert [end.code for end in exits(stage.leave("w0"))] == [0]
+
+
+class TestWelcome:
+    def test_a_guardian_is_welcomed_when_all_workers_are_here(self) -> None:
+        stage = Stage(3, 1)
+        for route, host in (("w0", "a"), ("w1", "b")):
+            assert not sent(
+                stage.hello(route, guardian=True, host=host, master=f"{host}:1"), Welcome
+            )
+        effects = stage.hello("w2", guardian=True, host="a")
+        assert [
+            (one.rank, one.local_rank, one.local_size, one.master) for one in sent(effects, Welcome)
+        ] == [
+            (0, 0, 2, "a:1"),
+            (1, 0, 1, "a:1"),
+            (2, 1, 2, "a:1"),
+        ]
+        assert stage.phase == "forming"
+        assert stage.scheduler.job.places()[2] == Place(1, 2)
+
+    def test_its_replacement_at_once(self) -> None:
+        stage = running(2, 0)
+        stage.leave("w1", done=False)
+        assert sent(stage.hello("w2", guardian=True), Welcome, "w2")
+
+    def test_one_that_was_lost_and_is_back_gets_it_then(self) -> None:
+        stage = Stage(2, 0)
+        stage.hello("w0", guardian=True)
+        stage.wait(12)
+        stage.hello("w1", rank=1, guardian=True)
+        assert told(stage.hello("w0", guardian=True), Welcome) == ["w0", "w1"]
+
+
+def test_barriers_hear_of_changes() -> None:
+    stage = running(3)
+    stage.barrier("w0", seq=5)
+    assert sent(stage.barrier("w1", seq=6), Released) == []
+    effects = stage.leave("w2", done=False, code=9, replaceable=False)
+    assert {
+        (route, error.code)
+        for route, error in zip(told(effects, Error), sent(effects, Error), strict=True)
+    } == {
+        ("w0", WorkerLost.code),
+        ("w1", WorkerLost.code),
+    }
+
+
+def test_the_first_barrier_waits_for_workers_that_have_not_come_yet() -> None:
+    stage = Stage(2, 0)
+    stage.hello("w0")
+    assert not sent(stage.barrier("w0"), Released)
+    stage.hello("w1")
+    assert told(stage.barrier("w1"), Released) == ["w0", "w1"]
+
+
+class TestNextJob:
+    def test_keeps_the_servers_and_forgets_the_rest(self) -> None:
+        stage = running(2, 1, keep_alive=True, persist=True)
+        stage.barrier("w0")
+        stage.barrier("w1")
+        stage.leave("w0")
+        effects = stage.leave("w1")
+        assert not exits(effects)
+        assert set(told(effects, Stop)) == {"w0", "w1"}
+        stop = next(
+            one for one in effects if isinstance(one, Send) and isinstance(one.packet.message, Stop)
+        )
+        assert stop.packet.envelope.job == JOB
+        (view,) = [
+            one
+            for one in effects
+            if isinstance(one, Send) and isinstance(one.packet.message, View) and one.to == "s0"
+        ][-1:]
+        assert view.packet.envelope.job == next_job(JOB) == stage.scheduler.job.name
+        assert isinstance(view.packet.message, View)
+        assert (view.packet.message.number, view.packet.message.phase) == (3, "forming")
+        assert stage.states() == {"server 0": "held", "worker 0": "empty", "worker 1": "empty"}
+        assert stage.hello("w7")
+        assert stage.scheduler.job.seats.issued == 4
+        effects = stage.hello("w8")
+        assert sent(effects, View, "s0")[0].number == 4
+        assert not sent(stage.barrier("w7"), Released)
+
+    def test_after_a_bad_end_too(self) -> None:
+        stage = running(1, 1, keep_alive=True)
+        stage.leave("s0", done=False)
+        effects = stage.leave("w0", done=False, replaceable=False)
+        assert sent(effects, Stop, "w0")[0].exit_code == 1
+        assert stage.states() == {"server 0": "empty", "worker 0": "empty"}
+        assert stage.scheduler.deadline() is None
+
+
+class TestSaving:
+    def test_before_anybody_is_told(self) -> None:
+        stage = Stage(1, 1, persist=True)
+        for effects in (
+            stage.hello("s0"),
+            stage.hello("w0"),
+            stage.barrier("w0"),
+            stage.leave("s0", done=False),
+        ):
+            assert isinstance(effects[0], Save)
+            assert effects[0].state == stage.scheduler.snapshot()
+        assert not any(isinstance(one, Save) for one in stage.beat("w0"))
+        assert not any(isinstance(one, Save) for one in stage.barrier("w0"))
+        assert stage.leave("w0")[-2:] == [Save(b""), Exit(0, "every worker left (1 of 1)")]
+
+    def test_not_unless_asked_to(self) -> None:
+        stage = Stage(1, 1)
+        assert not any(isinstance(one, Save) for one in stage.hello("s0"))
+
+    def test_a_restored_job_ends_if_it_was_over(self) -> None:
+        stage = running(1, 0, persist=True)
+        stage.scheduler.job.seats.by_node[Node(Role.WORKER, 0)].state = State.LEFT
+        stage.saved = stage.scheduler.snapshot()
+        assert exits(stage.restart()) == [Exit(0, "every worker left (1 of 1)")]
+
+    def test_a_job_that_forms_goes_on_forming(self) -> None:
+        stage = Stage(2, 1, persist=True)
+        stage.hello("w0", guardian=True)
+        assert not exits(stage.restart())
+        assert stage.phase == "forming"
+        effects = stage.hello("w5", guardian=True, host="host-w0")
+        assert stage.states()["worker 0"] == "held"
+        assert stage.states()["worker 1"] == "empty"
+        assert "info: worker 0 is replaced by host-w0:7" in notes(effects)
+
+
+def test_the_largest_view_fits_into_a_head() -> None:
+    workers = SEATS_MAX - 500
+    job = Job(Settings(workers, 500), JOB, 0.0)
+    for index, seat in enumerate(job.seats.by_node.values()):
+        seat.begin(
+            2**40 + index, Hello(1, 0, "", 0, 2, None, "h" * NAME_MAX, 1, "e" * NAME_MAX), 0.0
+        )
+        seat.lose("r" * NAME_MAX, 1.0)
+    packet = Packet(Envelope(JOB, 1, Role.SCHEDULER, 0, 0, 0), job.view(1e6 / 3))
+    assert decode(encode(packet)) == packet  # type: ignore[arg-type]

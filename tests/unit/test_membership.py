@@ -1,0 +1,244 @@
+"""Taking a seat, coming back to it, and losing it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.membership import LINKS_MAX, Seats
+from kvps.core.seats import Settings, State
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
+from kvps.messages import Envelope, Hello, Leave, Node, Role
+
+W0, W1, S0 = Node(Role.WORKER, 0), Node(Role.WORKER, 1), Node(Role.SERVER, 0)
+
+
+def seats(workers: int = 2, servers: int = 1) -> Seats:
+    return Seats(Settings(workers, servers))
+
+
+def hello(
+    rank: int | None = None, role: Role = Role.WORKER, pid: int = 7, guardian: bool = False
+) -> Hello:
+    return Hello(1, 0, "kvps", 0, role, rank, "host", pid, "", guardian)
+
+
+def envelope(node: Node, incarnation: int) -> Envelope:
+    return Envelope(bytes(16), 0, node.role, node.rank, incarnation, 0)
+
+
+class TestTake:
+    @pytest.mark.spec("R25")
+    def test_the_lowest_empty_rank_and_a_growing_incarnation(self) -> None:
+        table = seats()
+        for number, (route, role, node) in enumerate(
+            [("a", Role.WORKER, W0), ("b", Role.SERVER, S0), ("c", Role.WORKER, W1)], start=1
+        ):
+            seat, replaces = table.take(route, hello(role=role, pid=number), 1.0)
+            assert (seat.node, seat.incarnation, replaces) == (node, number, False)
+            table.check()
+
+    @pytest.mark.spec("R25")
+    def test_the_wanted_rank(self) -> None:
+        assert seats().take("a", hello(1), 1.0)[0].node == W1
+
+    def test_an_empty_rank_before_a_lost_one(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        table.by_node[W0].lose("silent", 13.0)
+        assert table.take("b", hello(pid=8), 14.0)[0].node == W1
+        seat, replaces = table.take("c", hello(pid=9), 14.0)
+        assert (seat.node, seat.incarnation, replaces) == (W0, 3, True)
+        assert list(seat.links) == ["c"]
+        assert "a" not in table.routes
+        table.check()
+
+    @pytest.mark.spec("R20")
+    def test_refusals_change_nothing(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        table.take("b", hello(1), 1.0)
+        table.by_node[W1].leave(Leave(True, 0, True, ""), 1.0)
+        for wanted, text in (
+            (None, "already has 2 workers .--workers 2."),
+            (0, "rank 0 is alive: worker 0 runs as host:7 .incarnation 1.; was it started twice"),
+            (1, "worker 1 is left .done., and its rank is not given again"),
+            (2, "there is no worker 2: the job has 2 workers"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                table.take("x", hello(wanted, pid=8), 2.0)
+        assert table.issued == 2
+        assert set(table.routes) == {"a", "b"}
+
+    def test_its_own_seat_first_if_no_link_reaches_it(self) -> None:
+        table = seats()
+        table.take("a", hello(1, pid=11), 1.0)
+        table.drop("a", 2.0)
+        seat, replaces = table.take("b", hello(pid=11), 2.0)
+        assert (seat.node, seat.incarnation, replaces) == (W1, 2, True)
+
+    def test_a_suspect_is_given_a_moment(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        table.take("b", hello(1), 1.0)
+        assert table.doubt(hello(pid=8)) == ""
+        table.drop("a", 2.0)
+        assert "worker 0 has broken off" in table.doubt(hello(pid=8))
+        assert "worker 0 has broken off" in table.doubt(hello(0, pid=8))
+        assert table.doubt(hello(1, pid=8)) == ""
+        assert table.doubt(hello(0, pid=7)) == ""
+
+
+class TestAttach:
+    def guarded(self) -> Seats:
+        table = seats()
+        table.take("guardian", hello(0, guardian=True), 1.0)
+        return table
+
+    def test_a_guarded_process_gets_a_link_of_its_own(self) -> None:
+        table = self.guarded()
+        seat = table.attach("child", envelope(W0, 1), hello(pid=8), 2.0)
+        assert set(seat.links) == {"guardian", "child"}
+        table.check()
+
+    def test_only_one_at_a_time(self) -> None:
+        table = self.guarded()
+        table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
+        with pytest.raises(ConfigError, match="host:8 already speaks for worker 0"):
+            table.attach("other", envelope(W0, 1), hello(0, pid=9), 3.0)
+        again = table.attach("child again", envelope(W0, 1), hello(0, pid=8), 3.0)
+        assert set(again.links) == {"guardian", "child again"}
+        later = table.attach("other", envelope(W0, 1), hello(0, pid=9), 15.0)
+        assert set(later.links) == {"guardian", "other"}
+        table.check()
+
+    def test_a_guardian_comes_back(self) -> None:
+        table = self.guarded()
+        table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
+        table.drop("guardian", 3.0)
+        seat = table.attach("again", envelope(W0, 1), hello(0, guardian=True), 3.0)
+        assert set(seat.links) == {"child", "again"}
+
+    def test_a_plain_member_has_one_link(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        assert list(table.attach("b", envelope(W0, 1), hello(0), 2.0).links) == ["b"]
+        table.check()
+
+    def test_one_that_ended_is_not_attached_to(self) -> None:
+        table = self.guarded()
+        table.by_node[W0].leave(Leave(False, 3, True, ""), 2.0)
+        with pytest.raises(ConfigError, match="worker 0 is lost .exit code 3.; nobody can attach"):
+            table.attach("child", envelope(W0, 1), hello(0, pid=8), 3.0)
+
+
+class TestRecognise:
+    @pytest.mark.spec("R3")
+    def test_by_identity_not_by_route(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        seat = table.recognise("b", envelope(W0, 1), 5.0)
+        assert (seat.node, seat.heard_at, list(seat.links)) == (W0, 5.0, ["b"])
+        assert "a" not in table.routes
+        table.check()
+
+    def test_by_route_while_it_has_no_identity(self) -> None:
+        table = seats()
+        table.take("a", hello(1), 1.0)
+        assert table.recognise("a", envelope(W0, 0), 5.0).node == W1
+
+    def test_a_route_that_speaks_for_another_seat_moves_there(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        table.take("b", hello(1, pid=8), 1.0)
+        assert table.recognise("a", envelope(W1, 2), 5.0).node == W1
+        assert table.by_node[W0].dropped_at == 5.0
+        table.check()
+
+    def test_links_are_bounded(self) -> None:
+        table = seats()
+        table.take("guardian", hello(0, guardian=True), 1.0)
+        for index in range(4):
+            seat = table.recognise(f"r{index}", envelope(W0, 1), 2.0 + index)
+            assert len(seat.links) <= LINKS_MAX
+            table.check()
+        assert list(seat.links) == ["r2", "r3"]
+
+    @pytest.mark.spec("R17", "R21")
+    def test_strangers(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 1.0)
+        table.by_node[W0].lose("silent", 13.0)
+        table.take("b", hello(0, pid=8), 14.0)
+        for node, incarnation, cls, text in (
+            (W0, 0, ProtocolError, "say HELLO"),
+            (Node(Role.WORKER, 5), 1, ProtocolError, "say HELLO"),
+            (W0, 1, Fenced, "worker 0 is now incarnation 2 at host:8; you are incarnation 1"),
+            (W1, 1, Fenced, "belongs to a job that is over"),
+            (W0, 9, Mismatch, "incarnation 9 of worker 0 was not issued"),
+        ):
+            with pytest.raises(cls, match=text):
+                table.recognise("x", envelope(node, incarnation), 15.0)
+        assert set(table.routes) == {"b"}
+
+
+class TestLoss:
+    def test_a_drop_puts_under_suspicion_when_it_was_the_last_link(self) -> None:
+        table = seats()
+        assert table.drop("nobody", 1.0) is None
+        table.take("guardian", hello(0, guardian=True), 1.0)
+        table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
+        assert table.drop("guardian", 2.0) is None
+        seat = table.drop("child", 3.0)
+        assert seat is not None
+        assert table.due(formed=True) == 4.0
+        table.check()
+
+    @pytest.mark.spec("R71")
+    def test_expires_after_a_second_broken_or_twelve_silent(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 0.0)
+        table.take("b", hello(1, pid=8), 5.0)
+        table.drop("b", 6.0)
+        assert table.expire(6.9) == []
+        assert [seat.reason for seat in table.expire(7.0)] == ["connection broke, no beat for 1 s"]
+        assert table.expire(11.9) == []
+        assert [seat.reason for seat in table.expire(12.0)] == ["silent for 12 s"]
+        assert table.expire(99.0) == []
+        table.check()
+
+    def test_silence_may_end_before_the_grace_does(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 0.0)
+        table.drop("a", 11.5)
+        assert [seat.reason for seat in table.expire(12.0)] == ["silent for 12 s"]
+
+    def test_a_drop_of_one_that_ended_means_nothing(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 0.0)
+        table.by_node[W0].leave(Leave(True, 0, True, ""), 1.0)
+        assert table.drop("a", 2.0) is None
+        assert table.due(formed=False) is None
+
+    def test_when_nobody_is_here_the_end_of_waiting_is_due(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 0.0)
+        table.by_node[W0].lose("silent", 12.0)
+        assert table.due(formed=False) is None
+        assert table.due(formed=True) == 252.0
+        table.take("b", hello(1), 13.0)
+        assert table.due(formed=True) == 25.0
+
+
+def test_the_next_job_keeps_the_servers_that_are_here() -> None:
+    table = seats(1, 2)
+    table.take("w", hello(0), 0.0)
+    table.take("s0", hello(0, Role.SERVER), 0.0)
+    table.take("s1", hello(1, Role.SERVER), 0.0)
+    table.by_node[Node(Role.SERVER, 1)].lose("silent", 12.0)
+    table.next_job()
+    assert [seat.state for seat in table.by_node.values()] == [State.HELD, State.EMPTY, State.EMPTY]
+    assert set(table.routes) == {"s0"}
+    assert table.workers(State.EMPTY)[0].node == W0
+    assert not table.has_held_worker
+    assert [member.state for member in table.members(0.0)] == ["held", "empty", "empty"]
+    table.check()

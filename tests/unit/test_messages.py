@@ -1,0 +1,75 @@
+"""The declarations themselves: tags, envelopes, and the payload that each message announces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvps import messages as m
+from kvps.messages import MESSAGES, Envelope, Message, Node, Role
+
+TAGS = {
+    **{1: "Hello", 2: "Welcome", 3: "View", 4: "Beat", 5: "Leave", 6: "Left", 7: "Barrier"},
+    **{8: "Released", 9: "Stop", 10: "Error", 11: "Done", 12: "Probe", 13: "Probed"},
+    **{20: "Open", 21: "Declare", 22: "Declared", 23: "Find", 24: "FoundAll"},
+    **{30: "Load", 31: "Push", 32: "Ack", 33: "Pull", 34: "Pulled"},
+    **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},
+    **{50: "Status", 51: "StatusIs"},
+}
+"""Written down once more: a tag that was given is for ever."""
+
+
+@pytest.mark.spec("R73")
+def test_tags_are_for_ever() -> None:
+    assert {tag: cls.__name__ for tag, cls in MESSAGES.items()} == TAGS
+    assert all(tag == cls.TAG for tag, cls in MESSAGES.items())
+
+
+def test_a_tag_is_given_once() -> None:
+    with pytest.raises(AssertionError, match="tag 1 is taken"):
+        m._tag(1)(Message)
+
+
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=lambda cls: cls.__name__)
+def test_messages_are_frozen_and_new_fields_come_last(cls: type[Message]) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert not hasattr(cls, "__dict__") or "__dict__" not in cls.__slots__
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    missing = dataclasses.MISSING
+    has_default = [
+        one.default is not missing or one.default_factory is not missing for one in fields
+    ]
+    assert has_default == sorted(has_default)
+
+
+def test_roles_and_nodes_read_well() -> None:
+    assert [str(role) for role in Role] == ["scheduler", "server", "worker"]
+    assert str(Node(Role.SCHEDULER, 0)) == "scheduler"
+    assert str(Node(Role.WORKER, 3)) == "worker 3"
+    assert Envelope(bytes(16), 1, Role.SERVER, 2, 3, 4).node == Node(Role.SERVER, 2)
+
+
+RUNS = (m.Run(0, 3, 0), m.Run(10, 4, 0))
+STANDS = (m.Stand(0, 3, 0, 0), m.Stand(10, 4, 0, 0))
+FIELDS = (m.Field("exp_avg", 2, 3), m.Field("step", 9, 1))
+
+
+@pytest.mark.spec("R4")
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        (m.Done(1), ()),
+        (m.Pull(0, True, (m.Ask(0, 3, 0, 0),)), ()),
+        (m.Load(0, 1, RUNS), (28,)),
+        (m.Push(0, 3, (0,), 1.0, False, RUNS), (14,)),
+        (m.Push(0, 3, (0,), 1.0, False, ()), (0,)),
+        (m.Pulled(1, 0, 8, True, STANDS), (56,)),
+        (m.Pulled(1, 0, 8, False, STANDS), ()),
+        (m.StateIs(1, 1, FIELDS), (24, 1)),
+        (m.StateIs(1, 1, ()), ()),
+        (m.SetState(0, 0, 3, 1, FIELDS), (24, 1)),
+    ],
+)
+def test_payload_sizes(message: Message, sizes: tuple[int, ...]) -> None:
+    assert message.payload_sizes() == sizes

@@ -1,0 +1,415 @@
+"""The conversation: what each message is answered with, and what nobody may say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kvps.core.effects import Send
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
+from kvps.messages import (
+    Barrier,
+    Beat,
+    Done,
+    Envelope,
+    Error,
+    Left,
+    Packet,
+    Pull,
+    Released,
+    Role,
+    Status,
+    Stop,
+    View,
+    Welcome,
+)
+from tests.stage import JOB, Stage, exits, notes, sent, told
+
+
+def running(workers: int = 2, servers: int = 1, **limits: object) -> Stage:
+    stage = Stage(workers, servers, **limits)
+    stage.form()
+    return stage
+
+
+class TestHello:
+    def test_is_answered_by_welcome_which_names_the_job(self) -> None:
+        stage = Stage(2, 1)
+        (effect,) = [one for one in stage.hello("s0") if isinstance(one, Send)]
+        assert effect.packet.message == Welcome(0, 1, 2, 1)
+        assert effect.packet.envelope == Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0)
+
+    @pytest.mark.spec("R23")
+    def test_repeated_takes_no_second_seat(self) -> None:
+        stage = Stage(2, 1)
+        first = sent(stage.hello("w0"), Welcome)
+        assert sent(stage.hello("w0"), Welcome) == first
+        assert list(stage.states().values()).count("held") == 1
+        stage.hello("g", "worker", guardian=True)
+        stage.hello("g", "worker", guardian=True)
+        assert list(stage.states().values()).count("held") == 2
+
+    @pytest.mark.spec("R23")
+    def test_repeated_in_a_running_job_gets_the_view_too(self) -> None:
+        stage = running()
+        assert [view.number for view in sent(stage.hello("w0"), View)] == [1]
+
+    @pytest.mark.spec("R18")
+    @pytest.mark.parametrize(("major", "where"), [(0, "host-w0:7"), (2, "the scheduler")])
+    def test_of_another_major_version(self, major: int, where: str) -> None:
+        stage = Stage()
+        (error,) = sent(stage.hello("w0", major=major, minor=4, software="kvps 9"), Error)
+        assert error.code == ProtocolError.code
+        assert "speaks protocol 1.0" in error.text
+        assert f"(kvps 9) speaks {major}.4: upgrade kvps at {where}" in error.text
+
+    def test_of_another_minor_version_is_welcome(self) -> None:
+        assert sent(Stage().hello("w0", minor=7), Welcome)
+
+    @pytest.mark.spec("R15", "R20")
+    def test_refusals_go_to_the_offender_and_the_holder_does_not_notice(self) -> None:
+        stage = running()
+        before = stage.scheduler.snapshot()
+        for rank in (0, 1, 2, None):
+            effects = stage.hello("x", "worker", rank)
+            assert told(effects, Error) == ["x"]
+            assert sent(effects, Error)[0].code == ConfigError.code
+            assert notes(effects)[0].startswith("warning: refused host-x:7: ")
+        assert stage.scheduler.snapshot() == before
+
+    @pytest.mark.spec("R20")
+    def test_of_a_rank_that_left(self) -> None:
+        stage = running()
+        stage.leave("w1")
+        (error,) = sent(stage.hello("w5", rank=1), Error)
+        assert "worker 1 is left (done)" in error.text
+        (error,) = sent(stage.hello("w1", rank=1), Error)
+        assert "worker 1 is left (done)" in error.text
+
+    @pytest.mark.spec("R19")
+    def test_of_another_job(self) -> None:
+        stage = Stage()
+        stage.hello("w0")
+        stage.peers["w1"] = replace(stage.peers["w0"], job=b"x" * 16, incarnation=0)
+        stage.peers["w2"] = replace(stage.peers["w0"], job=b"x" * 16)
+        for route in ("w1", "w2"):
+            (error,) = sent(stage.hello(route), Error)
+            assert error.code == Mismatch.code
+            assert JOB.hex() in error.text
+
+    def test_naming_the_job_is_fine(self) -> None:
+        stage = Stage()
+        stage.hello("w0")
+        stage.peers["w1"] = replace(stage.peers["w0"], incarnation=0)
+        assert sent(stage.hello("w1"), Welcome)
+
+    def test_of_a_role_without_seats_or_with_endless_names(self) -> None:
+        stage = Stage()
+        assert "takes no seat" in sent(stage.hello("x", "scheduler"), Error)[0].text
+        for name in ("host", "endpoint", "master"):
+            (error,) = sent(stage.hello("w0", **{name: "ä" * 101}), Error)
+            assert "over 200 octets" in error.text
+
+    def test_waits_while_a_suspect_may_come_back(self) -> None:
+        stage = running()
+        stage.drop("w1")
+        (answer,) = sent(stage.hello("w5", rank=1), Beat)
+        assert "worker 1 has broken off" in answer.reason
+        stage.wait(1, beating=["s0", "w0"])
+        assert sent(stage.hello("w5", rank=1), Welcome)
+
+    def test_when_the_job_is_ending(self) -> None:
+        stage = Stage(3, 1)
+        stage.hello("w0")
+        stage.hello("g", "worker", guardian=True)
+        stage.leave("w0", done=False, replaceable=False)
+        for route, text in (("w9", "takes no new members"), ("g", "the job cannot begin")):
+            (error,) = sent(stage.hello(route, "worker"), Error)
+            assert error.code == WorkerLost.code
+            assert text in error.text
+
+
+class TestAttach:
+    def test_to_the_seat_of_a_guardian(self) -> None:
+        stage = Stage(1, 1)
+        stage.hello("w0", guardian=True)
+        (welcome,) = sent(stage.attach("c", "w0", pid=8), Welcome)
+        assert (welcome.rank, welcome.incarnation) == (0, 1)
+        effects = stage.hello("s0")
+        assert set(told(effects, View)) == {"w0", "c", "s0"}
+
+    @pytest.mark.spec("R3", "R69")
+    def test_brings_a_lost_seat_back(self) -> None:
+        stage = running()
+        stage.drop("w1")
+        stage.wait(2, beating=["s0", "w0"])
+        assert stage.states()["worker 1"] == "lost"
+        effects = stage.attach("again", "w1")
+        assert "info: worker 1 is back" in notes(effects)
+        assert stage.states()["worker 1"] == "held"
+        assert sent(effects, View, "w0")
+
+    @pytest.mark.spec("R21")
+    def test_with_an_older_incarnation(self) -> None:
+        stage = running()
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        (error,) = sent(stage.attach("again", "w1"), Error)
+        assert error.code == Fenced.code
+
+
+class TestBeat:
+    @pytest.mark.spec("R30")
+    def test_is_answered_by_what_is_missing(self) -> None:
+        stage = Stage(2, 2)
+        stage.hello("w0")
+        assert sent(stage.beat("w0", 17), Beat) == [
+            Beat(17, "waiting for 1 of 2 workers (rank 1) and 2 of 2 servers (ranks 0, 1)")
+        ]
+
+    def test_brings_the_view_that_was_missed(self) -> None:
+        stage = running()
+        stage.peers["w0"].view = 0
+        assert [view.number for view in sent(stage.beat("w0"), View)] == [1]
+        assert not sent(stage.beat("w0"), View)
+
+    def test_brings_the_next_job_to_a_server_that_missed_it(self) -> None:
+        stage = running(1, 1, keep_alive=True)
+        stage.leave("w0")
+        assert not sent(stage.beat("s0"), View)
+        stage.peers["s0"].job, stage.peers["s0"].view = JOB, 1
+        assert [view.phase for view in sent(stage.beat("s0"), View)] == ["forming"]
+        stage.hello("g", "worker", guardian=True)
+        assert stage.phase == "running"
+
+    def test_of_one_who_waits_for_its_welcome(self) -> None:
+        stage = Stage(2, 0, keep_alive=True)
+        stage.hello("w0", guardian=True)
+        assert not sent(stage.beat("w0"), View)
+
+    @pytest.mark.spec("R3", "R69", "R70")
+    def test_brings_a_lost_seat_back_along_a_new_route(self) -> None:
+        stage = running()
+        stage.wait(12, beating=["s0", "w0"])
+        stage.peers["new"] = replace(stage.peers["w1"])
+        effects = stage.beat("new")
+        assert stage.states()["worker 1"] == "held"
+        assert [view.number for view in sent(effects, View, "new")] == [3]
+
+    def test_does_not_bring_back_one_that_said_it_ended(self) -> None:
+        stage = running()
+        stage.leave("w1", done=False)
+        assert sent(stage.beat("w1"), Beat)
+        assert stage.states()["worker 1"] == "lost"
+
+    @pytest.mark.spec("R17")
+    def test_of_a_stranger(self) -> None:
+        stage = running()
+        for envelope, cls in (
+            (Envelope(bytes(16), 0, Role.WORKER, 0, 0, 3), ProtocolError),
+            (Envelope(JOB, 0, Role.SCHEDULER, 0, 1, 3), ProtocolError),
+            (Envelope(JOB, 0, Role.WORKER, 0, 99, 3), Mismatch),
+            (Envelope(b"x" * 16, 0, Role.WORKER, 0, 2, 3), Mismatch),
+        ):
+            stage.peers["x"] = replace(stage.peers["w0"])
+            (error,) = sent(stage.say("x", Beat(0), envelope=envelope), Error)
+            assert (error.seq, error.code) == (3, cls.code)
+
+    @pytest.mark.spec("R21")
+    def test_of_one_that_was_replaced(self) -> None:
+        stage = running()
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        (error,) = sent(stage.beat("w1"), Error)
+        assert error.code == Fenced.code
+        assert "incarnation 4 at host-w5:7" in error.text
+        (error,) = sent(stage.leave("w1"), Error)
+        assert error.code == Fenced.code
+        assert stage.states()["worker 1"] == "held"
+
+
+class TestLeave:
+    @pytest.mark.spec("R31", "R32")
+    def test_is_answered_each_time_and_counts_once(self) -> None:
+        stage = running()
+        effects = stage.leave("w1", reason="end of script")
+        assert told(effects, Left) == ["w1"]
+        assert notes(effects) == ["info: worker 1 left: done: end of script"]
+        again = stage.leave("w1", done=False, code=3)
+        assert told(again, Left) == ["w1"]
+        assert len(again) == 1
+        assert stage.states()["worker 1"] == "left"
+
+    @pytest.mark.spec("R32")
+    def test_badly(self) -> None:
+        stage = running(3)
+        assert "warning: worker 1 lost: exit code 3" in notes(stage.leave("w1", done=False, code=3))
+        assert stage.states()["worker 1"] == "lost"
+        stage.leave("w2", done=False, replaceable=False)
+        assert stage.states()["worker 2"] == "gone"
+
+    def test_of_a_server_before_the_job_runs_frees_its_seat(self) -> None:
+        stage = Stage(1, 1)
+        stage.hello("s0")
+        stage.leave("s0")
+        assert stage.states()["server 0"] == "lost"
+        assert sent(stage.hello("s1"), Welcome)
+
+    def test_of_a_former_job_is_known(self) -> None:
+        stage = running(1, 1, keep_alive=True)
+        stage.leave("w0")
+        assert told(stage.leave("w0"), Left) == ["w0"]
+
+    def test_of_a_stranger(self) -> None:
+        stage = running()
+        stage.peers["x"] = replace(stage.peers["w0"], job=bytes(16), incarnation=0)
+        assert sent(stage.leave("x"), Error)[0].code == ProtocolError.code
+
+    def test_after_the_end(self) -> None:
+        stage = running(1, 1)
+        stage.leave("w0")
+        assert told(stage.leave("w0"), Left) == ["w0"]
+        assert told(stage.leave("s0"), Left) == ["s0"]
+
+
+class TestBarrier:
+    @pytest.mark.spec("R33")
+    def test_releases_all_who_stand_there(self) -> None:
+        stage = running()
+        assert not sent(stage.barrier("w0", seq=3), Released)
+        effects = stage.barrier("w1", seq=8)
+        assert list(zip(told(effects, Released), sent(effects, Released), strict=True)) == [
+            ("w0", Released(3)),
+            ("w1", Released(8)),
+        ]
+
+    def test_a_lost_worker_is_waited_for(self) -> None:
+        stage = running()
+        stage.barrier("w0")
+        assert not sent(stage.leave("w1", done=False), Released)
+        stage.hello("w5")
+        assert told(stage.barrier("w5"), Released) == ["w0", "w5"]
+
+    def test_one_that_stood_there_and_was_replaced_is_not_answered(self) -> None:
+        stage = running()
+        stage.barrier("w1")
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        assert told(stage.barrier("w0"), Released) == ["w0"]
+        assert told(stage.barrier("w5"), Released) == ["w5"]
+
+    def test_one_that_was_lost_and_is_back_is_answered(self) -> None:
+        stage = running()
+        stage.barrier("w1")
+        stage.wait(12, beating=["s0", "w0"])
+        assert sent(stage.barrier("w1", name="c"), View)
+        assert told(stage.barrier("w0"), Released) == ["w1", "w0"]
+
+    @pytest.mark.spec("R16")
+    def test_is_for_workers_that_are_here(self) -> None:
+        stage = running()
+        (error,) = sent(stage.say("s0", Barrier("kv", "b", 0), seq=4), Error)
+        assert (error.seq, error.code) == (4, ProtocolError.code)
+        stage.leave("w1")
+        (error,) = sent(stage.barrier("w1"), Error)
+        assert "worker 1 has left" in error.text
+
+
+@pytest.mark.spec("R15", "R16")
+def test_takes_no_other_message() -> None:
+    stage = running()
+    for message in (Pull(0, True, ()), Status("kv"), Done(1), View(9, "running", "", ())):
+        (error,) = sent(stage.say("w0", message, seq=6), Error)
+        assert (error.seq, error.code) == (6, ProtocolError.code)
+        assert type(message).__name__ in error.text
+
+
+def test_an_error_is_never_answered() -> None:
+    stage = running()
+    assert stage.say("w0", Error(1, 1, "so there")) == []
+
+
+@pytest.mark.spec("R71")
+def test_a_broken_connection_is_a_loss_after_a_second() -> None:
+    stage = running()
+    stage.wait(11.5, beating=["s0", "w0", "w1"])
+    assert stage.drop("w1") == []
+    assert stage.drop("unknown") == []
+    assert not sent(stage.wait(0.9, beating=["s0", "w0"]), View)
+    (view,) = sent(stage.wait(0.1, beating=["s0", "w0"]), View, "w0")
+    assert [(one.state, one.reason) for one in view.members if one.rank == 1] == [
+        ("lost", "connection broke, no beat for 1 s")
+    ]
+
+
+@pytest.mark.spec("R70", "R71")
+def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> None:
+    stage = running()
+    stage.wait(11, beating=["s0", "w0"])
+    stage.barrier("w1")
+    assert not sent(stage.wait(11.9, beating=["s0", "w0"]), View)
+    assert sent(stage.wait(0.1, beating=["s0", "w0"]), View)
+
+
+def test_a_timer_that_rings_early_does_nothing() -> None:
+    stage = running()
+    assert stage.take(stage.scheduler.on_timer(stage.now)) == []
+
+
+def test_asked_to_stop() -> None:
+    stage = running(persist=True)
+    effects = stage.stop()
+    assert {stop.exit_code for stop in sent(effects, Stop)} == {75}
+    assert set(told(effects, Stop)) == {"s0", "w0", "w1"}
+    assert [end.code for end in exits(effects)] == [0]
+    assert stage.saved == b""
+    assert stage.stop() == []
+    assert stage.take(stage.scheduler.on_timer(stage.now)) == []
+    assert stage.drop("w1") == []
+    assert told(stage.beat("w0"), Stop) == ["w0"]
+    assert told(stage.hello("w9"), Stop) == ["w9"]
+
+
+@pytest.mark.spec("R3", "R25", "R34")
+def test_restored() -> None:
+    stage = running(persist=True)
+    stage.barrier("w0")
+    stage.barrier("w1")
+    assert stage.restart() == []
+    assert stage.scheduler.deadline() == stage.now + 12
+    assert told(stage.barrier("w0"), Released) == ["w0"]
+    stage.wait(12, beating=["s0", "w0"])
+    (welcome,) = sent(stage.hello("w5"), Welcome)
+    assert (welcome.rank, welcome.incarnation) == (1, 4)
+
+
+def test_a_beat_costs_the_same_in_a_large_cluster() -> None:
+    """Counted in lines that run, which unlike seconds are the same each time."""
+
+    def lines_of_a_beat(workers: int) -> int:
+        stage = running(workers)
+        packet = Packet(stage.peers["w0"].envelope(), Beat(0))
+        lines = 0
+
+        def count(*_: object) -> object:
+            nonlocal lines
+            lines += 1
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)  # type: ignore[arg-type]
+        try:
+            list(stage.scheduler.on_packet("w0", packet, stage.now))
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert lines_of_a_beat(200) == lines_of_a_beat(2)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, kvps.core.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,114 @@
+"""One seat: the limits, the words it takes, and the view of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.seats import NAME_MAX, SEATS_MAX, Link, Seat, Settings, State, shortened
+from kvps.errors import ConfigError
+from kvps.messages import Hello, Leave, Node, Role
+
+LIMITS = Settings(1, 1)
+
+
+def hello(host: str = "a", pid: int = 7, guardian: bool = False) -> Hello:
+    return Hello(1, 0, "kvps", 0, 2, None, host, pid, "", guardian)
+
+
+def held(guardian: bool = False) -> Seat:
+    seat = Seat(Node(Role.WORKER, 0))
+    seat.begin(3, hello(guardian=guardian), 10.0)
+    seat.check(seat.node, 2)
+    return seat
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "limits"),
+    [
+        (0, 1, {}),
+        (1, -1, {}),
+        (SEATS_MAX, 1, {}),
+        (1, 1, {"silence_max_s": 0}),
+        (1, 1, {"replace_max_s": float("nan")}),
+        (1, 1, {"forming_max_s": -1.0}),
+    ],
+)
+def test_refuses_settings_that_cannot_be(
+    workers: int, servers: int, limits: dict[str, float]
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be"):
+        Settings(workers, servers, **limits)  # type: ignore[arg-type]
+
+
+def test_silence_and_a_broken_link_have_their_limits() -> None:
+    seat = held()
+    assert seat.due(LIMITS) == 22.0
+    seat.dropped_at = 11.0
+    assert seat.due(LIMITS) == 12.0
+
+
+def test_lost_and_back() -> None:
+    seat = held()
+    seat.lose("silent", 22.0)
+    assert seat.is_alive
+    assert not seat.is_taken
+    assert seat.may_be_replaced(LIMITS, 261.9)
+    assert not seat.may_be_replaced(LIMITS, 262.0)
+    assert seat.member(25.0)[3:] == ("lost", "", "a", 3.0, "silent")
+    seat.revive()
+    assert seat.member(25.0)[3:] == ("held", "", "a", 0.0, "")
+
+
+@pytest.mark.spec("R32")
+@pytest.mark.parametrize(
+    ("leave", "state", "reason"),
+    [
+        (Leave(True, 0, True, ""), State.LEFT, "done"),
+        (Leave(False, 3, True, "boom"), State.LOST, "exit code 3: boom"),
+        (Leave(False, -9, False, ""), State.GONE, "exit code -9"),
+    ],
+)
+def test_leave_moves_the_seat(leave: Leave, state: State, reason: str) -> None:
+    seat = held()
+    assert seat.leave(leave, 11.0)
+    assert (seat.state, seat.reason) == (state, reason)
+    assert not seat.is_alive
+    assert not seat.leave(leave, 12.0)
+    seat.check(seat.node, 2)
+
+
+def test_one_that_is_lost_may_still_say_how_it_ended() -> None:
+    seat = held()
+    seat.lose("silent", 22.0)
+    assert seat.leave(Leave(False, 1, True, ""), 23.0)
+    assert seat.leave(Leave(False, 1, False, ""), 24.0)
+    assert seat.member(32.0).lost_for_s == 10.0
+    assert not seat.leave(Leave(True, 0, True, ""), 25.0)
+
+
+def test_who_may_take_it() -> None:
+    seat = Seat(Node(Role.WORKER, 0))
+    assert seat.is_free_for(hello())
+    seat = held()
+    seat.links["r"] = Link("a", 7, None, 10.0)
+    assert seat.last_word("r") == 10.0
+    assert not seat.is_free_for(hello())
+    seat.links.clear()
+    assert seat.is_free_for(hello())
+    assert not seat.is_free_for(hello(pid=8))
+    assert seat.preference(hello()) < Seat(Node(Role.WORKER, 0)).preference(hello())
+    seat.lose("silent", 22.0)
+    assert seat.is_free_for(hello(pid=8))
+    assert seat.preference(hello()) > Seat(Node(Role.WORKER, 9)).preference(hello())
+
+
+def test_only_workers_have_guardians() -> None:
+    assert held(guardian=True).is_guarded
+    server = Seat(Node(Role.SERVER, 0))
+    server.begin(1, hello(guardian=True), 0.0)
+    assert not server.is_guarded
+
+
+def test_a_reason_is_shortened_to_whole_characters() -> None:
+    assert shortened("ä" * 150) == "ä" * (NAME_MAX // 2)
+    assert shortened("x" + "ä" * 150) == "x" + "ä" * (NAME_MAX // 2 - 1)

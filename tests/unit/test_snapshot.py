@@ -1,0 +1,72 @@
+"""What a restarted scheduler is told by the former one."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvps.core.seats import Settings, State
+from kvps.core.snapshot import FORMAT, Snapshot, dump, load
+from kvps.errors import ConfigError, StorageError
+from kvps.messages import Node, Role
+from tests.stage import JOB, Stage
+
+
+def snapshot_of(stage: Stage) -> Snapshot:
+    job = stage.scheduler.job
+    return Snapshot(job.name, job.number, job.formed, job.seats, job.barriers.released)
+
+
+def test_round_trip() -> None:
+    stage = Stage(2, 1)
+    stage.form()
+    stage.leave("w1", done=False, code=3, reason="boom")
+    stage.barrier("w0")
+    stage.scheduler.job.barriers.released["kv", "c"] = 5
+    former = snapshot_of(stage)
+    again = load(dump(former), stage.settings, 50.0)
+    assert again[:3] == (JOB, 2, True)
+    assert again.released == {("kv", "c"): 5}
+    assert again.seats.issued == 3
+    for node, seat in former.seats.by_node.items():
+        copy = again.seats.by_node[node]
+        assert copy.member(0)[:6] == seat.member(0)[:6]
+        assert (copy.pid, copy.reason, copy.has_said_so) == (
+            seat.pid,
+            seat.reason,
+            seat.has_said_so,
+        )
+        assert not copy.links
+        assert copy.heard_at == 50.0
+    assert again.seats.by_node[Node(Role.WORKER, 1)].state is State.LOST
+    again.seats.check()
+
+
+def test_refuses_a_cluster_of_another_size() -> None:
+    state = dump(snapshot_of(Stage(2, 1)))
+    with pytest.raises(
+        ConfigError, match="2 workers and 1 servers, and now there are to be 3 and 1"
+    ):
+        load(state, Settings(3, 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"\xc1", b"junk", msgpack.packb([1, [], []]), msgpack.packb(None)]
+)
+def test_refuses_what_it_did_not_write(state: bytes) -> None:
+    with pytest.raises(StorageError, match="cannot be read"):
+        load(state, Settings(2, 1), 0.0)
+
+
+def test_refuses_a_seat_that_does_not_exist() -> None:
+    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    rows[0][1] = 4
+    with pytest.raises(StorageError, match="cannot be read"):
+        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)
+
+
+def test_refuses_another_format() -> None:
+    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head[0] = FORMAT + 1
+    with pytest.raises(StorageError, match="has format 2"):
+        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)

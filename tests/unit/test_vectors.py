@@ -1,0 +1,153 @@
+"""The golden frames of tests/vectors, read and written; and the document that quotes them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvps import messages
+from kvps.errors import BY_CODE
+from kvps.messages import ENTRIES_MAX, KEY_MAX, MESSAGES, RUNS_MAX, TEXT_MAX, Hello
+from kvps.specs import DTYPES
+from kvps.tensors import from_frame
+from kvps.wire import (
+    ARRAY_MAX,
+    FRAME_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    PAYLOAD_FRAMES_MAX,
+    decode,
+    encode,
+)
+from tests.vectors.packets import PACKETS, name_of
+
+TESTS = Path(__file__).resolve().parents[1]
+VECTORS = json.loads((TESTS / "vectors" / "packets.json").read_text(encoding="utf-8"))
+FRAMES = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in VECTORS}
+PROTOCOL = (TESTS.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+
+HELLO_OF_1_0 = (
+    "4b560101000000000000000000000000000000000000000002000000"
+    "0000000000000000000000000000000000000000"
+    "9b0100a5302e312e300002c0a56770752d31cd1267a0c2ab6770752d313a3239353030"
+)
+
+
+# --- the vectors --------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R4", "R5", "R13", "R73")
+@pytest.mark.parametrize("name", FRAMES)
+def test_writing_gives_the_vector(name: str) -> None:
+    assert [bytes(frame) for frame in encode(PACKETS[name])] == FRAMES[name]
+
+
+@pytest.mark.spec("R4", "R5", "R13", "R73")
+@pytest.mark.parametrize("name", FRAMES)
+def test_reading_the_vector_gives_the_packet(name: str) -> None:
+    assert decode(FRAMES[name]) == PACKETS[name]
+
+
+@pytest.mark.spec("R73")
+def test_every_message_has_a_vector() -> None:
+    assert set(FRAMES) == {name_of(cls) for cls in MESSAGES.values()}
+    assert len(FRAMES) == len(VECTORS)
+
+
+@pytest.mark.spec("R76")
+def test_hello_is_frozen() -> None:
+    (hello,) = [one for one in VECTORS if one.get("frozen")]
+    assert hello == {"name": "HELLO", "frames": [HELLO_OF_1_0], "frozen": True}
+    assert [one.name for one in fields(Hello)] == [
+        *("major", "minor", "software", "features", "role", "rank", "host", "pid"),
+        *("endpoint", "guardian", "master"),
+    ]
+
+
+@pytest.mark.spec("R13")
+def test_payload_is_little_endian_in_the_order_of_the_runs() -> None:
+    frame = FRAMES["PUSH"][1]
+    assert frame.hex() == "0000803f000000c00000003f"
+    assert from_frame(memoryview(frame), "float32").tolist() == [1.0, -2.0, 0.5]
+
+
+# --- the document -------------------------------------------------------------------------------
+
+CODE = re.compile(r"```(?:text)?\n(.*?)```", re.DOTALL)
+
+
+def section(number: int) -> str:
+    """The text of one numbered section."""
+    match = re.search(rf"^## {number} .*?(?=^## |\Z)", PROTOCOL, re.DOTALL | re.MULTILINE)
+    assert match, f"docs/protocol.md has no section {number}"
+    return match[0]
+
+
+def test_document_shows_its_vectors() -> None:
+    shown = [re.sub(r"#.*|\s", "", text) for text in CODE.findall(section(13))]
+    assert shown == ["".join(frame.hex() for frame in FRAMES[n]) for n in ("HELLO", "PUSH", "ACK")]
+
+
+@pytest.mark.spec("R73")
+def test_document_has_every_message_with_its_tag_and_fields() -> None:
+    stated = {
+        (name, int(tag)): re.findall(r"`(\w+)`", text)
+        for name, tag, text in re.findall(
+            r"^### ([A-Z-]+) \((\d+)\)\n\nFields: (.*?)(?=^Payload|^$)",
+            section(7),
+            re.DOTALL | re.MULTILINE,
+        )
+    }
+    assert stated == {
+        (name_of(cls), tag): [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        for tag, cls in MESSAGES.items()
+    }
+
+
+@pytest.mark.spec("R8")
+def test_document_has_every_record_with_its_fields() -> None:
+    stated = {
+        name: tuple(re.findall(r"`(\w+)`", text))
+        for name, text in re.findall(r"^\| ([A-Z]\w+) \| (`.*) \|$", section(5), re.MULTILINE)
+    }
+    records = inspect.getmembers(messages, is_record)
+    assert stated == {name: cls._fields for name, cls in records}
+
+
+def is_record(thing: object) -> bool:
+    return (
+        inspect.isclass(thing)
+        and issubclass(thing, tuple)
+        and thing not in (NamedTuple, messages.Node)
+    )
+
+
+@pytest.mark.spec("R11", "R72")
+def test_document_has_every_element_type_and_every_error_code() -> None:
+    rows = re.findall(r"\b(\d+) \| (\w+?) \| (\d+) \|", section(5))
+    assert {tuple(row) for row in rows} == {
+        (str(one.id), one.name, str(one.itemsize)) for one in DTYPES
+    }
+    codes = dict(re.findall(r"^\| (\d+) \| (\w+) \|", section(10), re.MULTILINE))
+    assert codes == {str(code): cls.__name__ for code, cls in BY_CODE.items()}
+
+
+@pytest.mark.spec("R6", "R10")
+def test_document_has_the_limits_of_the_code() -> None:
+    text = section(5)
+    for limit in (
+        HEAD_BYTES_MAX,
+        PAYLOAD_FRAMES_MAX,
+        FRAME_BYTES_MAX,
+        TEXT_MAX,
+        KEY_MAX,
+        ARRAY_MAX,
+        ENTRIES_MAX,
+        RUNS_MAX,
+    ):
+        assert re.search(rf"(?<![\d,]){limit:,}(?![\d,])", text), limit

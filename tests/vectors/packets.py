@@ -1,0 +1,127 @@
+"""One packet of each message, as packets.json spells it in bytes.
+
+A vector is never changed: what it says has been promised. A new message adds an entry here and
+one there; ``python -m tests.vectors.packets`` prints the JSON of all.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+from kvps import messages as m
+from kvps.messages import Envelope, Message, Packet, Role
+from kvps.wire import encode
+
+JOB = bytes(range(16))
+NOBODY = bytes(16)
+
+SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
+SERVER = Envelope(JOB, 7, Role.SERVER, 1, 2, 0)
+WORKER = Envelope(JOB, 7, Role.WORKER, 3, 5, 42)
+CREATOR = Envelope(JOB, 7, Role.WORKER, 0, 4, 9)
+
+
+def floats(*numbers: float) -> memoryview:
+    return memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
+    numbers = {"lr": 0.5, "nesterov": True, "clip_gradient": None, "lag": -2}
+    runs = (m.Run(0, 2, 5), m.Run(8, 1, 4))
+    return [
+        (
+            Envelope(NOBODY, 0, Role.WORKER, 0, 0, 0),
+            m.Hello(1, 0, "0.1.0", 0, 2, None, "gpu-1", 4711, "", False, "gpu-1:29500"),
+            (),
+        ),
+        (SCHEDULER, m.Welcome(3, 5, 4, 2, 1, 2, "gpu-1:29500"), ()),
+        (
+            SCHEDULER,
+            m.View(
+                7,
+                "running",
+                "going on",
+                (
+                    m.Member(1, 0, 1, "held", "tcp://127.0.0.1:9000", "gpu-1", 0.0, ""),
+                    m.Member(2, 0, 4, "lost", "", "gpu-1", 2.5, "silent for 12 s"),
+                ),
+            ),
+            (),
+        ),
+        (WORKER, m.Beat(17, ""), ()),
+        (WORKER, m.Leave(False, -9, True, "killed"), ()),
+        (SCHEDULER, m.Left(), ()),
+        (WORKER, m.Barrier("weights", "epoch", 3), ()),
+        (SCHEDULER, m.Released(42), ()),
+        (SCHEDULER, m.Stop(0, "every worker left"), ()),
+        (SERVER, m.Error(42, 10, "key 'w' is float32[2,3], not float32[3,2]"), ()),
+        (SERVER, m.Done(42), ()),
+        (WORKER, m.Probe((40, 41)), ()),
+        (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),)), ()),
+        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000), ()),
+        (
+            CREATOR,
+            m.Declare(
+                "weights",
+                True,
+                0,
+                (m.Entry("w", 1, (2, 3), 0, 6), m.Entry("größe", 4, (), 0, 1)),
+            ),
+            (),
+        ),
+        (
+            SERVER,
+            m.Declared(
+                9,
+                (
+                    m.Place(True, (m.Piece(0, 0, 4), m.Piece(1, 0, 2))),
+                    m.Place(False, (m.Piece(2, 0, 1),)),
+                ),
+            ),
+            (),
+        ),
+        (WORKER, m.Find("weights", ("w", "unknown")), ()),
+        (SERVER, m.FoundAll(42, (m.Found(1, (2, 3)), m.Found(0, ()))), ()),
+        (CREATOR, m.Load(0, 1, (m.Run(0, 2, 0),)), (floats(1.0, -2.0),)),
+        (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
+        (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),
+        (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),)), ()),
+        (SERVER, m.Pulled(42, 0, 1, True, (m.Stand(0, 2, 6, 6),)), (floats(0.25, 4.0),)),
+        (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
+        (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
+        (SERVER, m.Norms("weights", "w", None, 5, (1.5, 0.25), True), ()),
+        (WORKER, m.GetState(0, 0, 2), ()),
+        (
+            SERVER,
+            m.StateIs(42, 6, (m.Field("exp_avg", 1, 2), m.Field("exp_avg_sq", 1, 2))),
+            (floats(0.1, 0.2), floats(0.01, 0.04)),
+        ),
+        (CREATOR, m.SetState(0, 0, 2, 6, (m.Field("momentum_buffer", 1, 2),)), (floats(3, 4),)),
+        (WORKER, m.Status("weights"), ()),
+        (
+            SERVER,
+            m.StatusIs(42, (m.OpenRound("w", 6, (1, 2), 0.75),), (m.Clock("w", {"0": 7, "3": 6}),)),
+            (),
+        ),
+    ]
+
+
+def name_of(cls: type[Message]) -> str:
+    """The name of a message in docs/protocol.md: STATE-IS for StateIs."""
+    return "".join(f"-{c}" if c.isupper() else c for c in cls.__name__).lstrip("-").upper()
+
+
+PACKETS = {
+    name_of(type(message)): Packet(envelope, message, payload)
+    for envelope, message, payload in _all()
+}
+
+
+if __name__ == "__main__":
+    vectors = [
+        {"name": name, "frames": [bytes(frame).hex() for frame in encode(packet)]}
+        for name, packet in PACKETS.items()
+    ]
+    vectors[0]["frozen"] = True
+    print(json.dumps(vectors, indent=2))  # noqa: T201
