@@ -7,7 +7,7 @@ no state machine of its own. A conversation never waits for anything but answers
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -323,6 +323,7 @@ def push(book: Catalogue, call: calls.PushValues) -> Conversation:
         key.number += 1
     requests = []
     tally = _Tally(plan)
+    refusal = _Refusal(plan)
     for share in plan.shares:
         message = Push(
             share.chunk,
@@ -333,6 +334,7 @@ def push(book: Catalogue, call: calls.PushValues) -> Conversation:
             share.runs(numbers),
         )
         request = _bulk(book, share, message, call.rows, call.priority)
+        request.on_refused = refusal.of(share)
         if call.eager:
             request.freeze()
         if call.sinks is not None:
@@ -343,6 +345,28 @@ def push(book: Catalogue, call: calls.PushValues) -> Conversation:
         after = [number + 1 for number in numbers]
         yield from _even_out(book, plan, tally, call.sinks, after, call.priority)
     return None
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Takes the numbers of refused keys back, so that their next push is not taken for a later one.
+
+    A refusal names the reason for a whole key (its type, a missing optimizer), so every part of
+    the key is refused alike, and its number is taken back once.
+    """
+
+    plan: Plan
+    keys: set[int] = field(default_factory=set)
+
+    def of(self, share: Share) -> Callable[[], None]:
+        """Return what to do if ``share`` is refused."""
+
+        def refused() -> None:
+            for index in {segment.key for segment in share.segments} - self.keys:
+                self.keys.add(index)
+                self.plan.keys[index].number -= 1
+
+        return refused
 
 
 def pull(book: Catalogue, call: calls.PullValues) -> Conversation:

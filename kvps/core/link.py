@@ -46,6 +46,8 @@ class Request:
     store: str = ""
     on_reply: Callable[[Packet], None] | None = None
     """Called with the answer, as soon as it is there."""
+    on_refused: Callable[[], None] | None = None
+    """Called if the server refuses it: nothing was changed there by it."""
     on_filled: Callable[[], None] | None = None
 
     payload: tuple[torch.Tensor, ...] = ()

@@ -17,7 +17,7 @@ from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm
 from kvps.core.rounds import Span, Verdict
-from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
+from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     Ack,
     Ask,
@@ -25,6 +25,7 @@ from kvps.messages import (
     Declare,
     Declared,
     Done,
+    Error,
     Field,
     Find,
     Found,
@@ -308,7 +309,10 @@ class Requests:
         )
 
     def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
-        answer = waiting.retry()
+        try:
+            answer = waiting.retry()
+        except KvpsError as error:  # the fault of the one who waits, whoever made it move
+            answer = Error(seq, error.code, str(error))
         if answer is None:
             session.pending[seq] = waiting
         else:

@@ -281,6 +281,8 @@ class Worker:
             self.member.error = error
             yield from self._end_all(error)
         elif request is not None:
+            if request.on_refused is not None:
+                request.on_refused()
             self._unacked.get(request.store, set()).discard(request)
             yield from self._failed(request, error, now)
             yield from self._drained(request.store, now)
@@ -346,7 +348,7 @@ class Worker:
                 link = self.links[request.server]
                 link.queue(request)
                 links[request.server] = link
-        if isinstance(talk.call, calls.PushValues) and talk.call.eager:
+        if _is_copied(talk.call, requests):
             yield Copied(talk.ticket)
         for link in links.values():
             yield from self._flow(link, now)
@@ -501,3 +503,12 @@ def _route(link: Link) -> str:
 def _name(call: calls.Call) -> str:
     names = {calls.PushValues: "push", calls.PullValues: "pull", calls.Stand: "barrier"}
     return names.get(type(call), type(call).__name__)
+
+
+def _is_copied(call: calls.Call, step: list[Request]) -> bool:
+    """Whether ``step`` holds the copied values of a push whose caller waits for just that."""
+    return (
+        isinstance(call, calls.PushValues)
+        and call.eager
+        and any(isinstance(one.message, Push) for one in step)
+    )

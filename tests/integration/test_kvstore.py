@@ -1,0 +1,719 @@
+"""The KVStore contract, as a training script sees it, on clusters within this process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kvps
+from kvps.specs import DTYPES
+
+DIST = ["dist_sync", "dist_async", "dist_ssp"]
+ALL = ["local", "device", *DIST, *(f"{name}_device" for name in DIST)]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def run(work, workers=1, servers=1):
+    """Call ``work(rank)`` as each worker of a cluster; return the results."""
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work)
+
+
+def store(kind="dist_sync", **options):
+    """Return a store that is ready for pushes, whatever its kind."""
+    kv = kvps.create(kind, timeout=20, **options)
+    if "async" in kind or "ssp" in kind:
+        kv.set_optimizer("test")
+    return kv
+
+
+# --- values, keys, types ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_push_and_a_pull(name):
+    def work(rank):
+        kv = store(name)
+        kv.init("w", torch.zeros(3, 4))
+        gradient = torch.randn(3, 4)
+        kept = gradient.clone()
+        kv.push("w", gradient)
+        gradient.add_(1000)  # the caller may reuse it at once
+        out = torch.empty(3, 4)
+        kv.pull("w", out=out)
+        assert torch.equal(out, kept)
+        assert kv.version("w") == 1
+        assert kv.type == name
+        assert kv.keys() == ["w"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
+def test_every_element_type_travels_and_is_summed(name, dtype):
+    def work(rank):
+        kv = store(name)
+        kind = getattr(torch, dtype)
+        kv.init("w", torch.zeros(5, dtype=kind))
+        values = [torch.arange(5).to(kind), torch.full((5,), 2).to(kind)]
+        out = kv.pushpull("w", values)
+        assert out.dtype == kind
+        assert torch.equal(out, (torch.arange(5) + 2).to(kind))
+
+    run(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_summed_in_float32(dtype):
+    # 2048 + 1 + 1 is 2048 in float16 if it is rounded after each addition.
+    big = 2048.0 if dtype is torch.float16 else 256.0
+
+    def work(rank):
+        kv = store("dist_sync", deterministic=True)
+        kv.init("w", torch.zeros(2, dtype=dtype))
+        value = torch.full((2,), big if rank == 0 else 1.0, dtype=dtype)
+        return kv.pushpull("w", value).tolist()
+
+    assert run(work, workers=3) == [[big + 2] * 2] * 3
+
+
+def test_numpy_arrays_and_strided_tensors():
+    def work(rank):
+        kv = store()
+        kv.init("a", np.zeros((3, 2), np.float32))
+        out = np.empty((3, 2), np.float32)
+        kv.pushpull("a", np.arange(6, dtype=np.float32).reshape(2, 3).T, out=out)
+        assert out.tolist() == [[0, 3], [1, 4], [2, 5]]
+        frozen = np.ones((3, 2), np.float32)
+        frozen.flags.writeable = False
+        kv.push("a", frozen)
+        kv.push("a", np.ones((3, 2), np.float32)[::-1])
+        transposed = torch.empty(2, 3).T
+        kv.pull("a", out=transposed)
+        assert torch.equal(transposed, torch.ones(3, 2))
+        with pytest.raises(kvps.Mismatch, match="read-only"):
+            kv.pull("a", out=frozen)
+
+    run(work)
+
+
+def test_scalars_and_empty_tensors():
+    def work(rank):
+        kv = store()
+        kv.init(["s", "e"], [torch.tensor(1.0), torch.empty(0, 3)])
+        scalar, empty = kv.pushpull(["s", "e"], [torch.tensor(4.0), torch.empty(0, 3)])
+        assert scalar.shape == ()
+        assert scalar.item() == 4
+        assert empty.shape == (0, 3)
+
+    run(work, servers=2)
+
+
+def test_an_int_key_is_its_decimal_name():
+    def work(rank):
+        kv = store()
+        kv.init(3, torch.zeros(1))
+        kv.push("3", torch.ones(1))
+        assert kv.pull(3).item() == 1
+
+    run(work)
+
+
+def test_lists_of_keys_with_lists_of_devices():
+    def work(rank):
+        kv = store("dist_sync_device")
+        kv.init(["a", "b"], [torch.zeros(2), torch.zeros(3)])
+        kv.push(["a", "b"], [[torch.ones(2), torch.ones(2)], torch.ones(3)])
+        one, two = torch.empty(2), torch.empty(2)
+        three = torch.empty(3)
+        kv.pull(["a", "b"], out=[[one, two], three])
+        assert one.tolist() == two.tolist() == [2, 2]
+        assert three.tolist() == [1, 1, 1]
+
+    run(work)
+
+
+def test_handles():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.zeros(4))
+        value = torch.randn(4)
+        pushed = kv.push("w", value, async_op=True)
+        assert pushed.wait() is None
+        assert pushed.done()
+        pulled = kv.pull("w", async_op=True)
+        assert torch.equal(pulled.wait(), value)
+        assert pulled.wait() is pulled.wait()
+        assert torch.equal(kv.pushpull("w", value, async_op=True).wait(), value)
+
+    run(work)
+
+
+def test_a_pushed_array_is_written_to_only_if_it_is_the_output():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.zeros(1000))
+        value = torch.full((1000,), rank + 1.0)
+        kv.pushpull("w", value)
+        assert value[0] == rank + 1
+        kv.pushpull("w", value, out=value)
+        return value[0].item()
+
+    assert run(work, workers=2) == [3, 3]
+
+
+def test_keys_in_any_order_with_any_lists():
+    def work(rank):
+        kv = store()
+        names = [f"k{i}" for i in range(40)]
+        order = names if rank == 0 else names[::-1]
+        for name in order:
+            kv.init(name, torch.zeros(10 + int(name[1:])))
+        for step in range(1, 4):
+            for begin in range(0, 40, 10 if rank else 20):
+                part = order[begin : begin + (10 if rank else 20)]
+                kv.push(part, [torch.full((10 + int(n[1:]),), float(step)) for n in part])
+        return [kv.pull(name)[0].item() for name in names]
+
+    assert run(work, workers=2, servers=3) == [[6.0] * 40] * 2
+
+
+def test_a_thousand_small_keys():
+    def work(rank):
+        kv = store()
+        names = [f"k{i}" for i in range(1000)]
+        kv.init(names, [torch.zeros(256)] * 1000)
+        values = [torch.randn(256) for _ in names]
+        out = kv.pushpull(names, values)
+        assert all(torch.equal(a, b) for a, b in zip(out, values, strict=True))
+
+    run(work, servers=2)
+
+
+def test_broadcast_creates_and_replaces():
+    def work(rank):
+        kv = store()
+        for count in range(3):
+            out = torch.empty(5)
+            kv.broadcast("w", torch.full((5,), 10.0 * count + rank), out)
+            assert out.tolist() == [10.0 * count] * 5
+        small = torch.empty(2, 2, dtype=torch.float64)
+        kv.broadcast("w", torch.full((2, 2), rank + 7.0, dtype=torch.float64), small)
+        assert small.tolist() == [[7, 7], [7, 7]]
+        assert kv.pushpull("w", torch.ones(2, 2, dtype=torch.float64))[0, 0] == 2
+
+    run(work, workers=2, servers=2)
+
+
+def test_a_key_that_another_rank_has_initialised_is_known():
+    def work(rank):
+        kv = store()
+        if rank == 0:
+            kv.init("w", torch.arange(300_000.0))
+        kv.barrier()
+        return kv.pull("w")[-1].item()
+
+    assert run(work, workers=2, servers=2) == [299_999.0] * 2
+
+
+def test_init_gives_everyone_the_value_of_rank_0():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.full((200_000,), float(rank)))
+        kv.init("w", torch.full((200_000,), 5.0))  # again: nothing
+        return kv.pull("w").unique().tolist()
+
+    assert run(work, workers=3, servers=2) == [[0.0]] * 3
+
+
+# --- rounds -----------------------------------------------------------------------------------
+
+
+def test_sync_reads_exactly_the_version_after_its_pushes():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.zeros(150_000))
+        for step in range(1, 11):
+            out = kv.pushpull("w", torch.full((150_000,), step * 10.0 + rank))
+            assert out.unique().tolist() == [step * 30.0 + 3]
+        assert kv.version("w") == 10
+
+    run(work, workers=3, servers=2)
+
+
+def test_a_pull_waits_for_min_version():
+    def work(rank):
+        kv = store("dist_async")
+        kv.init("w", torch.zeros(1))
+        if rank == 0:
+            assert kv.pull("w", min_version=3).item() == 3
+        else:
+            for _ in range(3):
+                kv.push("w", torch.ones(1))
+
+    run(work, workers=2)
+
+
+def test_many_rounds_in_flight():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.zeros(1))
+        if rank == 0:
+            for step in range(200):
+                kv.push("w", torch.full((1,), float(step)))
+        else:
+            for step in range(200):
+                assert kv.pushpull("w", torch.zeros(1)).item() == step
+        return kv.pull("w").item()
+
+    assert run(work, workers=2) == [199.0, 199.0]
+
+
+def test_a_pull_under_concurrent_pushes_is_one_version():
+    count = 400_000
+
+    def work(rank):
+        kv = store("dist_async")
+        kv.init("w", torch.zeros(count))
+        for _ in range(15):
+            if rank:
+                kv.push("w", torch.ones(count))
+            else:
+                assert len(kv.pull("w").unique()) == 1
+        kv.barrier()
+        return kv.pull("w").unique().tolist()
+
+    assert run(work, workers=3, servers=3) == [[30.0]] * 3
+
+
+def test_ssp_waits_for_the_slowest():
+    def work(rank):
+        kv = store("dist_ssp", staleness=2)
+        kv.init("w", torch.zeros(1))
+        kv.push("w", torch.ones(1))
+        kv.barrier()
+        if rank == 0:
+            kv.push("w", torch.ones(1))
+            kv.push("w", torch.ones(1))
+            kv.pull("w")  # two ahead
+            kv.push("w", torch.ones(1))
+            assert kv.staleness() == {"w": 3}
+            with pytest.raises(kvps.Timeout, match=r"3 pushes ahead of rank 1.*staleness allows 2"):
+                kv.pull("w", timeout=0.6)
+            kv.barrier("go on")
+            assert kv.pull("w").item() >= 6
+        else:
+            kv.barrier("go on")
+            kv.push("w", torch.ones(1))
+
+    run(work, workers=2)
+
+
+def test_barriers_make_pushes_visible():
+    def work(rank):
+        kv = store("dist_async")
+        kv.init("w", torch.zeros(200_000))
+        for step in range(1, 6):
+            kv.push("w", torch.ones(200_000))
+            kv.barrier()
+            assert kv.pull("w").unique().tolist() == [3.0 * step]
+            kv.barrier("read")
+
+    run(work, workers=3, servers=2)
+
+
+def test_several_stores_in_one_job():
+    def work(rank):
+        one, two = store(), store()
+        asy = store("dist_async", name="extra")
+        for factor, kv in enumerate((one, two, asy), start=1):
+            kv.init("w", torch.zeros(2))
+            kv.push("w", torch.full((2,), float(factor)))
+            kv.barrier()
+        return [kv.pull("w")[0].item() for kv in (one, two, asy)]
+
+    assert run(work, workers=2) == [[2.0, 4.0, 6.0]] * 2
+
+
+# --- the optimizer on the servers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_optimizer_on_the_servers_equals_torch(workers):
+    torch.manual_seed(0)
+    shapes = [(7,), (400, 300), (20, 30)]
+    start = [torch.randn(shape) for shape in shapes]
+    gradients = [[[torch.randn(s) for s in shapes] for _ in range(4)] for _ in range(workers)]
+    params = [one.clone().requires_grad_() for one in start]
+    reference = torch.optim.Adam(params, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        for i, param in enumerate(params):
+            param.grad = torch.stack([gradients[r][step][i] for r in range(workers)]).sum(0)
+        reference.step()
+
+    def work(rank):
+        kv = store(deterministic=True)
+        kv.set_optimizer("adam", lr=0.01, weight_decay=0.1)
+        kv.init([0, 1, 2], start)
+        for step in range(4):
+            out = kv.pushpull([0, 1, 2], gradients[rank][step])
+        return out
+
+    for result in run(work, workers=workers, servers=2):
+        for got, param in zip(result, params, strict=True):
+            torch.testing.assert_close(got, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_torch_optimizer_describes_itself():
+    def work(rank):
+        kv = store()
+        param = torch.zeros(2, requires_grad=True)
+        kv.set_optimizer(torch.optim.SGD([param], lr=0.5, momentum=0.9))
+        kv.init("w", torch.zeros(2))
+        kv.pushpull("w", torch.ones(2))
+        assert kv.pushpull("w", torch.ones(2)).tolist() == pytest.approx([-1.45, -1.45])
+
+    run(work)
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
+def test_the_learning_rate_reaches_the_next_round(name):
+    def work(rank):
+        kv = store(name)
+        kv.set_optimizer("sgd", lr=1.0)
+        kv.init("w", torch.zeros(2))
+        kv.push("w", torch.ones(2))
+        kv.set_learning_rate(0.25)
+        kv.push("w", torch.ones(2))
+        assert kv.learning_rate == 0.25
+        return kv.pull("w")[0].item()
+
+    workers = 1 if name == "local" else 2
+    assert run(work, workers=workers) == [-1.25 * workers] * workers
+
+
+def test_setting_the_optimizer_again_keeps_its_state():
+    def work(rank):
+        kv = store()
+        kv.set_optimizer("sgd", lr=1.0, momentum=1.0)
+        kv.init("w", torch.zeros(1))
+        kv.push("w", torch.ones(1))
+        kv.set_optimizer("sgd", lr=0.5, momentum=1.0)
+        assert kv.pushpull("w", torch.ones(1)).item() == -2.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_norms_are_of_the_whole_tensor(name):
+    torch.manual_seed(1)
+    weight, gradients = torch.randn(900, 700), [torch.randn(900, 700) for _ in range(3)]
+
+    def work(rank):
+        kv = store()
+        kv.set_optimizer(name, lr=0.1, weight_decay=0.01)
+        kv.init("w", weight)
+        for gradient in gradients:
+            out = kv.pushpull("w", gradient)
+        return out
+
+    whole, spread = run(work)[0], run(work, servers=3)[0]
+    assert not torch.allclose(whole, weight, rtol=1e-4)
+    torch.testing.assert_close(spread, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_optimizer_states_survive_in_a_file(tmp_path):
+    path = str(tmp_path / "states.safetensors")
+
+    def work(rank):
+        kv = store()
+        kv.set_optimizer("adam", lr=0.1)
+        kv.init(["a", "b"], [torch.zeros(250_000), torch.zeros(3)])
+        kv.push(["a", "b"], [torch.randn(250_000), torch.randn(3)])
+        if rank == 0:
+            kv.save_optimizer_states(path)
+        before = kv.pull("a")
+        kv.barrier()
+        value = torch.randn(250_000)
+        straight = kv.pushpull("a", value)
+        again = store(name="again")
+        again.set_optimizer("adam", lr=0.1)
+        again.init(["a", "b"], [before, torch.zeros(3)])
+        again.load_optimizer_states(path)
+        assert torch.equal(again.pushpull("a", value), straight)
+        with pytest.raises(kvps.StorageError):
+            kv.load_optimizer_states(path + ".none")
+        again.set_optimizer("sgd", lr=0.1)
+        with pytest.raises(kvps.Mismatch, match="adam"):
+            again.load_optimizer_states(path)
+
+    run(work, servers=2)
+
+
+def test_seven_workers_and_seven_servers():
+    shapes = [(3, 4), (1200, 1200), (1211, 1211)]
+    n, pushes = 7, 3
+
+    def work(rank):
+        kv = kvps.create("dist_sync", timeout=60)
+        kv.set_optimizer("test", rescale_grad=2)
+        kinds = [(s, d) for s in shapes for d in (torch.float32, torch.float16)]
+        names = [f"{shape}-{dtype}" for shape, dtype in kinds]
+        kv.init(names, [torch.ones(shape, dtype=dtype) for shape, dtype in kinds])
+        for _ in range(pushes):
+            kv.push(names, [torch.full(s, rank + 1.0, dtype=d) for s, d in kinds])
+        for out in kv.pull(names):
+            assert out.unique().tolist() == [n * (n + 1) * pushes + 1]
+
+    run(work, workers=n, servers=n)
+
+
+# --- names, options, bad input ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "kind"),
+    [
+        ("dist", "dist_sync"),
+        ("DIST_SYNC", "dist_sync"),
+        ("dist_device_sync", "dist_sync_device"),
+        ("dist_device_async", "dist_async_device"),
+        ("local_allreduce_cpu", "local"),
+        ("local_update_cpu", "local"),
+        ("local_allreduce_device", "device"),
+    ],
+)
+def test_mxnets_spellings(spelling, kind):
+    def work(rank):
+        assert kvps.KVStore.create(spelling).type == kind
+
+    run(work)
+
+
+BAD_CREATE = [
+    (("dist_synk",), {}, "dist_synk.*dist_sync"),
+    ((7,), {}, "text"),
+    (("dist_sync",), {"staleness": 3}, "option of dist_ssp"),
+    (("dist_ssp",), {"staleness": -1}, "staleness=-1"),
+    (("dist_sync",), {"timeout": float("nan")}, "timeout"),
+    (("dist_sync",), {"worker_grace": 0}, "worker_grace"),
+    (("dist_sync",), {"on_worker_lost": "cry"}, "wait, shrink, fail"),
+    (("dist_sync",), {"bigarray_bound": 0}, "bigarray_bound"),
+    (("dist_sync",), {"compresion": 1}, "compresion"),
+    (("dist_sync",), {"name": ""}, "name"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "says"), BAD_CREATE)
+def test_a_store_that_cannot_be(args, options, says):
+    def work(rank):
+        with pytest.raises(kvps.ConfigError, match=says):
+            kvps.create(*args, **options)
+        kvps.create("dist_sync").close()
+
+    run(work)
+
+
+BAD_CALLS = [
+    (lambda kv: kv.push("x", torch.ones(2)), kvps.KeyNotFound, "'x' was never initialised"),
+    (lambda kv: kv.pull("x"), kvps.KeyNotFound, "'x'"),
+    (lambda kv: kv.version("x"), kvps.KeyNotFound, "'x'"),
+    (lambda kv: kv.push("w", torch.ones(3)), kvps.Mismatch, r"float32\[2\].*float32\[3\]"),
+    (lambda kv: kv.push("w", torch.ones(2).double()), kvps.Mismatch, "float64"),
+    (lambda kv: kv.push("w", np.ones(2)), kvps.Mismatch, "float64"),
+    (lambda kv: kv.push("w", np.ones(2, np.complex64)), kvps.Mismatch, "complex64"),
+    (lambda kv: kv.push("w", torch.ones(2, dtype=torch.cfloat)), kvps.Mismatch, "complex64"),
+    (lambda kv: kv.push("w", torch.ones(2).to_sparse()), kvps.Mismatch, "dense"),
+    (lambda kv: kv.push("w", 1.0), kvps.Mismatch, "float"),
+    (lambda kv: kv.push("w", [1.0, 2.0]), kvps.Mismatch, "torch.Tensor"),
+    (lambda kv: kv.push("w", []), kvps.ConfigError, "empty"),
+    (lambda kv: kv.push(["w"], torch.ones(2)), kvps.ConfigError, "list of values"),
+    (lambda kv: kv.push(["w"], []), kvps.ConfigError, "as many values"),
+    (lambda kv: kv.push(["w", "w"], [torch.ones(2)] * 2), kvps.ConfigError, "given twice"),
+    (lambda kv: kv.push(1.5, torch.ones(2)), kvps.ConfigError, "str or an int"),
+    (lambda kv: kv.push("", torch.ones(2)), kvps.ConfigError, "1 to 256"),
+    (lambda kv: kv.push("a\nb", torch.ones(2)), kvps.ConfigError, "printable"),
+    (lambda kv: kv.pull("w", out=torch.ones(3)), kvps.Mismatch, r"float32\[3\]"),
+    (lambda kv: kv.pull("w", min_version=-1), kvps.ConfigError, "min_version"),
+    (lambda kv: kv.pull("w", timeout=-1), kvps.ConfigError, "timeout"),
+    (lambda kv: kv.init("w", torch.ones(3)), kvps.Mismatch, r"float32\[2\].*float32\[3\]"),
+    (lambda kv: kv.set_optimizer("sdg"), kvps.ConfigError, "sdg.*sgd"),
+    (lambda kv: kv.set_optimizer("sgd", lr=float("nan")), kvps.ConfigError, "lr"),
+    (lambda kv: kv.set_optimizer("sgd", momentun=1), kvps.ConfigError, "momentun.*momentum"),
+    (lambda kv: kv.set_learning_rate(0.1), kvps.ConfigError, "no optimizer"),
+    (lambda kv: kv.learning_rate, kvps.ConfigError, "no optimizer"),
+    (lambda kv: kv.is_capable("fly"), kvps.ConfigError, "fly"),
+]
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
+def test_bad_calls_raise_at_the_offender_and_change_nothing(name):
+    def work(rank):
+        kv = kvps.create(name, timeout=10)
+        kv.init("w", torch.tensor([1.0, 2.0]))
+        for call, error, says in BAD_CALLS:
+            with pytest.raises(error, match=says) as caught:
+                call(kv)
+            assert isinstance(caught.value, kvps.KvpsError)
+        assert kv.pull("w").tolist() == [1, 2]
+        assert kv.version("w") == 0
+        kv.close()
+        with pytest.raises(kvps.ConfigError, match="closed"):
+            kv.pull("w")
+
+    run(work)
+
+
+def test_two_different_inits():
+    def work(rank):
+        kv = kvps.create("dist_sync", timeout=10)
+        if rank == 0:
+            kv.init("w", torch.zeros(4))
+        else:
+            with pytest.raises(kvps.Mismatch, match=r"'w'.*float32\[4\].*float16\[4\]"):
+                kv.init("w", torch.zeros(4, dtype=torch.float16))
+            kv.init("w", torch.zeros(4))
+        assert kv.pushpull("w", torch.ones(4)).tolist() == [2] * 4
+
+    run(work, workers=2)
+
+
+def test_one_name_with_two_types():
+    def work(rank):
+        kv = kvps.create("dist_sync", name="mine", timeout=10)
+        with pytest.raises(kvps.Mismatch, match=r"'mine'.*dist_sync.*dist_async"):
+            kvps.create("dist_async", name="mine", timeout=10)
+        kv.barrier()
+
+    run(work, workers=2)
+
+
+def test_one_name_with_two_types_on_two_workers():
+    def work(rank):
+        if rank == 0:
+            kvps.create("dist_sync", name="mine").init("w", torch.zeros(1))
+        first = kvps.create("dist_sync", name="gate", timeout=10)
+        first.barrier()
+        if rank == 1:
+            with pytest.raises(kvps.Mismatch, match="mode='sync'.*mode='async'"):
+                kvps.create("dist_async", name="mine", timeout=10)
+
+    run(work, workers=2)
+
+
+def test_an_async_push_without_an_optimizer():
+    def work(rank):
+        kv = kvps.create("dist_async", timeout=10)
+        kv.init("w", torch.zeros(1))
+        kv.push("w", torch.ones(1))  # is refused after it has returned; the next call says so
+        with pytest.raises(kvps.ConfigError, match="has no optimizer"):
+            kv.barrier()
+            kv.barrier()
+        with pytest.raises(kvps.ConfigError, match="has no optimizer"):
+            kv.pushpull("w", torch.ones(1))
+        kv.set_optimizer("test")
+        assert kv.pull("w").item() == 0
+        assert kv.pushpull("w", torch.ones(1)).item() == 1
+
+    run(work)
+
+
+def test_ranks_that_set_different_optimizers():
+    def work(rank):
+        kv = kvps.create("dist_sync", timeout=10)
+        if rank == 0:
+            kv.set_optimizer("sgd", lr=0.1)
+            kv.set_learning_rate(0.2)
+        else:
+            with pytest.raises(kvps.Mismatch, match="rank 1 set.*rank 0 set"):
+                kv.set_optimizer("sgd", lr=0.3)
+            with pytest.raises(kvps.Mismatch, match="rank 1 set.*0.5.*rank 0 set.*0.2"):
+                kv._hyper = kv._hyper or __import__("kvps.core.hyper", fromlist=["x"]).resolve(
+                    "sgd", {"lr": 0.1}
+                )
+                kv.set_learning_rate(0.5)
+
+    run(work, workers=2)
+
+
+def test_a_timeout_names_who_is_missing():
+    def work(rank):
+        kv = kvps.create("dist_sync", timeout=20)
+        kv.init("w", torch.zeros(1))
+        if rank == 0:
+            kv.push("w", torch.ones(1))
+            with pytest.raises(TimeoutError, match="rank 1"):
+                kv.pull("w", timeout=0.5)
+            assert [one.rank for one in kv.stragglers()] == [1]
+            assert kv.stragglers()[0].key == "w"
+            kv.barrier()
+        else:
+            kv.barrier()
+            kv.push("w", torch.ones(1))
+        return kv.pull("w").item()
+
+    assert run(work, workers=2) == [2, 2]
+
+
+def test_an_integer_key_refuses_a_float_rule():
+    def work(rank):
+        kv = kvps.create("dist_sync", timeout=10)
+        kv.set_optimizer("sgd", lr=0.1)
+        kv.init("w", torch.zeros(1, dtype=torch.int32))
+        with pytest.raises(kvps.ConfigError, match="int32"):
+            kv.pushpull("w", torch.ones(1, dtype=torch.int32))
+        assert kv.pull("w").item() == 0
+        kv.set_optimizer("test")
+        assert kv.pushpull("w", torch.ones(1, dtype=torch.int32)).item() == 1
+
+    run(work)
+
+
+def test_a_plugin_is_created_by_its_name():
+    @kvps.KVStoreBase.register
+    class EchoStore(kvps.KVStoreBase):
+        type = "echostore"
+        rank = 0
+        num_workers = 1
+
+    try:
+        assert isinstance(kvps.create("EchoStore"), EchoStore)
+        with pytest.warns(UserWarning, match="replaces"):
+
+            @kvps.KVStoreBase.register
+            class EchoStore(kvps.KVStoreBase):  # noqa: F811  # the point of this test
+                pass
+
+        with pytest.raises(kvps.ConfigError, match="subclasses"):
+            kvps.KVStoreBase.register(int)
+        with pytest.raises(kvps.ConfigError, match="echostore"):
+            kvps.create("nothing")
+    finally:
+        del kvps.KVStoreBase.registry["echostore"]
+
+
+def test_a_store_without_a_cluster_starts_an_embedded_one(monkeypatch, caplog):
+    for name in ("KVPS_SCHEDULER", "KVPS_RANK", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    kv = kvps.create("dist_sync", timeout=20)
+    assert (kv.rank, kv.num_workers) == (0, 1)
+    kv.init("w", torch.zeros(2))
+    assert kv.pushpull("w", torch.ones(2)).tolist() == [1, 1]
+    assert [one.message for one in caplog.records if "cluster of one" in one.message]
+    kvps.shutdown()
+    kvps.shutdown()
+
+
+@pytest.mark.cuda
+def test_values_on_a_gpu():
+    def work(rank):
+        kv = store("dist_sync_device")
+        kv.init("w", torch.zeros(1000, device="cuda"))
+        values = [torch.randn(1000, device="cuda") for _ in range(3)]
+        out = torch.empty(1000, device="cuda")
+        kv.pushpull("w", values, out=out)
+        torch.testing.assert_close(out, torch.stack(values).sum(0))
+
+    run(work)
