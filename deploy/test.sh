@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Builds the image, runs the cluster of docker-compose.yml to its end, and checks it: every exit code
+# is 0, the model is good, the image has no compiler and does not run as root. Then once more, scaled.
+#
+# Takes whatever engine and Compose there are (docker compose or docker-compose). With
+# KVPS_BUILD_NETWORK=host the build uses this machine's network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if ! docker info >/dev/null 2>&1; then
+  echo "test-docker: no container engine answers 'docker info'; start one and try again" >&2
+  exit 1
+fi
+if docker compose version >/dev/null 2>&1; then
+  compose=(docker compose)
+else
+  compose=(docker-compose)
+fi
+compose+=(-p "kvps-test-$$" -f deploy/docker-compose.yml)
+export KVPS_TAG="test-$$"
+
+cleanup() {
+  "${compose[@]}" down --volumes --remove-orphans >/dev/null 2>&1 || true
+  docker image rm "kvps:$KVPS_TAG" >/dev/null 2>&1 || true
+}
+trap cleanup EXIT
+
+fail() {
+  echo "test-docker: $1" >&2
+  "${compose[@]}" logs --no-color 2>&1 | tail -n 60 >&2
+  exit 1
+}
+
+# round WORKERS SERVERS: run a job to its end and check it.
+round() {
+  export KVPS_WORKERS=$1 KVPS_SERVERS=$2
+  echo "test-docker: $1 workers, $2 servers"
+  "${compose[@]}" up -d --scale worker="$1" --scale server="$2" >/dev/null
+  local ids id code
+  ids=$("${compose[@]}" ps -a -q 2>/dev/null || "${compose[@]}" ps -q)
+  [ "$(wc -w <<<"$ids")" -eq $(($1 + $2 + 1)) ] || fail "expected $(($1 + $2 + 1)) containers"
+  for id in $ids; do
+    code=$(timeout 300 docker wait "$id") || fail "container $id did not end in 300 s"
+    [ "$code" = 0 ] || fail "$(docker inspect -f '{{.Name}}' "$id") ended with exit code $code"
+  done
+  "${compose[@]}" logs --no-color >"/tmp/kvps-test-$$.log" 2>&1
+  local accuracy
+  accuracy=$(sed -n 's/.*test accuracy \([0-9.]*\).*/\1/p' "/tmp/kvps-test-$$.log" | head -n 1)
+  rm -f "/tmp/kvps-test-$$.log"
+  [ -n "$accuracy" ] || fail "no worker printed its accuracy"
+  awk -v a="$accuracy" 'BEGIN { exit !(a >= 0.97) }' || fail "test accuracy $accuracy is below 0.97"
+  echo "test-docker: test accuracy $accuracy, every exit code 0"
+  "${compose[@]}" down --volumes >/dev/null 2>&1
+}
+
+"${compose[@]}" build scheduler
+docker run --rm "kvps:$KVPS_TAG" sh -c 'test "$(id -u)" != 0' || fail "the image runs as root"
+docker run --rm "kvps:$KVPS_TAG" sh -c '! command -v cc && ! command -v gcc' ||
+  fail "the image has a compiler"
+round 2 2
+round 3 1
