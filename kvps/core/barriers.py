@@ -75,15 +75,14 @@ class Barriers:
         name = (at.store, at.name)
         if at.number <= self.released.get(name, -1):
             return [Answer(waiter.route, Released(waiter.seq))]
-        numbers = self.open.get(name, {})
-        standing = numbers.get(at.number, {})
+        standing = self._standing(name, at.number)
         if absent := self.gone.keys() - standing.keys():
             raise self._hopeless(at.store, at.name, at.number, absent)
         if not standing:
-            self._admit(name, len(numbers))
+            self._admit(name, len(self.open.get(name, {})))
         standing[rank] = waiter
         self.open.setdefault(name, {})[at.number] = standing
-        return list(self._release(name, at.number))
+        return self._release(name, at.number)
 
     def _admit(self, name: Name, numbers: int) -> None:
         if len(name[1]) > NAME_MAX:
@@ -106,19 +105,20 @@ class Barriers:
         answers: list[Answer] = []
         for name in list(self.open):
             for number in sorted(self.open[name], reverse=True):
-                if name in self.open and number in self.open[name]:
-                    answers += self._release(name, number) or self._fail(name, number)
+                answers += self._release(name, number)
+                answers += self._fail(name, number)
         return answers
 
     def _release(self, name: Name, number: int) -> list[Answer]:
         """Let them pass if the set is complete; earlier numbers are then passed, too."""
-        numbers = self.open[name]
-        standing = numbers[number].keys()
+        standing = self._standing(name, number).keys()
         # The lengths are compared first, so that N workers cost N steps and not N * N.
-        if len(standing) < len(self.required) or not standing >= self.required | self.gone.keys():
+        if not standing or len(standing) < len(self.required):
+            return []
+        if not standing >= self.required | self.gone.keys():
             return []
         self.released[name] = number
-        passed = [one for one in sorted(numbers) if one <= number]
+        passed = [one for one in sorted(self.open[name]) if one <= number]
         return [
             Answer(waiter.route, Released(waiter.seq))
             for one in passed
@@ -127,14 +127,18 @@ class Barriers:
 
     def _fail(self, name: Name, number: int) -> list[Answer]:
         """Tell those who wait that it is in vain, if it is."""
-        absent = self.gone.keys() - self.open[name][number].keys()
-        if not absent:
+        standing = self._standing(name, number)
+        absent = self.gone.keys() - standing.keys()
+        if not standing or not absent:
             return []
         error = self._hopeless(*name, number, absent)
         return [
             Answer(waiter.route, Error(waiter.seq, error.code, str(error)))
             for waiter in self._take(name, number)
         ]
+
+    def _standing(self, name: Name, number: int) -> Standing:
+        return self.open.get(name, {}).get(number, {})
 
     def _take(self, name: Name, number: int) -> Iterator[Waiter]:
         standing = self.open[name].pop(number)

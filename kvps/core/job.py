@@ -114,12 +114,6 @@ class Job:
             self._end(code, f"given up: {self.reason}", now)
         self._schedule()
 
-    def drop(self, route: Route, now: float) -> None:
-        """Put the seat behind a broken connection under suspicion."""
-        seat = self.seats.drop(route, now)
-        if seat is not None and self.stop is None:
-            self._schedule()
-
     def revive(self, seat: Seat, now: float) -> None:
         """Give a seat back to one that was lost, speaks again, and was not replaced."""
         if seat.state is State.LOST and seat.is_alive:
@@ -140,6 +134,7 @@ class Job:
         )
 
     def _schedule(self) -> None:
+        self.seats.has_new_suspect = False
         times = (self.seats.due(self.formed), self._patience_until)
         due = min((time for time in times if time is not None), default=None)
         self.due = None if self.stop else due
@@ -235,6 +230,8 @@ class Job:
 
     def flush(self) -> Effects:
         """Return what is to be done now, in this order."""
+        if self.seats.has_new_suspect:
+            self._schedule()
         effects, self._outbox = self._outbox, []
         if self.has_changed and self.settings.persist:
             effects.insert(0, Save(self.snapshot()))

@@ -62,6 +62,8 @@ class Seats:
             for node in (Node(role, rank) for rank in range(count))
         }
         self.routes: dict[Route, Seat] = {}
+        self.has_new_suspect = False
+        """What :meth:`due` says may be sooner than it was."""
 
     # --- taking a seat and coming back to it ----------------------------------------------
 
@@ -184,16 +186,15 @@ class Seats:
 
     # --- losing it --------------------------------------------------------------------------
 
-    def drop(self, route: Route, now: float) -> Seat | None:
-        """Forget a broken connection; return the seat that is under suspicion by it, if any."""
+    def drop(self, route: Route, now: float) -> None:
+        """Forget a broken connection; its seat is under suspicion if it was the last one."""
         seat = self.routes.pop(route, None)
         if seat is None:
-            return None
+            return
         del seat.links[route]
-        if seat.links or seat.state is not State.HELD:
-            return None
-        seat.dropped_at = now
-        return seat
+        if seat.state is State.HELD and not seat.links:
+            seat.dropped_at = now
+            self.has_new_suspect = True
 
     def expire(self, now: float) -> list[Seat]:
         """Declare lost who was silent, or whose connection was broken, for too long."""
@@ -214,11 +215,8 @@ class Seats:
         limits = self.settings
         times = [seat.due(limits) for seat in self.by_node.values() if seat.state is State.HELD]
         if formed and not self.has_held_worker:
-            times += [
-                seat.lost_at + limits.replace_max_s
-                for seat in self.by_node.values()
-                if seat.node.role is Role.WORKER and seat.state is State.LOST
-            ]
+            lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
+            times += [max(lost_at) + limits.replace_max_s] if lost_at else []
         return min(times, default=None)
 
     def next_job(self) -> None:

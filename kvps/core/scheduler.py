@@ -84,7 +84,7 @@ class Scheduler:
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """The connection along ``route`` broke: its seat has a moment to speak again."""
-        self.job.drop(route, now)
+        self.job.seats.drop(route, now)
         return self.job.flush()
 
     def on_timer(self, now: float) -> Effects:
@@ -127,8 +127,10 @@ class Scheduler:
             if not seat.is_welcomed:
                 self.job.send(route, Beat(0, self.job.reason))
             return
+        was_welcomed = seat.is_welcomed
         self.job.revive(seat, now)
-        self._greet(route, seat, now)
+        if was_welcomed == seat.is_welcomed:  # else it was welcomed along with its return
+            self._greet(route, seat, now)
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
         if seat.is_welcomed:

@@ -112,6 +112,16 @@ def test_one_that_is_gone_stood_where_it_stood() -> None:
     assert stand(barriers, 1) == [Answer("w0", Released(1)), Answer("w1", Released(1))]
 
 
+def test_a_release_that_nobody_waits_for_any_more() -> None:
+    barriers = Barriers(range(3))
+    stand(barriers, 0)
+    stand(barriers, 1)
+    barriers.withdraw(0)
+    barriers.withdraw(1)
+    assert require(barriers, 1, w0="exit code 1") == []
+    assert barriers.released == {("kv", "b"): 0}
+
+
 def test_limits() -> None:
     barriers = Barriers(range(2))
     for number in range(OPEN_MAX):

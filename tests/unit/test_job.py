@@ -178,6 +178,12 @@ class TestWelcome:
         assert told(stage.hello("w0", guardian=True), Welcome) == ["w0", "w1"]
 
 
+def test_a_drop_makes_the_deadline_sooner() -> None:
+    stage = running()
+    stage.drop("w0")
+    assert stage.scheduler.deadline() == stage.now + 1
+
+
 def test_barriers_hear_of_changes() -> None:
     stage = running(3)
     stage.barrier("w0", seq=5)
@@ -247,10 +253,13 @@ class TestSaving:
             stage.leave("s0", done=False),
         ):
             assert isinstance(effects[0], Save)
-            assert effects[0].state == stage.scheduler.snapshot()
         assert not any(isinstance(one, Save) for one in stage.beat("w0"))
         assert not any(isinstance(one, Save) for one in stage.barrier("w0"))
         assert stage.leave("w0")[-2:] == [Save(b""), Exit(0, "every worker left (1 of 1)")]
+
+    def test_a_save_is_the_state_after_the_change(self) -> None:
+        stage = Stage(1, 1, persist=True)
+        assert stage.hello("s0")[0] == Save(stage.scheduler.snapshot())
 
     def test_not_unless_asked_to(self) -> None:
         stage = Stage(1, 1)

@@ -127,7 +127,7 @@ class TestAttach:
     def test_one_that_ended_is_not_attached_to(self) -> None:
         table = self.guarded()
         table.by_node[W0].leave(Leave(False, 3, True, ""), 2.0)
-        with pytest.raises(ConfigError, match="worker 0 is lost .exit code 3.; nobody can attach"):
+        with pytest.raises(ConfigError, match=r"exit code 3.; nobody can attach"):
             table.attach("child", envelope(W0, 1), hello(0, pid=8), 3.0)
 
 
@@ -184,12 +184,13 @@ class TestRecognise:
 class TestLoss:
     def test_a_drop_puts_under_suspicion_when_it_was_the_last_link(self) -> None:
         table = seats()
-        assert table.drop("nobody", 1.0) is None
+        table.drop("nobody", 1.0)
         table.take("guardian", hello(0, guardian=True), 1.0)
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
-        assert table.drop("guardian", 2.0) is None
-        seat = table.drop("child", 3.0)
-        assert seat is not None
+        table.drop("guardian", 2.0)
+        assert not table.has_new_suspect
+        table.drop("child", 3.0)
+        assert table.has_new_suspect
         assert table.due(formed=True) == 4.0
         table.check()
 
@@ -216,7 +217,8 @@ class TestLoss:
         table = seats()
         table.take("a", hello(0), 0.0)
         table.by_node[W0].leave(Leave(True, 0, True, ""), 1.0)
-        assert table.drop("a", 2.0) is None
+        table.drop("a", 2.0)
+        assert not table.has_new_suspect
         assert table.due(formed=False) is None
 
     def test_when_nobody_is_here_the_end_of_waiting_is_due(self) -> None:
@@ -227,6 +229,14 @@ class TestLoss:
         assert table.due(formed=True) == 252.0
         table.take("b", hello(1), 13.0)
         assert table.due(formed=True) == 25.0
+
+    def test_the_last_of_several_counts(self) -> None:
+        table = seats()
+        table.take("a", hello(0), 0.0)
+        table.take("b", hello(1, pid=8), 5.0)
+        assert len(table.expire(12.0)) == 1
+        assert len(table.expire(17.0)) == 1
+        assert table.due(formed=True) == 257.0
 
 
 def test_the_next_job_keeps_the_servers_that_are_here() -> None:

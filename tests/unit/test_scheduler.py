@@ -44,12 +44,13 @@ class TestHello:
 
     @pytest.mark.spec("R23")
     def test_repeated_takes_no_second_seat(self) -> None:
-        stage = Stage(2, 1)
+        stage = Stage(3, 1)
         first = sent(stage.hello("w0"), Welcome)
         assert sent(stage.hello("w0"), Welcome) == first
         assert list(stage.states().values()).count("held") == 1
-        stage.hello("g", "worker", guardian=True)
-        stage.hello("g", "worker", guardian=True)
+        for _ in range(2):
+            (answer,) = sent(stage.hello("g", "worker", guardian=True), Beat)
+            assert answer.reason.startswith("waiting for 1 of 3 workers (rank 2)")
         assert list(stage.states().values()).count("held") == 2
 
     @pytest.mark.spec("R23")
@@ -151,6 +152,13 @@ class TestAttach:
         assert "info: worker 1 is back" in notes(effects)
         assert stage.states()["worker 1"] == "held"
         assert sent(effects, View, "w0")
+
+    def test_one_that_is_back_is_welcomed_once(self) -> None:
+        stage = Stage(2, 0)
+        stage.hello("w0", guardian=True)
+        stage.wait(12)
+        stage.hello("w1", rank=1, guardian=True)
+        assert told(stage.hello("w0", guardian=True), Welcome) == ["w0", "w1"]
 
     @pytest.mark.spec("R21")
     def test_with_an_older_incarnation(self) -> None:
@@ -276,6 +284,22 @@ class TestLeave:
 
 
 class TestBarrier:
+    @pytest.mark.spec("R34")
+    def test_is_passed_at_once_where_it_was_released(self) -> None:
+        stage = running(1)
+        stage.barrier("w0", 3)
+        assert sent(stage.barrier("w0", 2, seq=9), Released) == [Released(9)]
+
+    @pytest.mark.spec("R35")
+    def test_in_vain(self) -> None:
+        stage = running(2)
+        stage.barrier("w0", seq=4)
+        effects = stage.leave("w1", done=False, replaceable=False)
+        (error,) = sent(effects, Error, "w0")
+        assert (error.seq, error.code) == (4, WorkerLost.code)
+        (error,) = sent(stage.barrier("w0", 1, seq=5), Error)
+        assert (error.seq, error.code) == (5, WorkerLost.code)
+
     @pytest.mark.spec("R33")
     def test_releases_all_who_stand_there(self) -> None:
         stage = running()
