@@ -110,6 +110,7 @@ class DistStore(KVStore):
         """
         self._begin()
         self._call(calls.Stand(self._name, name), self._limit(timeout))
+        self._raise_later()
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
         """Return which elements of each key lie on which server.

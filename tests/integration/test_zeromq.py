@@ -1,0 +1,139 @@
+"""Packets over real sockets: routes, drops, holds, and bytes that are no packet."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import zmq
+
+from kvps.core.slab import Buffer
+from kvps.errors import ConfigError, ProtocolError
+from kvps.messages import Beat, Envelope, Packet, Pulled, Role, Stand
+from kvps.net.driver import Dropped
+from kvps.net.zeromq import ZmqTransport
+from kvps.tensors import from_frame, to_frame
+
+ENVELOPE = Envelope(bytes(16), 0, Role.WORKER, 1, 1, 0)
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def transports():
+    opened: list[ZmqTransport] = []
+
+    def make(*args, **options):
+        opened.append(ZmqTransport(*args, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close(0.0)
+
+
+def take(transport, deadline_s=10.0):
+    """Return the next thing that ``transport`` receives."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        for one in transport.poll(0.05):
+            return one
+    raise AssertionError("nothing came")
+
+
+def test_a_packet_goes_there_and_back(transports):
+    server, worker = transports(LOOPBACK), transports()
+    worker.connect("server 0", server.endpoint)
+    worker.send("server 0", Packet(ENVELOPE, Beat(7)), None)
+    route, packet = take(server)
+    assert packet == Packet(ENVELOPE, Beat(7))
+    server.send(route, Packet(ENVELOPE, Beat(8, "waiting")), None)
+    name, answer = take(worker)
+    assert name == "server 0"
+    assert answer.message == Beat(8, "waiting")
+
+
+def test_payload_is_held_until_it_is_read(transports):
+    server, worker = transports(LOOPBACK), transports()
+    worker.connect("server 0", server.endpoint)
+    worker.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+    route, _ = take(server)
+    count = 1 << 18
+    buffer = Buffer(torch.randn(count))
+    message = Pulled(1, 1, 1, True, (Stand(0, count, 1, 1),))
+    server.send(route, Packet(ENVELOPE, message, (to_frame(buffer.tensor),)), buffer.hold())
+    _, packet = take(worker)
+    assert torch.equal(from_frame(packet.payload[0], "float32"), buffer.tensor)
+    end = time.monotonic() + 10
+    while buffer.holds and time.monotonic() < end:
+        list(server.poll(0.01))
+    assert buffer.holds == 0
+
+
+def test_a_hold_is_released_where_nobody_listens(transports):
+    server = transports(LOOPBACK)
+    buffer = Buffer(torch.zeros(4))
+    message = Pulled(1, 1, 1, True, (Stand(0, 4, 1, 1),))
+    packet = Packet(ENVELOPE, message, (to_frame(buffer.tensor),))
+    server.send(b"nobody", packet, buffer.hold())
+    server.send("server 9", packet, buffer.hold())
+    assert buffer.holds == 0
+
+
+def test_a_broken_connection_is_a_drop(transports):
+    scheduler, member = transports(LOOPBACK, watch=True), transports()
+    member.connect("scheduler", scheduler.endpoint)
+    member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
+    route, _ = take(scheduler)
+    member.close(0.0)
+    dropped, what = take(scheduler)
+    assert dropped == route
+    assert isinstance(what, Dropped)
+
+
+def test_connecting_again_replaces(transports):
+    one, two, worker = transports(LOOPBACK), transports(LOOPBACK), transports()
+    worker.connect("server 0", one.endpoint)
+    worker.connect("server 0", two.endpoint)
+    worker.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+    take(two)
+    assert list(one.poll(0.05)) == []
+
+
+def test_bytes_that_are_no_packet(transports):
+    server = transports(LOOPBACK)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(server.endpoint)
+        stranger.send_multipart([b"GET / HTTP/1.1"])
+        with pytest.raises(ProtocolError):
+            take(server)
+        stranger.send_multipart([b"", b""])
+        with pytest.raises(ProtocolError):
+            take(server)
+
+
+def test_a_busy_port_is_named(transports):
+    server = transports(LOOPBACK)
+    with pytest.raises(ConfigError, match=f"{server.endpoint}.*another kvps process"):
+        ZmqTransport(server.endpoint)
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:80", "tcp://nohost.invalid:x", ""])
+def test_an_address_that_is_none(bind):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        ZmqTransport(bind)
+
+
+def test_an_address_that_cannot_be_connected_to(transports):
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        transports().connect("scheduler", "here")
+
+
+def test_another_thread_wakes_a_waiting_poll(transports):
+    server = transports(LOOPBACK)
+    thread = threading.Thread(target=server.wake)
+    thread.start()
+    assert list(server.poll(10.0)) == []
+    thread.join()
