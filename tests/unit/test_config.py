@@ -1,0 +1,142 @@
+"""What the environment says, and what it must not say by halves."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps import config
+from kvps.config import Cluster
+from kvps.errors import ConfigError
+
+DMLC = {
+    "DMLC_PS_ROOT_URI": "10.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9000",
+    "DMLC_NUM_WORKER": "3",
+    "DMLC_NUM_SERVER": "2",
+    "DMLC_ROLE": "server",
+}
+
+
+def test_no_sign_of_a_cluster():
+    assert config.cluster({}) is None
+    assert config.cluster({"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert config.cluster({"KVPS_SCHEDULER": ""}) is None
+
+
+def test_our_own_variables():
+    env = {"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "3", "KVPS_JOB": "ab" * 16}
+    assert config.cluster(env) == Cluster("tcp://h:1", rank=3, job=b"\xab" * 16)
+    assert config.cluster({"KVPS_SCHEDULER": "tcp://h:1"}) == Cluster("tcp://h:1")
+
+
+def test_mxnets_variables():
+    assert config.cluster(DMLC) == Cluster("tcp://10.0.0.1:9000", "server", workers=3, servers=2)
+    role = config.cluster({**DMLC, "DMLC_ROLE": ""})
+    assert role is not None
+    assert role.role == "worker"
+
+
+@pytest.mark.parametrize("missing", [name for name in DMLC if name != "DMLC_ROLE"])
+def test_half_a_dmlc_cluster_names_what_is_missing(missing):
+    with pytest.raises(ConfigError, match=f"but {missing} is not"):
+        config.cluster({**DMLC, missing: ""})
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"KVPS_RANK": "1"}, "KVPS_SCHEDULER is not"),
+        ({"SLURM_NTASKS": "4"}, "Slurm started 4 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI started 2"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS='many' is not a number"),
+        ({"KVPS_SCHEDULER": "h:1"}, "tcp://HOST:PORT"),
+        ({"KVPS_SCHEDULER": "tcp://h:0"}, "has no port"),
+        ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "-1"}, "KVPS_RANK=-1"),
+        ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "1.5"}, "whole number"),
+        ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "nan"}, "finite"),
+        ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_JOB": "xyz"}, "KVPS_JOB"),
+        ({**DMLC, "DMLC_ROLE": "boss"}, "worker, server or scheduler"),
+        ({**DMLC, "DMLC_PS_ROOT_PORT": "99999"}, "DMLC_PS_ROOT"),
+    ],
+)
+def test_a_description_that_cannot_be(env, says):
+    with pytest.raises(ConfigError, match=says):
+        config.cluster(env)
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [("1048576", 1 << 20), ("512M", 512 << 20), ("2G", 2 << 30), ("1.5GiB", 3 << 29), ("4k", 4096)],
+)
+def test_sizes(given, bytes_):
+    assert config.as_bytes("--memory-limit", given) == bytes_
+
+
+@pytest.mark.parametrize("given", ["", "M", "-1", "nan", "0", "1e40", "3X"])
+def test_sizes_that_are_none(given):
+    with pytest.raises(ConfigError, match="512M or 2G"):
+        config.as_bytes("--memory-limit", given)
+
+
+@pytest.mark.parametrize(
+    "given", ["", "9091", "tcp://:1", "tcp://h", "tcp://h:x", "udp://h:1", "tcp://h:1/x"]
+)
+def test_addresses_that_are_none(given):
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        config.as_bind("--bind", given)
+
+
+def test_only_loopback_without_insisting():
+    for bind in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
+        config.demand_loopback(bind, insecure=False)
+    for bind in ("tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "tcp://host:1"):
+        config.demand_loopback(bind, insecure=True)
+        with pytest.raises(ConfigError, match="--insecure"):
+            config.demand_loopback(bind, insecure=False)
+
+
+def test_where_a_server_listens():
+    assert config.server_bind("tcp://127.0.0.1:9091", insecure=False) == "tcp://127.0.0.1:0"
+    assert config.server_bind("tcp://10.0.0.1:9091", insecure=True) == "tcp://0.0.0.0:0"
+    with pytest.raises(ConfigError, match="--insecure"):
+        config.server_bind("tcp://10.0.0.1:9091", insecure=False)
+
+
+def test_where_a_scheduler_listens():
+    assert config.scheduler_bind("tcp://10.0.0.1:9000") == "tcp://10.0.0.1:9000"
+    assert config.scheduler_bind("tcp://localhost:9000") == "tcp://127.0.0.1:9000"
+    assert config.scheduler_bind("tcp://head:9000") == "tcp://0.0.0.0:9000"
+
+
+def test_switches():
+    assert [config.switch("X", {"X": one}) for one in ("1", "true", "YES", "0", "no", "")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="neither 1 nor 0"):
+        config.switch("X", {"X": "perhaps"})
+
+
+def test_the_join_limit():
+    assert config.join_max_s({"KVPS_JOIN_TIMEOUT": "2.5"}) == 2.5
+    assert config.join_max_s({}) == 60
+    with pytest.raises(ConfigError, match="over 0"):
+        config.join_max_s({"KVPS_JOIN_TIMEOUT": "0"})
+
+
+def test_the_bound_of_big_arrays(monkeypatch):
+    for name in config.BIGARRAY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert config.bigarray_bound(None, 100) == 100
+    monkeypatch.setenv("MXNET_KVSTORE_BIGARRAY_BOUND", "7")
+    assert config.bigarray_bound(None, 100) == 7
+    monkeypatch.setenv("KVPS_BIGARRAY_BOUND", "8")
+    assert config.bigarray_bound(None, 100) == 8
+    assert config.bigarray_bound(9, 100) == 9
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="bigarray_bound"):
+            config.bigarray_bound(bad, 100)
