@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from kvps.data import data_sampler, split_and_load
     from kvps.errors import (
         ConfigError,
         EpochChanged,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvps.store.cluster import LocalCluster
     from kvps.store.create import create, shutdown
     from kvps.store.kvstore import KVStore
+    from kvps.trainer import Trainer
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.errors": (
@@ -56,6 +58,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.store.cluster": ("LocalCluster",),
     "kvps.store.create": ("create", "shutdown"),
     "kvps.store.kvstore": ("KVStore",),
+    "kvps.data": ("data_sampler", "split_and_load"),
+    "kvps.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -76,11 +80,14 @@ __all__ = [
     "ServerLost",
     "StorageError",
     "Timeout",
+    "Trainer",
     "Unauthorized",
     "WorkerLost",
     "__version__",
     "create",
+    "data_sampler",
     "shutdown",
+    "split_and_load",
 ]
 
 

@@ -8,16 +8,26 @@ wrong thing.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
+from kvps.core.member import JOIN_MAX_S
 from kvps.errors import ConfigError
 
 DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"
 BIGARRAY_VARIABLES = ("KVPS_BIGARRAY_BOUND", "MXNET_KVSTORE_BIGARRAY_BOUND")
 _LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+_PLACE = (
+    *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
+    *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", *_DMLC, "DMLC_ROLE"),
+)
+"""What describes one process's place in one cluster, and misleads a process of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,8 @@ class Cluster:
     rank: int | None = None
     incarnation: int = 0
     """Of the seat that a guardian holds for this process; 0 where there is none."""
+    job: bytes = bytes(16)
+    """Of that seat."""
     workers: int | None = None
     servers: int | None = None
 
@@ -47,15 +59,7 @@ def number(
         ConfigError: if it is set to something else.
     """
     given = text(name, env=env)
-    if given is None:
-        return default
-    try:
-        value = float(given)
-    except ValueError as error:
-        raise ConfigError(f"{name}={given!r} is not a number; correct or unset it") from error
-    if value != value or value in (float("inf"), float("-inf")):
-        raise ConfigError(f"{name}={given!r} is not a finite number; correct or unset it")
-    return value
+    return default if given is None else as_number(name, given)
 
 
 def whole(
@@ -66,12 +70,188 @@ def whole(
     Raises:
         ConfigError: if it is set to something else.
     """
-    value = number(name, env=env)
-    if value is None:
-        return default
+    given = text(name, env=env)
+    return default if given is None else as_whole(name, given)
+
+
+def switch(name: str, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether a variable says yes; unset is no.
+
+    Raises:
+        ConfigError: if it says neither yes nor no.
+    """
+    given = text(name, "0", env=env)
+    if given is None or given.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{name}={given!r} is neither 1 nor 0; correct or unset it")
+    return given.lower() in _TRUE
+
+
+def as_number(name: str, given: str) -> float:
+    """Return what the flag or variable ``name`` was given, as a finite number.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        value = float(given)
+    except ValueError as error:
+        raise ConfigError(f"{name}={given!r} is not a number; correct or unset it") from error
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ConfigError(f"{name}={given!r} is not a finite number; correct or unset it")
+    return value
+
+
+def as_whole(name: str, given: str) -> int:
+    """Return what ``name`` was given, as a whole number from 0 on.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    value = as_number(name, given)
     if value != int(value) or value < 0:
         raise ConfigError(f"{name}={value:g} is not a whole number from 0 on; correct or unset it")
     return int(value)
+
+
+def as_bytes(name: str, given: str) -> int:
+    """Return what ``name`` was given, as a number of bytes: 1048576, 512M, 2G.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    amount = given.upper().removesuffix("B").removesuffix("I")
+    unit = amount[-1:] if amount[-1:] in _UNITS else ""
+    try:
+        count = float(amount.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        count = 0.0
+    if not 1 <= count < 2**63:
+        raise ConfigError(f"{name}={given!r} is no number of bytes; write it as 512M or 2G")
+    return int(count)
+
+
+def as_address(name: str, given: str) -> str:
+    """Return what ``name`` was given, as an address that may be connected to.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if port_of(name, given) == 0:
+        raise ConfigError(f"{name}={given!r} has no port; write it as tcp://HOST:PORT")
+    return given
+
+
+def as_bind(name: str, given: str) -> str:
+    """Return what ``name`` was given, as an address that may be listened on.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    port = port_of(name, given)
+    return f"tcp://127.0.0.1:{port}" if host_of(given) == "localhost" else given
+
+
+def port_of(name: str, address: str) -> int:
+    """Return the port in an address.
+
+    Raises:
+        ConfigError: unless it reads ``tcp://HOST:PORT``.
+    """
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path:
+        raise ConfigError(f"{name}={address!r} is no address; write it as tcp://HOST:PORT")
+    return port
+
+
+def host_of(address: str) -> str:
+    """Return the host in an address."""
+    return urlsplit(address).hostname or ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address; of a name, other than localhost, unknown."""
+    host = host_of(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def demand_loopback(bind: str, insecure: bool) -> None:
+    """Refuse to listen where other machines could send anything, since there are no keys.
+
+    Raises:
+        ConfigError: if ``bind`` is not loopback and the operator did not insist.
+    """
+    if not insecure and not is_loopback(bind):
+        raise ConfigError(
+            f"{bind} can be reached from other machines, and nothing here checks who sends: "
+            "whoever reaches it can change the model. Bind to tcp://127.0.0.1:PORT or, in a "
+            "network that you trust, say --insecure (KVPS_INSECURE=1)"
+        )
+
+
+def server_bind(scheduler: str, insecure: bool) -> str:
+    """Return where a server listens that was told nothing but where its scheduler is.
+
+    Raises:
+        ConfigError: if that would be where no worker of another machine reaches it.
+    """
+    if is_loopback(scheduler):
+        return "tcp://127.0.0.1:0"
+    if insecure:
+        return "tcp://0.0.0.0:0"
+    raise ConfigError(
+        f"the scheduler at {scheduler} may be on another machine, and a server listens on "
+        "loopback unless told otherwise: workers would not reach it. Say --bind tcp://0.0.0.0:0 "
+        "--insecure (KVPS_INSECURE=1) in a network that you trust, or --bind tcp://127.0.0.1:0 "
+        "if all workers are on this machine"
+    )
+
+
+def scheduler_bind(scheduler: str) -> str:
+    """Return where the scheduler listens that others know as ``scheduler``."""
+    bind = as_bind("DMLC_PS_ROOT_URI", scheduler)
+    try:
+        ipaddress.ip_address(host_of(bind))
+    except ValueError:  # a socket binds to addresses, not to names
+        return f"tcp://0.0.0.0:{port_of('DMLC_PS_ROOT_PORT', bind)}"
+    return bind
+
+
+def join_max_s(env: Mapping[str, str] | None = None) -> float:
+    """Return how long a process tries to reach its scheduler.
+
+    Raises:
+        ConfigError: unless it is over 0.
+    """
+    limit_s = number("KVPS_JOIN_TIMEOUT", JOIN_MAX_S, env=env)
+    assert limit_s is not None
+    if limit_s <= 0:
+        raise ConfigError(f"KVPS_JOIN_TIMEOUT={limit_s:g}: use a number of seconds over 0")
+    return limit_s
+
+
+def environment(
+    changes: Mapping[str, str], defaults: Mapping[str, str], env: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment for a process that is started: this one's, but for its place.
+
+    Args:
+        changes: what is set in any case.
+        defaults: what is set where the environment has nothing.
+        env: in place of this process's environment.
+    """
+    given = os.environ if env is None else env
+    return {
+        **defaults,
+        **{name: value for name, value in given.items() if name not in _PLACE},
+        **changes,
+    }
 
 
 def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
@@ -83,11 +263,12 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     scheduler = text("KVPS_SCHEDULER", env=env)
     if scheduler is not None:
         return Cluster(
-            scheduler,
+            as_address("KVPS_SCHEDULER", scheduler),
             rank=whole("KVPS_RANK", env=env),
             incarnation=whole("KVPS_INCARNATION", 0, env=env) or 0,
+            job=_job(env),
         )
-    found = _dmlc_cluster(env)
+    found = dmlc_cluster(env)
     if found is not None:
         return found
     if text("KVPS_RANK", env=env) is not None:
@@ -102,7 +283,23 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     return None
 
 
-def _dmlc_cluster(env: Mapping[str, str] | None) -> Cluster | None:
+def _job(env: Mapping[str, str] | None) -> bytes:
+    given = text("KVPS_JOB", "", env=env) or ""
+    try:
+        job = bytes.fromhex(given)
+    except ValueError:
+        job = b"?"
+    if len(job) not in (0, 16):
+        raise ConfigError(f"KVPS_JOB={given!r} is no name of a job; unset it (kvps-worker sets it)")
+    return job or bytes(16)
+
+
+def dmlc_cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
+    """Return the cluster that MXNet's variables describe; None if they describe none.
+
+    Raises:
+        ConfigError: if they describe half of one.
+    """
     names = (*_DMLC, "DMLC_ROLE")
     if all(text(name, env=env) is None for name in names):
         return None
@@ -118,7 +315,7 @@ def _dmlc_cluster(env: Mapping[str, str] | None) -> Cluster | None:
         raise ConfigError(f"DMLC_ROLE={role!r}: use worker, server or scheduler")
     host, port = text("DMLC_PS_ROOT_URI", env=env), whole("DMLC_PS_ROOT_PORT", env=env)
     return Cluster(
-        f"tcp://{host}:{port}",
+        as_address("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT", f"tcp://{host}:{port}"),
         role,
         workers=whole("DMLC_NUM_WORKER", env=env),
         servers=whole("DMLC_NUM_SERVER", env=env),

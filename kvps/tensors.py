@@ -37,12 +37,14 @@ def as_tensor(value: Array) -> torch.Tensor:
             raise Mismatch(f"expected a dense tensor, got layout {value.layout}")
         tensor = value.detach()
     elif isinstance(value, np.ndarray):
-        if value.dtype.name not in BY_NAME or not value.dtype.isnative:
+        if value.dtype.name not in BY_NAME or value.dtype.isbuiltin != 1:
             raise Mismatch(
                 f"element type {value.dtype} is not supported; use one of {', '.join(BY_NAME)}"
             )
-        # torch has neither read-only tensors nor negative strides.
-        plain = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+        # torch has no read-only tensors, and strides only in whole elements, forwards.
+        plain = value.flags.behaved and all(
+            stride >= 0 and stride % value.itemsize == 0 for stride in value.strides
+        )
         tensor = torch.from_numpy(value if plain else value.copy())
     else:
         raise Mismatch(

@@ -2,6 +2,11 @@
 
 The store makes these from the user's arguments, already checked for shape and type; the core
 answers each with one :class:`~kvps.core.effects.Finish`.
+
+What a Timeout means depends on the call. A push is still applied, once; so are the others that change
+something. Those in :data:`REPEATED` end with their caller's patience and may be made again. Those in
+:data:`TOGETHER` count only when they succeed: the same call made again is the same one, waited for
+again.
 """
 
 from __future__ import annotations
@@ -131,3 +136,10 @@ class LoadState(Call):
     """Put optimizer states on the servers, in the form SaveState gives them."""
 
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
+
+
+REPEATED = (Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
+"""Calls that change nothing, or nothing more when they are made again."""
+
+TOGETHER = (SetOptimizer, SetRate, Stand)
+"""Calls in which the k-th of one rank meets the k-th of another."""

@@ -4,54 +4,52 @@ The engine is asked with elements of a chunk, never with keys: the worker's plan
 into runs. A push of a whole chunk is one addition; a closed round of it one fused update.
 
 In a synchronous store the pushes of one number form a round, and the weights move when the round
-closes. In an asynchronous one each push moves them. A reading (a pull, or a push that asks for the
-values) whose condition does not hold yet waits at the first span that holds it up and is looked
-at again when that span moves.
+closes. In an asynchronous one each push moves them. What moves weights is written as a generator:
+after each version it yields the readings that waited there, to be looked at again before the next
+version comes. So who waits for a version gets exactly this one.
 
 A rule that needs norms of whole tensors (LARS, LAMB) makes a detour: a summed gradient becomes
 *due*, each server measures its part of the tensor, and the update happens when the sums of squares
-of all parts are known (:mod:`kvps.core.norms`).
+of all parts are known (:mod:`kvps.core.norms`). Spans are then never wider than a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from kvps.core.hyper import Hyper
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId
 from kvps.core.quorum import Quorum
-from kvps.core.rounds import Due, Span, Verdict
-from kvps.core.slab import Buffer, Chunk, NewChunk
-from kvps.core.updaters import Updater
-from kvps.errors import ConfigError, Mismatch, ProtocolError
+from kvps.core.rounds import WINDOW, Due, Span, Verdict
+from kvps.core.sessions import Reading
+from kvps.core.slab import Buffer, Chunk, Chunks
+from kvps.core.updaters import State, Updater
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Ask, Push, Stand
 from kvps.specs import BY_ID, BY_NAME
+from kvps.tensors import accumulator
 
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """A request for values, by one rank, that is answered when its conditions hold."""
-
-    rank: int
-    seq: int
-    store: str
-    chunk: int
-    values: bool
-    asks: tuple[Ask, ...]
-    done: bool = False
+Work = list[tuple[Span, int, torch.Tensor]]
+"""What is left of a push once it is judged: spans, the push's number for them, its gradient."""
 
 
 class Engine:
     """The chunks of one server and everything that happens to their values."""
 
-    def __init__(self, server: int, servers: int) -> None:
+    def __init__(self, server: int, servers: int, workers: int) -> None:
         self.server = server
         self.servers = servers
-        self.new_chunk = NewChunk()
+        self.workers = workers
+        self.chunks = Chunks()
         self.norms: dict[NormId, Norm] = {}
+        """Of the updates that are not made yet."""
+        self._told: dict[NormId, tuple[float, ...]] = {}
+        """This server's sums for updates that are made, for one who has missed them: the last
+        WINDOW of each (store, key, rank)."""
         self._untold: list[Norm] = []
 
     def chunk(self, number: int) -> Chunk:
@@ -60,7 +58,7 @@ class Engine:
         Raises:
             ProtocolError: if there is none.
         """
-        chunk = self.new_chunk.chunks.get(number)
+        chunk = self.chunks.by_number.get(number)
         if chunk is None:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
@@ -69,17 +67,18 @@ class Engine:
 
     def push(
         self, space: Namespace, message: Push, gradient: torch.Tensor, quorum: Quorum, now: float
-    ) -> tuple[Verdict, list[Span]]:
-        """Take a push in; return what became of it and the spans whose values moved.
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push; return what becomes of it, and those whom it wakes.
 
-        A push that is EARLY anywhere is not taken in at all.
+        It is taken in while these are iterated over. A push that is EARLY anywhere is not
+        taken in at all.
 
         Raises:
             ProtocolError, Mismatch, ConfigError: if it can never be; nothing is changed.
         """
         chunk = self.chunk(message.chunk)
         self._admit(space, chunk, message)
-        work: list[tuple[Span, int, torch.Tensor]] = []
+        work: Work = []
         taken = 0
         verdicts: set[Verdict] = set()
         for run in message.runs:
@@ -96,66 +95,99 @@ class Engine:
                 f"a push for ranks {list(message.ranks)}: some were counted, some were not"
             )
         if Verdict.EARLY in verdicts:
-            return Verdict.EARLY, []
-        moved = []
-        for span, number, part in work:
-            span.take(message.ranks, number)
-            if space.ordered:
-                keep = space.opened.deterministic
-                span.round(number, now).add(message.ranks, message.weight, part, keep)
-                moved.extend(self.close(space, chunk, span, quorum))
-            else:
-                moved.extend(self._due(space, chunk, span, Due(number, message.ranks[0], part)))
-        return (Verdict.COUNTED if work else Verdict.DUPLICATE), moved
-
-    def close(self, space: Namespace, chunk: Chunk, span: Span, quorum: Quorum) -> list[Span]:
-        """Close the rounds of ``span`` that are complete; return the spans that moved."""
-        moved: list[Span] = []
-        required = quorum.required(space.opened.on_worker_lost)
-        while required and span.closable(required):
-            closed = span.rounds.popleft()
-            moved.extend(self._due(space, chunk, span, Due(closed.number, None, closed.sum())))
-        return moved
+            return Verdict.EARLY, iter(())
+        if not work:
+            return Verdict.DUPLICATE, iter(())
+        if space.updater is not None:
+            self._state(space, chunk)  # if it cannot be made, nothing was taken in
+        return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now)
 
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
         if BY_ID[message.dtype].name != chunk.dtype:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
             )
-        if not message.ranks:
-            raise ProtocolError("a push speaks for no rank")
-        if space.updater is None:
-            if not space.ordered:
-                raise ConfigError(
-                    f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
-                    "is applied by one; call set_optimizer(...) before the first push"
-                )
-        elif BY_NAME[chunk.dtype].kind == "int" and not space.updater.takes_integers:
+        if not message.ranks or max(message.ranks) >= self.workers:
+            raise ProtocolError(
+                f"a push speaks for ranks {list(message.ranks)!s:.60}; there are {self.workers}"
+            )
+        chunk.validate(message.runs)
+        chunk.check_filled(message.runs)
+        if space.updater is None and not space.ordered:
             raise ConfigError(
-                f"optimizer {space.updater.hyper.name!r} cannot update {chunk.dtype} weights; "
-                "keep them in a store without an optimizer"
+                f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
+                "is applied by one; call set_optimizer(...) before the first push"
             )
 
-    def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> Iterator[Span]:
-        """Yield the spans that tile a run; one for each piece where norms are needed."""
-        if space.updater is None or not space.updater.needs_norms:
-            yield from chunk.cut(start, stop)
-            return
-        chunk.covering(start, stop)
-        for _, begin, end in list(chunk.pieces(start, stop)):
-            yield from chunk.cut(begin, end)
+    def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
+        """Return the spans that tile a run; one for each piece where norms are needed."""
+        if space.updater is not None and space.updater.needs_norms:
+            return chunk.cut_by_piece(start, stop)
+        return chunk.cut(start, stop)
+
+    def _take(
+        self,
+        space: Namespace,
+        chunk: Chunk,
+        ranks: tuple[int, ...],
+        work: Work,
+        quorum: Quorum,
+        now: float,
+    ) -> Iterator[Reading]:
+        """Take in what was judged COUNTED."""
+        for span, number, _ in work:
+            span.take(ranks, number)
+        for span, number, part in work:
+            if space.ordered:
+                span.round(number, now).add(ranks, part, space.opened.deterministic)
+                yield from self.close(space, chunk, span, quorum)
+            else:
+                yield from self._due(space, chunk, span, Due(number, ranks, accumulator(part)))
+
+    def close(
+        self, space: Namespace, chunk: Chunk, span: Span, quorum: Quorum
+    ) -> Iterator[Reading]:
+        """Close the rounds of ``span`` that are complete; yield those who are woken."""
+        required = quorum.required(space.opened.on_worker_lost)
+        while required and span.closable(required):
+            closed = span.rounds.popleft()
+            yield from self._due(space, chunk, span, Due(closed.number, (), closed.sum()))
 
     # --- updates ----------------------------------------------------------------------------
 
-    def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> list[Span]:
+    def optimize(self, space: Namespace, hyper: Hyper) -> Iterator[Reading]:
+        """Install an optimizer; yield those who are woken.
+
+        What waits for norms of the old rule is applied without, if the new one needs none.
+
+        Raises:
+            ConfigError: if it cannot update what is there; nothing is changed.
+        """
+        space.optimize(hyper)
+        assert space.updater is not None
+        for chunk in self.chunks.of_store(space.name):
+            for span in list(chunk.spans):
+                if space.updater.needs_norms:
+                    chunk.cut_by_piece(span.start, span.stop)
+                while span.due and not space.updater.needs_norms:
+                    yield from self._update(space, chunk, span, span.due.popleft())
+        if not space.updater.needs_norms:
+            self._drop_norms(space.name)
+
+    def replace(self, space: Namespace, shard: Shard) -> list[Reading]:
+        """Give back the place of a key that has another one now; return who waited there."""
+        self._drop_norms(space.name, shard.key)
+        return self.chunks.retire(shard.pieces)
+
+    def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         updater = space.updater
         if updater is None or not updater.needs_norms:
-            self._update(space, chunk, span, due)
-            return [span]
+            yield from self._update(space, chunk, span, due)
+            return
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
-            return []  # a round is measured against the weights that the round before it leaves
-        return self._measure(space, chunk, span, due, updater)
+            return  # a round is measured against the weights that the round before it leaves
+        yield from self._measure(space, chunk, span, due, updater)
 
     def _update(
         self,
@@ -164,28 +196,48 @@ class Engine:
         span: Span,
         due: Due,
         norms: torch.Tensor | None = None,
-    ) -> None:
-        """Move the weights of ``span`` by one round or one push."""
-        weight = chunk.writable()
+    ) -> Iterator[Reading]:
+        """Move the weights of ``span`` by one round or one push; yield those who are woken."""
+        if space.updater is None:
+            chunk.writable()[span.start : span.stop].copy_(due.gradient)
+        else:
+            span.step += 1
+            self._apply(space, space.updater, chunk, span, due, norms)
         span.version += 1
-        updater, hyper = space.updater, space.hyper
-        if updater is None or hyper is None:
-            weight[span.start : span.stop].copy_(due.gradient)
-            return
-        span.step += 1
-        if chunk.state is None:
-            chunk.state = updater.new_state(weight)
+        yield from chunk.woken(span.start, span.stop)
+
+    def _apply(
+        self,
+        space: Namespace,
+        updater: Updater,
+        chunk: Chunk,
+        span: Span,
+        due: Due,
+        norms: torch.Tensor | None,
+    ) -> None:
+        weight, state = chunk.writable(), self._state(space, chunk)
         for start, stop, lr, weight_decay in self._segments(space, chunk, span):
             updater.apply(
                 weight[start:stop],
                 due.gradient[start - span.start : stop - span.start],
-                {name: tensor[start:stop] for name, tensor in chunk.state.items()},
+                {name: tensor[start:stop] for name, tensor in state.items()},
                 step=span.step,
                 lr=lr,
                 weight_decay=weight_decay,
                 norms=norms,
                 rank=due.rank,
             )
+
+    def _state(self, space: Namespace, chunk: Chunk) -> State:
+        """Return the optimizer's state of ``chunk``, made when it is first needed.
+
+        Raises:
+            ConfigError: if the optimizer cannot update elements of this type.
+        """
+        assert space.updater is not None
+        if chunk.state is None:
+            chunk.state = space.updater.new_state(chunk.buffer.tensor)
+        return chunk.state
 
     def _segments(
         self, space: Namespace, chunk: Chunk, span: Span
@@ -196,127 +248,164 @@ class Engine:
         if not hyper.lr_mult and not hyper.wd_mult:
             yield span.start, span.stop, *hyper.for_key("")
             return
-        for key, start, stop in chunk.pieces(span.start, span.stop):
-            yield start, stop, *hyper.for_key(key)
+        pieces = chunk.pieces(span.start, span.stop)
+        for (lr, weight_decay), group in groupby(pieces, lambda one: hyper.for_key(one[0])):
+            alike = list(group)
+            yield alike[0][1], alike[-1][2], lr, weight_decay
 
     # --- norms of whole tensors ---------------------------------------------------------------
 
     def _measure(
         self, space: Namespace, chunk: Chunk, span: Span, due: Due, updater: Updater
-    ) -> list[Span]:
+    ) -> Iterator[Reading]:
         """Add this piece's sums of squares to those of its tensor."""
-        key = next(chunk.pieces(span.start, span.stop))[0]
+        ((key, start, stop),) = chunk.pieces(span.start, span.stop)
         shard = space.shards[key]
-        norm = self._norm((space.name, key, due.rank, due.number))
-        norm.expect(len(shard.pieces), self._holders(space, shard))
-        if chunk.state is None:
-            chunk.state = updater.new_state(chunk.buffer.tensor)
-        ((start, stop, lr, weight_decay),) = self._segments(space, chunk, span)
-        norm.measure(
-            updater.partial_norms(
-                chunk.buffer.tensor[start:stop],
-                due.gradient,
-                {name: tensor[start:stop] for name, tensor in chunk.state.items()},
-                step=span.step + 1,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
+        ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
+        state = self._state(space, chunk)
+        sums = updater.partial_norms(
+            chunk.buffer.tensor[start:stop],
+            due.gradient,
+            {name: tensor[start:stop] for name, tensor in state.items()},
+            step=span.step + 1,
+            lr=lr,
+            weight_decay=weight_decay,
         )
-        if norm.mine:
+        number = (space.name, key, due.rank, due.number)
+        norm = self.norms.setdefault(number, Norm(number))
+        norm.measure(sums, len(shard.pieces), self._holders(shard))
+        if norm.mine and norm.holders:
             self._untold.append(norm)
-        return self.settle(space, norm)
+        yield from self._settle(space, norm)
+
+    def _holders(self, shard: Shard) -> frozenset[int]:
+        """The other servers that hold pieces of a key: all if it is cut, none if it is not."""
+        if shard.count == shard.spec.count:
+            return frozenset()
+        return frozenset(range(self.servers)) - {self.server}
 
     def untold(self) -> list[Norm]:
         """Return the norms whose local sums were completed since the last call."""
         untold, self._untold = self._untold, []
         return untold
 
-    def settle(self, space: Namespace, norm: Norm) -> list[Span]:
-        """Update a tensor's pieces here if all its norms are known; return spans that moved."""
-        moved: list[Span] = []
-        if not norm.complete or norm.settled:
-            return moved
-        norm.settled = True
-        sums = norm.total(self.server)
+    def hear(
+        self, space: Namespace, number: NormId, server: int, sums: tuple[float, ...]
+    ) -> Iterator[Reading]:
+        """Another server told its part of a tensor's sums; yield those who are woken.
+
+        Raises:
+            KeyNotFound, Mismatch, ProtocolError: if that cannot be; nothing is changed.
+        """
+        ahead = number[3] - self._applied(space, number)
+        if number in self._told or not 0 <= ahead < WINDOW or not sums:
+            return  # the update is made; or so far off that it will have to be told again
+        norm = self.norms.setdefault(number, Norm(number))
+        norm.hear(server, sums)
+        yield from self._settle(space, norm)
+
+    def sums(self, space: Namespace, number: NormId, width: int) -> tuple[float, ...]:
+        """Return this server's sums for an update; empty while they are unknown.
+
+        For an update that was made without, or so long ago that its sums are forgotten, they are
+        ``width`` zeros: whoever still waits must not wait for ever.
+        """
+        if number in self._told:
+            return self._told[number]
+        if number in self.norms:
+            return self.norms[number].mine
+        return (0.0,) * width if number[3] < self._applied(space, number) else ()
+
+    def _applied(self, space: Namespace, number: NormId) -> int:
+        """The lowest update (of this rank) of a tensor that is not made yet."""
+        _, key, rank, _ = number
+        shard = space.shards.get(key)
+        if shard is None or not shard.pieces:
+            raise KeyNotFound(f"server {self.server} holds no part of {key!r}")
+        if space.ordered is not (rank is None):
+            raise ProtocolError(f"store {space.name!r} is {space.opened.mode}, update {number}")
+        piece = shard.pieces[0]
+        span = next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+        return span.version if rank is None else span.applied(rank)
+
+    def _settle(self, space: Namespace, norm: Norm) -> Iterator[Reading]:
+        """Update a tensor's pieces here if all its norms are known; yield those who are woken."""
+        if not norm.complete:
+            return
         updater = space.updater
         assert updater is not None
-        _, key, rank, number = norm.id
+        store, key, rank, number = norm.id
+        del self.norms[norm.id]
+        if norm.holders:
+            self._told[norm.id] = norm.mine
+            self._told.pop((store, key, rank, number - WINDOW), None)
+        sums = norm.total(self.server)
         for piece in space.shards[key].pieces:
             chunk = self.chunk(piece.chunk)
             (span,) = chunk.cut(piece.start, piece.start + piece.size)
             due = next(one for one in span.due if (one.rank, one.number) == (rank, number))
             span.due.remove(due)
-            self._update(space, chunk, span, due, sums)
-            moved.append(span)
+            yield from self._update(space, chunk, span, due, sums)
             if rank is None and span.due:
-                moved.extend(self._measure(space, chunk, span, span.due[0], updater))
-        return moved
+                yield from self._measure(space, chunk, span, span.due[0], updater)
 
-    def _norm(self, number: NormId) -> Norm:
-        if number not in self.norms:
-            self.norms[number] = Norm(number)
-            while len(self.norms) > Norm.KEPT_MAX:
-                oldest = next(iter(self.norms))
-                if not self.norms[oldest].settled:
-                    break
-                del self.norms[oldest]
-        return self.norms[number]
-
-    def heard(self, number: NormId, server: int, sums: tuple[float, ...]) -> Norm:
-        """Another server told its part of a tensor's sums."""
-        norm = self._norm(number)
-        if sums:
-            norm.hear(server, sums)
-        return norm
-
-    def _holders(self, space: Namespace, shard: Shard) -> frozenset[int]:
-        if shard.count == shard.spec.count:
-            return frozenset()
-        return frozenset(range(self.servers)) - {self.server}
+    def _drop_norms(self, store: str, key: str | None = None) -> None:
+        """Forget the norms of one store, or of one key of it."""
+        for norms in (self.norms, self._told):
+            for one in [one for one in norms if one[0] == store and key in (None, one[1])]:
+                del norms[one]
 
     # --- pulls ------------------------------------------------------------------------------
 
-    def holdup(self, space: Namespace, reading: Reading, quorum: Quorum) -> Span | None:
-        """Return the first span that keeps ``reading`` waiting, or None if it can be answered."""
-        chunk = self.chunk(reading.chunk)
-        for ask in reading.asks:
-            for span in chunk.covering(ask.start, ask.start + ask.size):
-                if not self._holds(space, span, ask, reading.rank, quorum):
-                    return span
-        return None
+    def holds(self, space: Namespace, reading: Reading, quorum: Quorum) -> bool:
+        """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
 
-    def _holds(self, space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> bool:
-        if span.version < ask.least:
-            return False
+        An element that once had what the reading needs is not looked at again.
+        """
+        chunk = self.chunk(reading.chunk)
+        for index in range(reading.index, len(reading.asks)):
+            ask = reading.asks[index]
+            stop = ask.start + ask.size
+            reading.index = index
+            reading.at = max(reading.at, ask.start)
+            for span in chunk.spans_in(reading.at, stop):
+                reading.at = max(reading.at, span.start)
+                if self._lacks(space, span, ask, reading.session.rank, quorum):
+                    return False
+        chunk.validate(reading.asks)  # a key may have been replaced while it waited
+        return True
+
+    def _lacks(self, space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> str:
+        """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
         if space.ordered:
-            return span.version >= ask.after
+            least = max(ask.after, ask.least)
+            if span.version >= least:
+                return ""
+            if span.due:
+                return f"round {span.version} waits for the norms of other servers"
+            missing = span.missing(quorum.required(space.opened.on_worker_lost))
+            ranks = ", ".join(map(str, missing)) or "none that is left"
+            return f"round {span.version} waits for a push of rank {ranks}"
+        if span.version < ask.least:
+            return f"it is at version {span.version}, asked for is {ask.least}"
         if span.applied(rank) < ask.after:
-            return False
-        return space.opened.mode != "ssp" or (
-            span.ahead(rank, quorum.held) <= space.opened.staleness
-        )
+            return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
+        ahead = span.ahead(rank, quorum.held) if space.opened.mode == "ssp" else 0
+        if ahead > space.opened.staleness:
+            return (
+                f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.held)}, "
+                f"staleness allows {space.opened.staleness}"
+            )
+        return ""
 
     def why(self, space: Namespace, reading: Reading, quorum: Quorum) -> str:
         """Say what ``reading`` waits for, for the one who waits."""
-        span = self.holdup(space, reading, quorum)
-        if span is None:
-            return "ready"
-        key = next(self.chunk(reading.chunk).pieces(span.start, span.stop))[0]
-        if space.ordered:
-            missing = span.missing(quorum.required(space.opened.on_worker_lost)) or tuple(
-                quorum.required(space.opened.on_worker_lost)
-            )
-            ranks = ", ".join(map(str, missing))
-            return f"key {key!r}: round {span.version} waits for a push of rank {ranks}"
-        if span.ahead(reading.rank, quorum.held) > space.opened.staleness:
-            clocks = {rank: count for rank, count in span.pushed.items() if rank in quorum.held}
-            slowest = min(clocks, key=lambda rank: clocks[rank])
-            return (
-                f"key {key!r}: rank {reading.rank} is "
-                f"{span.ahead(reading.rank, quorum.held)} pushes ahead of rank {slowest}, "
-                f"staleness allows {space.opened.staleness}"
-            )
-        return f"key {key!r} stands at version {span.version}"
+        chunk = self.chunk(reading.chunk)
+        span = next(chunk.spans_in(reading.at, reading.at + 1))
+        key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
+        ask = reading.asks[reading.index]
+        lack = self._lacks(space, span, ask, reading.session.rank, quorum)
+        return f"key {key[:64]!r}: {lack}"
 
     def read(
         self, space: Namespace, reading: Reading
@@ -325,35 +414,38 @@ class Engine:
 
         The buffer is None where the values are a copy.
         """
-        chunk = self.chunk(reading.chunk)
+        chunk, rank = self.chunk(reading.chunk), reading.session.rank
         stands: list[Stand] = []
         for ask in reading.asks:
             stop = ask.start + ask.size
-            for span in chunk.covering(ask.start, stop):
-                begin = max(span.start, ask.start)
-                stands.append(
-                    Stand(
-                        begin,
-                        min(span.stop, stop) - begin,
-                        span.version,
-                        span.owed(reading.rank, space.ordered),
-                    )
-                )
+            for span in chunk.spans_in(ask.start, stop):
+                begin, end = max(span.start, ask.start), min(span.stop, stop)
+                owed = span.owed(rank, space.ordered)
+                stands.append(Stand(begin, end - begin, span.version, owed))
         if not reading.values:
             return tuple(stands), None, None
-        weight = chunk.buffer.tensor
-        if space.updater is not None and space.updater.tracks_pulls and chunk.state is not None:
+        weight, updater = chunk.buffer.tensor, space.updater
+        if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
+            state = self._state(space, chunk)
             for ask in reading.asks:
-                space.updater.pulled(
-                    weight, chunk.state, ask.start, ask.start + ask.size, reading.rank
-                )
+                updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
         if len(reading.asks) == 1:
             (ask,) = reading.asks
             return tuple(stands), weight[ask.start : ask.start + ask.size], chunk.buffer.hold()
         parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
         return tuple(stands), torch.cat(parts), None
 
+    # --- members ----------------------------------------------------------------------------
+
+    def replaced(self, space: Namespace, rank: int, quorum: Quorum) -> None:
+        """A new process holds ``rank``: it need not make up for what it missed."""
+        for chunk in self.chunks.of_store(space.name):
+            for span in chunk.spans:
+                span.replace(rank, quorum.held)
+
     def check(self) -> None:
         """Assert the invariants of every chunk."""
-        for chunk in self.new_chunk.chunks.values():
+        for chunk in self.chunks.by_number.values():
+            assert chunk.spans
             chunk.check()
+        assert not self._untold

@@ -33,6 +33,9 @@ from kvps.core.snapshot import Snapshot, dump, load
 from kvps.messages import Envelope, Message, Node, Packet, Role, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
+FAREWELL_MAX_S = 3.0
+"""How long a job that is over waits for members whose connection is broken, to tell them: a socket
+comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
 
 
 def next_job(name: bytes) -> bytes:
@@ -63,6 +66,10 @@ class Job:
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """What members are told once everything is over."""
+        self._last_word: Exit | None = None
+        """What is to be done when everybody knows that."""
+        self._untold: set[Node | None] = set()
+        """Members that have no connection along which to tell them."""
         self.due: float | None = None
         """No later than the next thing that time alone brings about."""
         self.has_changed = False
@@ -136,15 +143,15 @@ class Job:
     def _schedule(self) -> None:
         self.seats.has_new_suspect = False
         times = (self.seats.due(self.formed), self._patience_until)
-        due = min((time for time in times if time is not None), default=None)
-        self.due = None if self.stop else due
+        if self.stop is None:
+            self.due = min((time for time in times if time is not None), default=None)
 
     # --- the end ----------------------------------------------------------------------------
 
     def _end(self, code: int, reason: str, now: float) -> None:
         self.note("info" if code == EXIT_DONE else "warning", f"job over: {reason}")
         if not self.settings.keep_alive:
-            self.halt(Stop(code, reason), code)
+            self.halt(Stop(code, reason), code, now)
             return
         for seat in self.seats.workers(*State):
             for route in seat.links:
@@ -157,15 +164,30 @@ class Job:
         self._announce(now)
         self._schedule()
 
-    def halt(self, stop: Stop, code: int) -> None:
-        """Stop every member, and this process with ``code``."""
-        self.stop, self.due = stop, None
+    def halt(self, stop: Stop, code: int, now: float) -> None:
+        """Stop every member, and this process with ``code`` once all of them can have heard it."""
+        self.stop = stop
         for route in self.seats.routes:
             self.send(route, stop)
         if self.settings.persist:
             self._outbox.append(Save(b""))
         self.has_changed = False
-        self._outbox.append(Exit(code, stop.reason))
+        self._last_word = Exit(code, stop.reason)
+        self._untold = {
+            seat.node
+            for seat in self.seats.by_node.values()
+            if seat.state is State.HELD and not seat.links
+        }
+        self.due = now + FAREWELL_MAX_S
+        self.part(None, now)
+
+    def part(self, node: Node | None, now: float) -> None:
+        """Exit if ``node``, which was just told to stop, is the last; or if it is late."""
+        self._untold.discard(node)
+        is_late = self.due is not None and now >= self.due
+        if self._last_word is not None and (is_late or not self._untold):
+            self._outbox.append(self._last_word)
+            self._last_word, self.due = None, None
 
     # --- what is said -----------------------------------------------------------------------
 

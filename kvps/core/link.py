@@ -5,8 +5,8 @@ also asks for values is acknowledged first and answered later), and at last *ans
 lose what was on a connection that broke, so a request that stays unanswered is asked after with a
 PROBE; the server names those that it does not have, and these are sent again, with the same bytes.
 
-Priority orders what is queued: the higher first. Requests for one chunk keep their order among
-themselves, whatever their priorities; a request of a higher priority lifts those before it.
+Priority orders what is queued: the higher first. Requests for one chunk form a *lane* and keep
+their order, whatever their priorities: one of a higher priority lifts those before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvps.core.worker import Talk
 
 WINDOW_BYTES = 16 << 20
-"""Payload that may be on its way to one server without having been acknowledged."""
+"""Payload that may be on its way to one server without having been acknowledged; the last
+request may go beyond it."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -40,21 +41,20 @@ class Request:
     fill: Callable[[], tuple[torch.Tensor, ...]] | None = None
     """Makes the payload, at the latest when it is sent."""
     payload_bytes: int = 0
+    """What it takes of the window; over 0, it changes the server's values and is never dropped."""
     lane: int = 0
     """The chunk whose requests must keep their order; 0 for those that travel by themselves."""
     priority: int = 0
-    store: str = ""
-    on_reply: Callable[[Packet], None] | None = None
-    """Called with the answer, as soon as it is there."""
-    on_refused: Callable[[], None] | None = None
-    """Called if the server refuses it: nothing was changed there by it."""
-    on_filled: Callable[[], None] | None = None
+    on_reply: Callable[[Packet, bool], None] | None = None
+    """Called with the answer as soon as it is there, and with whether the caller still waits."""
 
     payload: tuple[torch.Tensor, ...] = ()
     seq: int = 0
-    sent_at: float | None = None
+    """Its number on its link, from 1 on; 0 while it was not sent."""
+    sent_at: float = 0.0
     received: bool = False
-    answered: bool = False
+    dropped: bool = False
+    """Nobody wants the answer any more."""
     waits_for: str = ""
     """What the server last said it waits for."""
     talk: Talk | None = None
@@ -64,46 +64,46 @@ class Request:
         """Make the payload now, if it is not made yet; its source may change from here on."""
         if self.fill is not None:
             self.payload, self.fill = self.fill(), None
-            if self.on_filled is not None:
-                self.on_filled()
 
 
 class Link:
     """The requests of one worker to one server."""
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, endpoint: str = "", incarnation: int = 0) -> None:
         self.server = server
+        self.endpoint = endpoint
+        self.incarnation = incarnation
         self.ready = False
+        """The server has answered HELLO."""
+        self.refusal = ""
+        """What it answered instead."""
         self.heard_at: float | None = None
         self.outstanding: dict[int, Request] = {}
         """Sent and not answered, by seq, oldest first."""
         self._seq = 0
         self._order = 0
         self._lanes: dict[int, deque[Request]] = {}
-        self._heap: list[tuple[int, int, int]] = []
+        self._heap: list[tuple[int, int, Request]] = []
         self._bytes_away = 0
         self._probed_at = 0.0
 
     def queue(self, request: Request) -> None:
         """Put ``request`` in line."""
         self._order += 1
-        lane = request.lane or -self._order
-        self._lanes.setdefault(lane, deque()).append(request)
-        heapq.heappush(self._heap, (-request.priority, self._order, lane))
-
-    @property
-    def queued(self) -> Iterator[Request]:
-        """The requests in line, in no order."""
-        return (one for lane in self._lanes.values() for one in lane)
+        if request.lane:
+            self._lanes.setdefault(request.lane, deque()).append(request)
+        heapq.heappush(self._heap, (-request.priority, self._order, request))
 
     def due(self, now: float) -> Iterator[Request]:
         """Yield the requests that may be sent now, numbered and counted as sent."""
-        while self.ready and self._heap and self._has_room():
-            _, _, lane = heapq.heappop(self._heap)
-            line = self._lanes[lane]
-            request = line.popleft()
-            if not line:
-                del self._lanes[lane]
+        while self.ready and self._heap and self._bytes_away < WINDOW_BYTES:
+            first = self._heap[0][2]
+            if first.seq or first.dropped:  # or lifted by another, it went before its turn
+                heapq.heappop(self._heap)
+                continue
+            request = self._lanes[first.lane].popleft() if first.lane else first
+            if request.dropped:
+                continue
             request.freeze()
             self._seq += 1
             request.seq, request.sent_at = self._seq, now
@@ -111,8 +111,11 @@ class Link:
             self._bytes_away += request.payload_bytes
             yield request
 
-    def _has_room(self) -> bool:
-        return self._bytes_away < WINDOW_BYTES
+    def drop(self, request: Request) -> None:
+        """Forget a request that changes nothing: do not send it, or do not ask after it."""
+        assert not request.payload_bytes, "what changes values must arrive"
+        request.dropped = True
+        self.outstanding.pop(request.seq, None)
 
     def receive(self, seq: int) -> Request | None:
         """The server has request ``seq`` and will answer it later."""
@@ -127,25 +130,25 @@ class Link:
         request = self.receive(seq)
         if request is not None:
             del self.outstanding[seq]
-            request.answered = True
             request.payload = ()
         return request
 
-    def overdue(self, now: float) -> tuple[int, ...]:
-        """Return the requests to probe for, if it is time to."""
-        if self.probe_at() is None or now < (self.probe_at() or 0.0):
-            return ()
+    def overdue(self, now: float) -> list[tuple[int, ...]]:
+        """Return what to probe for, one tuple per PROBE, if it is time to."""
+        probe_at = self.probe_at()
+        if probe_at is None or now < probe_at:
+            return []
         self._probed_at = now
-        return self.to_probe()
+        return self.unanswered()
 
-    def to_probe(self) -> tuple[int, ...]:
-        """Return the oldest requests without an answer."""
-        return tuple(self.outstanding)[:PROBE_SEQS_MAX]
+    def unanswered(self) -> list[tuple[int, ...]]:
+        """Return all that has no answer, one tuple per PROBE."""
+        seqs = tuple(self.outstanding)
+        return [seqs[at : at + PROBE_SEQS_MAX] for at in range(0, len(seqs), PROBE_SEQS_MAX)]
 
     def probe_at(self) -> float | None:
         """When the next PROBE is due; None while nothing is outstanding."""
-        if not self.ready or not self.outstanding:
+        if not self.outstanding:
             return None
         oldest = next(iter(self.outstanding.values())).sent_at
-        assert oldest is not None
         return max(oldest, self._probed_at) + PROBE_AFTER_S

@@ -1,9 +1,9 @@
 """How a server or a worker belongs to a cluster: its side of the talk with the scheduler.
 
 A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest
-view, and says LEAVE when it ends. The server core and the worker core each own one of these and
-read its view. While a member is not welcomed for 60 s, it gives up as *temporary*: the scheduler
-may only be late.
+view, and says LEAVE when it ends, until that is heard. The server core and the worker core each own
+one of these and read its view. A member that has to wait is told so; one that hears nothing for
+60 s gives up as *temporary*: the scheduler may only be late.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Identity:
     guardian: bool = False
     master: str = ""
     silence_max_s: float = 12.0
+    job: bytes = bytes(16)
+    """Of that seat; zeros where there is none."""
+    join_max_s: float = JOIN_MAX_S
+    """How long to say HELLO to a scheduler that says nothing."""
 
 
 class Membership:
@@ -61,7 +65,7 @@ class Membership:
 
     def __init__(self, identity: Identity, now: float) -> None:
         self.identity = identity
-        self.job = bytes(16)
+        self.job = identity.job
         self.rank = 0
         self.incarnation = identity.incarnation
         self.welcome: Welcome | None = None
@@ -70,11 +74,11 @@ class Membership:
         self.error: KvpsError | None = None
         """Why this process can be no member (any more)."""
         self.stopped: Stop | None = None
-        self.leaving = False
         self.left = False
         self.progress = 0
         self.heard_at = now
-        self._since = now
+        self._leave: Leave | None = None
+        """What was said, until it is known to have been heard."""
         self._next_beat = now
 
     # --- what it knows ----------------------------------------------------------------------
@@ -144,8 +148,8 @@ class Membership:
     def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> Effects:
         """Say that this process ends, and how."""
         if not self.left and self.welcome is not None:
-            self.leaving = True
-            yield Send(SCHEDULER, self.packet(Leave(done, exit_code, replaceable, reason)))
+            self._leave = Leave(done, exit_code, replaceable, reason)
+            yield Send(SCHEDULER, self.packet(self._leave))
 
     def on_packet(self, packet: Packet, now: float) -> Effects:
         """The scheduler said something about membership; anything else is not for here."""
@@ -162,7 +166,9 @@ class Membership:
                     yield Send(SCHEDULER, self.packet(Beat(self.progress)))
                     self._next_beat = now + BEAT_EVERY_S
             case View():
-                if message.number > self.number or packet.envelope.job != self.job:
+                # One that overtakes a WELCOME is sent again: beats say which view is known.
+                is_new = message.number > self.number or packet.envelope.job != self.job
+                if is_new and self.welcome is not None:
                     self.view = message
                     self.job = packet.envelope.job
             case Beat():
@@ -186,19 +192,22 @@ class Membership:
             yield Note("warning", str(error))
 
     def on_timer(self, now: float) -> Effects:
-        """Say HELLO again, or beat, if it is time."""
+        """Say HELLO again, or beat, or LEAVE again, if it is time."""
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
         self._next_beat = now + BEAT_EVERY_S
         if self.welcome is not None:
             yield Send(SCHEDULER, self.packet(Beat(self.progress)))
-        elif now - self._since < JOIN_MAX_S:
+            if self._leave is not None:
+                yield Send(SCHEDULER, self.packet(self._leave))
+        elif self.silent_for(now) < self.identity.join_max_s:
             yield Send(SCHEDULER, self.hello())
         else:
             self.error = SchedulerLost(
-                f"{self.identity.role} on {self.identity.host}: {self.reason} for "
-                f"{JOIN_MAX_S:.0f} s. Nothing was lost. Check that kvps-scheduler runs and that "
-                "KVPS_SCHEDULER or --scheduler names its --bind address, then start this again"
+                f"{self.identity.role} on {self.identity.host}: no answer from the scheduler at "
+                f"{self.identity.scheduler} for {self.identity.join_max_s:g} s. Nothing was lost. "
+                "Check that kvps-scheduler runs and that KVPS_SCHEDULER or --scheduler names its "
+                "--bind address, then start this again"
             )
             yield Exit(EXIT_TEMPORARY, str(self.error))
 

@@ -8,16 +8,20 @@ repeats a call that is through changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kvps.core.hyper import Hyper
-from kvps.core.slab import Chunk, NewChunk, Slab
+from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.core.updaters import Updater, create
-from kvps.errors import Mismatch, Overload, ProtocolError
+from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
 from kvps.messages import Entry, Load, Open, Piece, Place
 from kvps.specs import BY_ID, BY_NAME, Spec
+
+MODES = ("sync", "async", "ssp")
+POLICIES = ("wait", "shrink", "fail")
 
 
 @dataclass(slots=True)
@@ -31,8 +35,8 @@ class Shard:
     pieces: tuple[Piece, ...]
     call: int = -1
     """The last DECLARE whose value is in: 0 for init, k + 1 for the k-th broadcast."""
-    loading: int = 0
-    """The DECLARE whose value is being loaded, while it is above ``call``."""
+    loading: tuple[int, int] = (-1, 0)
+    """The DECLARE whose value is being loaded, and by which incarnation of rank 0."""
     empty: set[Piece] = field(default_factory=set)
     """Pieces that the value being loaded has not reached."""
 
@@ -45,26 +49,29 @@ class Shard:
 class Namespace:
     """A store's keys, slabs and optimizer on one server."""
 
-    def __init__(self, opened: Open, new_chunk: NewChunk, limit_bytes: int | None) -> None:
+    def __init__(self, opened: Open, chunks: Chunks, limit_bytes: int | None) -> None:
+        if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
+            raise ConfigError(
+                f"store {opened.store!r}: mode {opened.mode!r:.40} and on_worker_lost "
+                f"{opened.on_worker_lost!r:.40} must be of {', '.join(MODES)} and of "
+                f"{', '.join(POLICIES)}"
+            )
         self.opened = opened
         self.name = opened.store
         self.ordered = opened.mode == "sync"
+        """Whether push numbers are round numbers."""
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
         self.hyper: Hyper | None = None
         self.sent_hyper: Hyper | None = None
         """What rank 0 last gave to set_optimizer; ``hyper`` also follows set_learning_rate."""
+        self.sent_lr = 0.0
+        """What rank 0 last gave to set_learning_rate."""
         self.optimize_calls = 0
         self.rate_calls = 0
         self._slabs: dict[str, Slab] = {}
-        self._new_chunk = new_chunk
+        self._chunks = chunks
         self._limit_bytes = limit_bytes
-
-    def new_chunk(self, dtype: str, capacity: int) -> Chunk:
-        """Return a chunk of this store."""
-        chunk = self._new_chunk(dtype, capacity)
-        chunk.store = self.name
-        return chunk
 
     def agree(self, opened: Open) -> None:
         """Check that another worker means the same store.
@@ -81,107 +88,183 @@ class Namespace:
                     f"{name}"
                 )
 
-    def declare(self, entry: Entry, create: bool, call: int) -> Place | None:
-        """Return where ``entry`` lies, placing it if ``create``; None while it must wait.
+    # --- keys -------------------------------------------------------------------------------
+
+    def find(self, entry: Entry, call: int) -> Place | None:
+        """Return where ``entry`` lies; None while it has no value of ``call``.
 
         Raises:
-            Mismatch: if the key exists with another type or shape.
-            Overload: if the server has no room for it.
+            Mismatch: if the key has one and is of another type or shape.
         """
-        spec = Spec(BY_ID[entry.dtype].name, entry.shape)
         shard = self.shards.get(entry.key)
-        if shard is not None and shard.call >= call:
-            self._same(shard, spec)
-            return Place(False, shard.pieces)
-        if not create:
+        if shard is None or shard.call < call:
             return None
-        if shard is not None and call == 0:
-            self._same(shard, spec)
-        elif shard is None or shard.spec != spec:
-            shard = self._place(entry, spec, shard)
-        shard.loading = call
-        shard.empty = set(shard.pieces)
-        if not shard.pieces:
-            shard.call = call
-        return Place(True, shard.pieces)
+        self._same(shard, entry)
+        return Place(False, shard.pieces)
+
+    def create(
+        self, entries: Sequence[Entry], call: int, life: int
+    ) -> tuple[tuple[Place, ...], list[Shard]]:
+        """Give a place to each key that has none, and expect values for those not through.
+
+        Returns:
+            The places, and the shards that were replaced by others: nobody has given back their
+            pieces yet.
+
+        Raises:
+            Mismatch: if a key exists with another type or shape and this is no broadcast.
+            Overload: if there is no room for all of them.
+            ProtocolError: if a key is named twice. In all these cases nothing is changed.
+        """
+        if len({entry.key for entry in entries}) != len(entries):
+            raise ProtocolError("a DECLARE names a key twice")
+        new = [entry for entry in entries if self._is_new(entry, call)]
+        self._check_room(new)
+        replaced: list[Shard] = []
+        for entry in new:
+            if entry.key in self.shards:
+                replaced.append(self.shards[entry.key])
+            self._place(entry)
+        return tuple(self._expect(self.shards[one.key], call, life) for one in entries), replaced
 
     def load(self, chunk: Chunk, message: Load, values: torch.Tensor) -> bool:
         """Write values that were declared; return whether a key became ready by it.
 
         Raises:
-            ProtocolError: for elements of which no key is being loaded, or only a part.
+            ProtocolError: for elements of which no such value is expected; nothing is changed.
         """
+        chunk.validate(message.runs)
         taken = 0
         work: list[tuple[Shard, Piece, torch.Tensor]] = []
         for run in message.runs:
-            chunk.covering(run.start, run.start + run.size)
             for key, start, stop in chunk.pieces(run.start, run.start + run.size):
                 shard = self.shards[key]
                 part = values[taken : taken + stop - start]
                 taken += stop - start
-                if shard.loading < run.number:
-                    raise ProtocolError(f"key {key!r} is loaded without having been declared")
-                if run.number > shard.call:
-                    work.append((shard, Piece(chunk.number, start, stop - start), part))
-        target = chunk.writable() if work else chunk.buffer.tensor
+                if run.number <= shard.call:
+                    continue  # again: it is in
+                if run.number != shard.loading[0]:
+                    raise ProtocolError(
+                        f"key {key!r}: value {run.number} was loaded, declared was "
+                        f"{max(shard.loading[0], shard.call)}"
+                    )
+                work.append((shard, Piece(chunk.number, start, stop - start), part))
+        if not work:
+            return False
+        target = chunk.writable()
         became_ready = False
         for shard, piece, part in work:
             stop = piece.start + piece.size
             target[piece.start : stop].copy_(part)
             self._forget_state(chunk, piece.start, stop)
+            chunk.fill(piece.start)
             shard.empty.discard(piece)
             if not shard.empty:
-                shard.call = shard.loading
+                shard.call = shard.loading[0]
                 became_ready = True
         return became_ready
 
-    def optimize(self, hyper: Hyper) -> None:
-        """Install ``hyper``. Under the same rule state is kept, under another it begins anew."""
-        same = self.hyper is not None and self.hyper.name == hyper.name
-        self.hyper = hyper
-        self.updater = create(hyper)
-        for chunk in self._new_chunk.chunks.values():
-            if chunk.store != self.name or chunk.state is None:
-                continue
-            if same:
-                chunk.state = self.updater.adopt(chunk.buffer.tensor, chunk.state)
-                continue
-            chunk.state = None
-            for span in chunk.spans:
-                span.step = 0
+    def _is_new(self, entry: Entry, call: int) -> bool:
+        """Whether a new place is needed for ``entry``."""
+        shard = self.shards.get(entry.key)
+        if shard is None:
+            return True
+        if shard.call < call and call > 0 and shard.spec != _spec(entry):
+            return True
+        self._same(shard, entry)
+        return False
 
-    def _same(self, shard: Shard, spec: Spec) -> None:
+    def _same(self, shard: Shard, entry: Entry) -> None:
+        spec = _spec(entry)
         if shard.spec != spec:
             raise Mismatch(
                 f"key {shard.key!r} of store {self.name!r} is {shard.spec} and cannot be "
                 f"initialised as {spec}; use the same type and shape on every worker, or "
                 "broadcast() to replace the key"
             )
-
-    def _place(self, entry: Entry, spec: Spec, old: Shard | None) -> Shard:
-        need = entry.size * BY_NAME[spec.dtype].itemsize
-        used = self._new_chunk.weight_bytes
-        if self._limit_bytes is not None and used + need > self._limit_bytes:
-            raise Overload(
-                f"no room for key {entry.key!r} ({need} bytes): {used} of the "
-                f"{self._limit_bytes} bytes of --memory-limit hold weights; add servers or raise "
-                "the limit"
+        if (shard.start, shard.count) != (entry.start, entry.size):
+            raise Mismatch(
+                f"key {shard.key!r} of store {self.name!r}: this server holds {shard.count} "
+                f"elements from {shard.start}, not {entry.size} from {entry.start}"
             )
-        slab = self._slabs.setdefault(spec.dtype, Slab(spec.dtype))
-        for piece in old.pieces if old else ():
-            self._new_chunk.chunks[piece.chunk].retire(piece)
-        pieces = slab.place(entry.key, entry.size, self.new_chunk) if entry.size else []
-        shard = Shard(entry.key, spec, entry.start, entry.size, tuple(pieces))
-        self.shards[entry.key] = shard
-        return shard
+
+    def _check_room(self, new: Sequence[Entry]) -> None:
+        need = sum(entry.size * BY_ID[entry.dtype].itemsize for entry in new)
+        used = self._chunks.weight_bytes
+        for entry in new:
+            old = self.shards.get(entry.key)
+            used -= old.count * BY_NAME[old.spec.dtype].itemsize if old else 0
+        if self._limit_bytes is not None and used + need > self._limit_bytes:
+            keys = f"key {new[0].key!r}" + (f" and {len(new) - 1} more" if new[1:] else "")
+            raise Overload(
+                f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
+                "--memory-limit hold weights; add servers or raise the limit"
+            )
+
+    def _place(self, entry: Entry) -> None:
+        spec = _spec(entry)
+        slab = self._slabs.get(spec.dtype)
+        if slab is None:
+            slab = self._slabs[spec.dtype] = Slab(self.name, spec.dtype, self._chunks)
+        pieces = slab.place(entry.key, entry.size)
+        self.shards[entry.key] = Shard(entry.key, spec, entry.start, entry.size, pieces)
+
+    def _expect(self, shard: Shard, call: int, life: int) -> Place:
+        if shard.call >= call:
+            return Place(False, shard.pieces)
+        if shard.loading != (call, life):  # else the same DECLARE again
+            shard.loading = (call, life)
+            shard.empty = set(shard.pieces)
+        if not shard.pieces:
+            shard.call = call
+        return Place(True, shard.pieces)
+
+    # --- the optimizer ----------------------------------------------------------------------
+
+    def optimize(self, hyper: Hyper) -> None:
+        """Install ``hyper``. Under the same rule state is kept, under another it begins anew.
+
+        Raises:
+            ConfigError: if it cannot update what is there; nothing is changed.
+        """
+        updater = create(hyper)
+        same = self.hyper is not None and self.hyper.name == hyper.name
+        chunks = self._chunks.of_store(self.name)
+        adopted = {}
+        for chunk in chunks:
+            if same and chunk.state is not None:
+                adopted[chunk.number] = updater.adopt(chunk.buffer.tensor, chunk.state)
+            elif any(span.is_open for span in chunk.spans):
+                updater.new_state(chunk.buffer.tensor[:0])  # refuses types that it cannot update
+        self.hyper, self.updater = hyper, updater
+        for chunk in chunks:
+            chunk.state = adopted.get(chunk.number)
+            for span in () if same else chunk.spans:
+                span.step = 0
+
+    def set_rate(self, lr: float) -> None:
+        """Install another learning rate; state does not depend on it.
+
+        Raises:
+            ConfigError: if there is no optimizer, or the rate is out of its range.
+        """
+        if self.hyper is None:
+            raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
+        self.hyper = self.hyper.with_lr(lr)
+        self.updater = create(self.hyper)
 
     def _forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
         """Begin the optimizer's state of these elements anew: their weights are new."""
-        if chunk.state is None or self.updater is None:
+        if chunk.state is None:
             return
+        assert self.updater is not None
         weight = chunk.buffer.tensor[start:stop]
         fresh = self.updater.new_state(weight)
         for name, tensor in chunk.state.items():
             tensor[start:stop] = fresh.get(name, weight)  # what a rank last read is now this
         for span in chunk.cut(start, stop):
             span.step = 0
+
+
+def _spec(entry: Entry) -> Spec:
+    return Spec(BY_ID[entry.dtype].name, entry.shape)

@@ -10,9 +10,9 @@ different order never wait for each other.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
+
+from kvps.errors import Mismatch
 
 NormId = tuple[str, str, int | None, int]
 """(store, key, rank or None, number)."""
@@ -21,32 +21,36 @@ NormId = tuple[str, str, int | None, int]
 class Norm:
     """What is known of one tensor's sums of squares for one update."""
 
-    KEPT_MAX: ClassVar[int] = 4096
-    """How many are remembered, so that a lost answer can be given again."""
-
     def __init__(self, number: NormId) -> None:
         self.id = number
-        self.settled = False
-        self.told_at: float | None = None
+        self.holders: frozenset[int] = frozenset()
+        """The other servers that hold pieces; known when a piece here was measured."""
         self._pieces_left: int | None = None
-        self._holders: frozenset[int] = frozenset()
         self._local: torch.Tensor | None = None
         self._remote: dict[int, torch.Tensor] = {}
 
-    def expect(self, pieces: int, holders: frozenset[int]) -> None:
-        """Learn how many pieces lie here, and which other servers hold some."""
+    def measure(self, sums: torch.Tensor, pieces: int, holders: frozenset[int]) -> None:
+        """Add the sums of one of the ``pieces`` of this server; ``holders`` have the others."""
         if self._pieces_left is None:
-            self._pieces_left = pieces
-            self._holders = holders
-
-    def measure(self, sums: torch.Tensor) -> None:
-        """Add the sums of one piece of this server."""
+            self._pieces_left, self.holders = pieces, holders
         assert self._pieces_left, "more pieces measured than there are"
-        self._local = sums if self._local is None else self._local + sums
         self._pieces_left -= 1
+        self._local = sums if self._local is None else self._local + sums
+        for server, heard in list(self._remote.items()):
+            if len(heard) != len(sums):
+                del self._remote[server]
 
     def hear(self, server: int, sums: tuple[float, ...]) -> None:
-        """Take in another server's sums; again and again is fine."""
+        """Take in another server's sums; again and again is fine.
+
+        Raises:
+            Mismatch: if they are not as many as this server's.
+        """
+        if self._local is not None and len(sums) != len(self._local):
+            raise Mismatch(
+                f"key {self.id[1]!r}: server {server} told {len(sums)} sums of squares, expected "
+                f"{len(self._local)}; do both have the same optimizer?"
+            )
         self._remote[server] = torch.tensor(sums, dtype=torch.float64)
 
     @property
@@ -59,17 +63,12 @@ class Norm:
     @property
     def unheard(self) -> frozenset[int]:
         """The servers whose sums are missing."""
-        return self._holders - self._remote.keys()
-
-    @property
-    def holders(self) -> frozenset[int]:
-        """The other servers that hold pieces."""
-        return self._holders
+        return self.holders - self._remote.keys()
 
     @property
     def complete(self) -> bool:
         """Whether the whole tensor is measured."""
-        return bool(self.mine) and not self.unheard
+        return self._pieces_left == 0 and not self.unheard
 
     def total(self, me: int) -> torch.Tensor:
         """The sums over the whole tensor, added in the order of the servers' ranks.
@@ -78,5 +77,5 @@ class Norm:
         """
         assert self._local is not None
         known = {me: self._local, **self._remote}
-        first, *rest = (known[server] for server in sorted({me, *self._holders}))
+        first, *rest = (known[server] for server in sorted({me, *self.holders}))
         return sum(rest, start=first)

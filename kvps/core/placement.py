@@ -1,9 +1,9 @@
 """Which server holds which elements of a key.
 
 A key below the bound lives on one server, its *home*, chosen by a stable hash of its name. A
-larger one is cut into near-equal parts over all servers. Every process computes the same answer
-from the same four values, so nobody has to be asked, and the order of ``init`` calls does not
-matter. Python's own ``hash`` is not stable between processes; BLAKE2 is.
+larger one is cut into near-equal parts, one for each server. Every process computes the same
+answer from the same four values, so nobody has to be asked, and the order of ``init`` calls does
+not matter. Python's own ``hash`` is not stable between processes; BLAKE2 is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BIGARRAY_BOUND = 100_000
 """Elements from which a key is cut: with ResNet-50 on 4 servers the fullest one then carries
 1.02 times the mean; at MXNet's 1,000,000 it would be 1.15 times."""
 
-_ALIGN = 16
+ALIGN = 16
 """Parts begin at multiples of this many elements, so that vector instructions start aligned."""
 
 
@@ -41,15 +41,16 @@ def home(key: str, servers: int) -> int:
 def parts(key: str, count: int, servers: int, bound: int = BIGARRAY_BOUND) -> tuple[Part, ...]:
     """Return where the ``count`` elements of ``key`` lie, in the order of the elements.
 
+    A key is cut only if every server gets some of it: then each of them knows the key, and knows
+    that all the others do.
+
     Example:
         >>> parts("weight", 100, servers=2, bound=64)
-        (Part(server=0, start=0, count=48), Part(server=1, start=48, count=52))
+        (Part(server=0, start=0, size=48), Part(server=1, start=48, size=52))
     """
-    if count < bound or servers == 1:
+    if servers == 1 or count < max(bound, servers * ALIGN):
         return (Part(home(key, servers), 0, count),)
-    cuts = [count * i // servers // _ALIGN * _ALIGN for i in range(servers)] + [count]
+    cuts = [count * i // servers // ALIGN * ALIGN for i in range(servers)] + [count]
     return tuple(
-        Part(server, start, stop - start)
-        for server, (start, stop) in enumerate(pairwise(cuts))
-        if stop > start
+        Part(server, start, stop - start) for server, (start, stop) in enumerate(pairwise(cuts))
     )

@@ -37,8 +37,11 @@ class Key:
     pieces: tuple[Held, ...] = ()
     number: int = 0
     """The number of this rank's next push."""
-    version: int = 0
-    """The newest version that this rank has heard of on all of its parts."""
+    applied: int = 0
+    """How many pushes this rank knows to be applied on all parts: where push numbers are round
+    numbers the version, else this rank's own."""
+    is_refused: bool = False
+    """A push was refused, so which number is owed next has to be asked."""
     broadcasts: int = 0
     """How many times this rank has broadcast it."""
 
@@ -63,10 +66,30 @@ class Share:
     dtype: str
     segments: list[Segment] = field(default_factory=list)
     """In the order of the chunk."""
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    """(start, size) of what the segments cover, neighbours joined."""
     size: int = 0
+    _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
+    """For each segment its key's index, and which of the key's elements; None for all."""
+    _sizes: list[int] = field(default_factory=list)
+
+    def seal(self, keys: Sequence[Key]) -> None:
+        """Prepare for use: all segments are there."""
+        self.segments.sort()
+        for start, size, index, offset in self.segments:
+            if self.blocks and sum(self.blocks[-1]) == start:
+                self.blocks[-1] = (self.blocks[-1][0], self.blocks[-1][1] + size)
+            else:
+                self.blocks.append((start, size))
+            whole = size == keys[index].spec.count
+            self._cuts.append((index, None if whole else slice(offset, offset + size)))
+            self._sizes.append(size)
+            self.size += size
 
     def runs(self, numbers: Sequence[int]) -> tuple[Run, ...]:
         """Return the runs of a push, where ``numbers[i]`` is that of the plan's i-th key."""
+        if _all_equal(numbers):
+            return tuple([Run(start, size, numbers[0]) for start, size in self.blocks])
         runs: list[Run] = []
         stop, last = -1, -1
         for segment in self.segments:
@@ -80,6 +103,8 @@ class Share:
 
     def asks(self, after: Sequence[int], least: Sequence[int]) -> tuple[Ask, ...]:
         """Return the runs of a pull, with each key's conditions."""
+        if _all_equal(after) and _all_equal(least):
+            return tuple([Ask(start, size, after[0], least[0]) for start, size in self.blocks])
         asks: list[Ask] = []
         stop, last = -1, (-1, -1)
         for segment in self.segments:
@@ -103,23 +128,20 @@ class Share:
 
     def scatter(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Copy this share's elements back into ``rows``."""
-        torch._foreach_copy_(
-            self._slices(rows), list(torch.split(values, [one.size for one in self.segments]))
-        )
+        torch._foreach_copy_(self._slices(rows), list(torch.split(values, self._sizes)))
 
     def _slices(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
-        return [
-            rows[one.key]
-            if one.size == len(rows[one.key])
-            else rows[one.key][one.offset : one.offset + one.size]
-            for one in self.segments
-        ]
+        return [rows[key] if cut is None else rows[key][cut] for key, cut in self._cuts]
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of all elements of this share."""
         return self.size * BY_NAME[self.dtype].itemsize
+
+
+def _all_equal(numbers: Sequence[int]) -> bool:
+    return numbers.count(numbers[0]) == len(numbers)
 
 
 @dataclass(slots=True)
@@ -140,9 +162,8 @@ def make(keys: Sequence[Key]) -> Plan:
                 share = Share(piece.server, piece.chunk, key.spec.dtype)
                 shares[piece.server, piece.chunk] = share
             share.segments.append(Segment(piece.start, piece.size, index, piece.offset))
-            share.size += piece.size
     for share in shares.values():
-        share.segments.sort()
+        share.seal(keys)
     # Chunk by chunk over the servers, so that all of them have work from the first message on.
     rank_in_server: dict[int, int] = {}
     order: list[tuple[int, int, Share]] = []

@@ -12,7 +12,7 @@ class Quorum:
     held: frozenset[int]
     """Held by a live worker (or not yet taken for the first time)."""
     lost: frozenset[int]
-    """Lost, and a replacement may come."""
+    """Lost: it did not leave, so its gradient is missing until a replacement brings it."""
 
     def required(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that a round of a store with this policy waits for."""

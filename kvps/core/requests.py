@@ -7,16 +7,17 @@ in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
-from kvps.core.effects import Effects, Route, Send
-from kvps.core.engine import Engine, Reading
+from kvps.core.effects import Effects, Send
+from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
-from kvps.core.norms import Norm
-from kvps.core.rounds import Span, Verdict
+from kvps.core.norms import Norm, NormId
+from kvps.core.rounds import Verdict
+from kvps.core.rules import MASTER
+from kvps.core.sessions import Reading, Session, Waiting
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     Ack,
@@ -47,6 +48,7 @@ from kvps.messages import (
     Push,
     Rate,
     Receipt,
+    Run,
     SetState,
     StateIs,
     Status,
@@ -56,28 +58,8 @@ from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 STATUS_MAX = 1024
-"""How many rounds and keys one STATUS answer names."""
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A request for something that does not exist yet."""
-
-    retry: Callable[[], Message | None]
-    """Returns the answer, or None while it still waits."""
-    why: Callable[[], str]
-
-
-@dataclass(slots=True)
-class Session:
-    """One worker rank as this server knows it, in one of its lives."""
-
-    rank: int
-    route: Route
-    incarnation: int
-    live: bool = True
-    """False once a newer incarnation has spoken."""
-    pending: dict[int, Waiting | Reading] = field(default_factory=dict)
+COUNTS_MAX = 16 * 1024
+"""How many keys, and how many counts of ranks, one STATUS answer names."""
 
 
 class Requests:
@@ -87,8 +69,28 @@ class Requests:
         self.member = member
         self.engine = engine
         self.spaces: dict[str, Namespace] = {}
+        self.sessions: dict[int, Session] = {}
+        """By rank: the newest incarnation that has spoken."""
+        self._lives: dict[int, int] = {}
+        """By rank: the newest incarnation that was heard of."""
         self._memory_limit = memory_limit
-        self._readers: dict[int, Session] = {}
+
+    def life(self, rank: int) -> int:
+        """The newest incarnation of ``rank`` that was heard of; 0 before the first."""
+        return self._lives.get(rank, 0)
+
+    def begin(self, rank: int, incarnation: int) -> None:
+        """``rank`` has this incarnation: if it is newer, drop what an older one had pending."""
+        before = self.life(rank)
+        if incarnation <= before:
+            return
+        self._lives[rank] = incarnation
+        old = self.sessions.pop(rank, None)
+        if old is not None:
+            old.pending.clear()
+        if before:
+            for space in self.spaces.values():
+                self.engine.replaced(space, rank, self.member.quorum())
 
     def answer(self, session: Session, packet: Packet, now: float) -> Effects:
         """Do what ``packet`` asks.
@@ -97,7 +99,6 @@ class Requests:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
-        self._readers[session.rank] = session
         match message:
             case Push():
                 yield from self._push(session, seq, message, packet.payload[0], now)
@@ -126,19 +127,16 @@ class Requests:
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
 
-    def look_again(self, sessions: Iterable[Session]) -> Effects:
+    def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""
         quorum = self.member.quorum()
-        for chunk in self.engine.new_chunk.chunks.values():
+        for chunk in list(self.engine.chunks.by_number.values()):
             space = self.spaces[chunk.store]
             for span in list(chunk.spans):
                 yield from self._wake(self.engine.close(space, chunk, span, quorum))
         yield from self._tell_norms()
-        for session in sessions:
-            for one in list(session.pending.values()):
-                if isinstance(one, Reading):
-                    yield from self._read(session, one)
-        yield from self._retry()
+        for chunk in self.engine.chunks.by_number.values():
+            yield from self._wake(chunk.woken(0, chunk.used))
 
     # --- values ---------------------------------------------------------------------------------
 
@@ -146,58 +144,54 @@ class Requests:
         self, session: Session, seq: int, message: Push, frame: memoryview, now: float
     ) -> Effects:
         space = self._space_of(message.chunk)
-        gradient = from_frame(frame, BY_ID[message.dtype].name)
-        verdict, moved = self.engine.push(space, message, gradient, self.member.quorum(), now)
-        if verdict is Verdict.EARLY:
-            return  # not taken in: the worker will probe, and send it again
-        reading = None
-        if message.pull:
-            reading = Reading(
-                session.rank,
-                seq,
-                space.name,
-                message.chunk,
-                values=True,
-                asks=tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs),
-            )
-            session.pending[seq] = reading
-        yield from self._wake(moved)
-        yield from self._tell_norms()
-        if reading is not None:
-            yield from self._read(session, reading)
-            if reading.done:
-                return
         chunk = self.engine.chunk(message.chunk)
+        reading = None
+        if seq not in session.pending:  # else it is in, and its values are on their way
+            gradient = from_frame(frame, BY_ID[message.dtype].name)
+            verdict, woken = self.engine.push(space, message, gradient, self.member.quorum(), now)
+            if verdict is Verdict.EARLY:
+                return  # not taken in: the worker will probe, and send it again
+            if message.pull:
+                asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
+                reading = Reading(session, seq, space.name, chunk.number, True, asks)
+                session.pending[seq] = reading
+            yield from self._wake(woken)
+            yield from self._tell_norms()
+        if reading is not None:
+            yield from self._read(reading)
+            if not reading.is_pending:
+                return
         version = min(
             span.version
             for run in message.runs
-            for span in chunk.covering(run.start, run.start + run.size)
+            for span in chunk.spans_in(run.start, run.start + run.size)
         )
         yield self._send(session, Ack((Receipt(seq, version),)))
 
     def _pull(self, session: Session, seq: int, message: Pull) -> Effects:
+        if seq in session.pending:
+            return
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        for ask in message.runs:
-            chunk.covering(ask.start, ask.start + ask.size)
-        reading = Reading(
-            session.rank, seq, space.name, message.chunk, message.values, message.runs
-        )
+        chunk.validate(message.runs)
+        chunk.check_filled(message.runs)
+        reading = Reading(session, seq, space.name, chunk.number, message.values, message.runs)
         session.pending[seq] = reading
-        yield from self._read(session, reading)
+        yield from self._read(reading)
 
-    def _read(self, session: Session, reading: Reading) -> Effects:
+    def _read(self, reading: Reading) -> Effects:
         """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
-        if reading.done or not session.live:
+        if not reading.is_pending:
             return
-        space = self.spaces[reading.store]
-        span = self.engine.holdup(space, reading, self.member.quorum())
-        if span is not None:
-            if reading not in span.waiters:
-                span.waiters.append(reading)
+        space, session = self.spaces[reading.store], reading.session
+        try:
+            if not self.engine.holds(space, reading, self.member.quorum()):
+                self.engine.chunk(reading.chunk).wait(reading)
+                return
+        except KvpsError as error:
+            yield self._refuse(session, reading.seq, error)
             return
-        reading.done = True
-        session.pending.pop(reading.seq, None)
+        del session.pending[reading.seq]
         stands, values, hold = self.engine.read(space, reading)
         chunk = self.engine.chunk(reading.chunk)
         answer = Pulled(
@@ -207,17 +201,19 @@ class Requests:
         packet = Packet(self.member.envelope(), answer, payload)
         yield Send(session.route, packet, hold)
 
-    def _wake(self, moved: Iterable[Span]) -> Effects:
-        for span in moved:
-            waiters, span.waiters = span.waiters, []
-            for reading in waiters:
-                yield from self._read(self._readers[reading.rank], reading)
+    def _wake(self, woken: Iterable[Reading]) -> Effects:
+        """Look again at those who waited for what has moved."""
+        for reading in woken:
+            yield from self._read(reading)
 
     def _load(self, session: Session, seq: int, message: Load, frame: memoryview) -> Effects:
+        self._only_rank_0(session, "load values")
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         if BY_ID[message.dtype].name != chunk.dtype:
-            raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}")
+            raise Mismatch(
+                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
+            )
         became_ready = space.load(chunk, message, from_frame(frame, chunk.dtype))
         yield self._send(session, Ack((Receipt(seq, 0),)))
         if became_ready:
@@ -227,25 +223,31 @@ class Requests:
 
     def _declare(self, session: Session, seq: int, message: Declare) -> Effects:
         space = self._space(message.store)
-        if message.create and session.rank != 0:
-            raise ProtocolError(f"rank {session.rank} may not create keys; rank 0 does")
-        places: list[Place | None] = [None] * len(message.entries)
+        if message.create:
+            self._only_rank_0(session, "create keys")
+            places, replaced = space.create(message.entries, message.call, session.incarnation)
+            for shard in replaced:
+                for reading in self.engine.replace(space, shard):
+                    if reading.is_pending:
+                        gone = KeyNotFound(f"key {shard.key!r} was replaced by another shape")
+                        yield self._refuse(reading.session, reading.seq, gone)
+            yield self._send(session, Declared(seq, places))
+            yield from self._retry()  # a key without elements needs no LOAD
+            return
+        found: list[Place] = []
 
         def retry() -> Message | None:
-            for index, entry in enumerate(message.entries):
-                if places[index] is None:
-                    places[index] = space.declare(entry, message.create, message.call)
-            known = [one for one in places if one is not None]
-            return Declared(seq, tuple(known)) if len(known) == len(places) else None
+            while len(found) < len(message.entries):
+                place = space.find(message.entries[len(found)], message.call)
+                if place is None:
+                    return None
+                found.append(place)
+            return Declared(seq, tuple(found))
 
         def why() -> str:
-            keys = [
-                entry.key
-                for entry, place in zip(message.entries, places, strict=True)
-                if place is None
-            ]
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            return f"key {keys[0]!r}{more}: rank 0 has not given a value"
+            key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
+            more = f" and {left} more" if left else ""
+            return f"key {key[:64]!r}{more}: rank 0 has not given a value"
 
         yield from self._attempt(session, seq, Waiting(retry, why))
 
@@ -258,9 +260,8 @@ class Requests:
         if message.create:
             self._only_rank_0(session, "set the optimizer")
             if message.call > space.optimize_calls:
-                space.optimize_calls = message.call
-                space.sent_hyper = hyper
-                space.optimize(hyper)
+                yield from self._wake(self.engine.optimize(space, hyper))
+                space.optimize_calls, space.sent_hyper = message.call, hyper
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
@@ -286,8 +287,8 @@ class Requests:
         if message.create:
             self._only_rank_0(session, "set the learning rate")
             if message.call > space.rate_calls:
-                space.optimize(space.hyper.with_lr(message.lr))
-                space.rate_calls = message.call
+                space.set_rate(message.lr)
+                space.rate_calls, space.sent_lr = message.call, message.lr
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
@@ -295,12 +296,10 @@ class Requests:
         def retry() -> Message | None:
             if space.rate_calls < message.call:
                 return None
-            assert space.hyper is not None
-            now = space.hyper.values["lr"]
-            if space.rate_calls == message.call and now != message.lr:
+            if space.rate_calls == message.call and space.sent_lr != message.lr:
                 raise Mismatch(
-                    f"rank {session.rank} set learning rate {message.lr}, rank 0 set {now}; "
-                    "rank 0's counts, so give the same on every rank"
+                    f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
+                    f"{space.sent_lr}; rank 0's counts, so give the same on every rank"
                 )
             return Done(seq)
 
@@ -309,10 +308,12 @@ class Requests:
         )
 
     def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
+        """Answer ``waiting``, or let it wait on."""
         try:
             answer = waiting.retry()
-        except KvpsError as error:  # the fault of the one who waits, whoever made it move
-            answer = Error(seq, error.code, str(error))
+        except KvpsError as error:
+            yield self._refuse(session, seq, error)
+            return
         if answer is None:
             session.pending[seq] = waiting
         else:
@@ -320,7 +321,8 @@ class Requests:
             yield self._send(session, answer)
 
     def _retry(self) -> Effects:
-        for session in self._readers.values():
+        """Something exists now: try all that waits for that."""
+        for session in self.sessions.values():
             for seq, one in list(session.pending.items()):
                 if isinstance(one, Waiting):
                     yield from self._attempt(session, seq, one)
@@ -334,9 +336,7 @@ class Requests:
     def _open(self, seq: int, message: Open) -> Message:
         space = self.spaces.get(message.store)
         if space is None:
-            self.spaces[message.store] = Namespace(
-                message, self.engine.new_chunk, self._memory_limit
-            )
+            self.spaces[message.store] = Namespace(message, self.engine.chunks, self._memory_limit)
         else:
             space.agree(message)
         return Done(seq)
@@ -370,24 +370,28 @@ class Requests:
         required = self.member.quorum().required(space.opened.on_worker_lost)
         rounds: list[OpenRound] = []
         clocks: list[Clock] = []
+        counts = 0
         for key, shard in space.shards.items():
             for piece in shard.pieces[:1]:
                 chunk = self.engine.chunk(piece.chunk)
-                span = chunk.covering(piece.start, piece.start + piece.size)[0]
-                clocks.append(Clock(key, {str(rank): n for rank, n in span.pushed.items()}))
-                if span.rounds:
+                span = next(chunk.spans_in(piece.start, piece.start + piece.size))
+                counts += len(span.pushed)
+                if len(clocks) < STATUS_MAX and counts <= COUNTS_MAX:
+                    clocks.append(Clock(key, {str(rank): n for rank, n in span.pushed.items()}))
+                if span.rounds and len(rounds) < STATUS_MAX:
                     oldest = span.rounds[0]
                     missing = span.missing(required)
                     age_s = max(0.0, now - oldest.opened_at)
                     rounds.append(OpenRound(key, oldest.number, missing, age_s))
-        return StatusIs(seq, tuple(rounds[:STATUS_MAX]), tuple(clocks[:STATUS_MAX]))
+        return StatusIs(seq, tuple(rounds), tuple(clocks))
 
     # --- the optimizer's state ------------------------------------------------------------------------
 
     def _get_state(self, session: Session, seq: int, message: GetState) -> Send:
         chunk = self.engine.chunk(message.chunk)
+        chunk.validate([Run(message.start, message.size, 0)])
         stop = message.start + message.size
-        span = chunk.covering(message.start, stop)[0]
+        span = next(chunk.spans_in(message.start, stop))
         state = chunk.state or {}
         rows = {name: tensor[message.start : stop].clone() for name, tensor in state.items()}
         answer = StateIs(
@@ -401,57 +405,67 @@ class Requests:
     def _set_state(self, seq: int, message: SetState, payload: Sequence[memoryview]) -> Message:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
+        chunk.validate([Run(message.start, message.size, 0)])
         stop = message.start + message.size
-        spans = chunk.cut(message.start, stop)
-        if space.updater is None:
+        updater = space.updater
+        if updater is None:
             raise ConfigError(f"store {space.name!r} has no optimizer; call set_optimizer() first")
-        if chunk.state is None:
-            chunk.state = space.updater.new_state(chunk.buffer.tensor)
-        for one, frame in zip(message.fields, payload, strict=True):
-            target = chunk.state.get(one.name)
+        weight = chunk.buffer.tensor
+        state = chunk.state if chunk.state is not None else updater.new_state(weight)
+        # An entry that appears on the way begins as the weights; adopt() drops what is foreign.
+        basis = state.get(MASTER, weight)
+        lazy = {one.name: basis.clone() for one in message.fields if one.name not in state}
+        if lazy:
+            state = updater.adopt(weight, state | lazy)
+        for one in message.fields:
+            target = state.get(one.name)
             if target is None or dtype_of(target).id != one.dtype or one.size != message.size:
                 raise Mismatch(
-                    f"optimizer {space.updater.hyper.name!r} has no state {one.name!r} of "
-                    f"{BY_ID[one.dtype].name}[{one.size}]; the states are those of another "
-                    "optimizer"
+                    f"optimizer {updater.hyper.name!r} has no state {one.name!r:.40} of "
+                    f"{BY_ID[one.dtype].name}[{one.size}] for {message.size} elements of "
+                    f"{chunk.dtype}; the states are those of another optimizer"
                 )
-            target[message.start : stop].copy_(from_frame(frame, BY_ID[one.dtype].name))
-        for span in spans:
+        for one, frame in zip(message.fields, payload, strict=True):
+            state[one.name][message.start : stop].copy_(from_frame(frame, BY_ID[one.dtype].name))
+        chunk.state = state
+        for span in chunk.cut(message.start, stop):
             span.step = message.step
         return Done(seq)
 
     # --- norms of whole tensors -----------------------------------------------------------------------
 
     def norms(self, message: Norms, server: int) -> Effects:
-        """Another server told its sums of squares, or asked for ours."""
+        """Another server told its sums of squares, or asked for ours.
+
+        Raises:
+            KvpsError: if there is no such update; nothing was changed.
+        """
         space = self._space(message.store)
-        if message.key not in space.shards:
-            raise KeyNotFound(f"server {self.engine.server} holds no part of {message.key!r}")
         number = (message.store, message.key, message.rank, message.number)
-        norm = self.engine.heard(number, server, message.sums)
-        if message.reply and norm.mine:
-            yield from self._tell(norm, {server}, reply=False)
-        yield from self._wake(self.engine.settle(space, norm))
+        ours = self.engine.sums(space, number, len(message.sums))
+        woken = self.engine.hear(space, number, server, message.sums)
+        yield from self._wake(woken)
+        if message.reply and ours:
+            yield self._norms(number, ours, server, reply=False)
         yield from self._tell_norms()
 
     def _tell_norms(self) -> Effects:
         """Tell the sums that were just completed here."""
         for norm in self.engine.untold():
-            yield from self._tell(norm, norm.holders, reply=False)
+            yield from self._tell(norm, norm.holders)
 
     def tell_again(self) -> Effects:
         """Tell the sums again to those who may have missed them, and ask for theirs."""
         for norm in self.engine.norms.values():
-            if norm.mine and norm.unheard:
-                yield from self._tell(norm, norm.unheard, reply=True)
+            if norm.mine:
+                yield from self._tell(norm, norm.unheard)
 
-    def _tell(self, norm: Norm, servers: Iterable[int], reply: bool) -> Effects:
-        store, key, rank, number = norm.id
+    def _tell(self, norm: Norm, servers: Iterable[int]) -> Effects:
         for server in sorted(servers):
-            yield Send(
-                f"server {server}",
-                self.member.packet(Norms(store, key, rank, number, norm.mine, reply)),
-            )
+            yield self._norms(norm.id, norm.mine, server, reply=server in norm.unheard)
+
+    def _norms(self, number: NormId, sums: tuple[float, ...], server: int, reply: bool) -> Send:
+        return Send(f"server {server}", self.member.packet(Norms(*number, sums, reply)))
 
     # --- small things ---------------------------------------------------------------------------------
 
@@ -463,6 +477,11 @@ class Requests:
 
     def _space_of(self, chunk: int) -> Namespace:
         return self.spaces[self.engine.chunk(chunk).store]
+
+    def _refuse(self, session: Session, seq: int, error: KvpsError) -> Send:
+        """Answer a request that was pending by an error."""
+        session.pending.pop(seq, None)
+        return self._send(session, Error(seq, error.code, str(error)))
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))

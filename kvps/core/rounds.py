@@ -28,16 +28,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvps.tensors import accumulator
-
-if TYPE_CHECKING:
-    from kvps.core.engine import Reading
 
 WINDOW = 64
 """How many rounds of a span may be open at once."""
@@ -62,37 +57,34 @@ class Round:
     number: int
     opened_at: float
     ranks: set[int] = field(default_factory=set)
-    weight: float = 0.0
     total: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     """By lowest rank, where sums must be taken in rank order; empty otherwise."""
 
-    def add(self, ranks: Iterable[int], weight: float, gradient: torch.Tensor, keep: bool) -> None:
+    def add(self, ranks: tuple[int, ...], gradient: torch.Tensor, keep: bool) -> None:
         """Count ``ranks`` in. ``gradient`` belongs to the round from here on."""
-        ranks = tuple(ranks)
-        self.weight += weight
         self.ranks.update(ranks)
         if keep:
             self.kept[min(ranks)] = gradient
-        elif self.total is None:
-            self.total = accumulator(gradient)
         else:
-            self.total.add_(gradient)
+            self._accumulate(gradient)
 
     def sum(self) -> torch.Tensor:
         """Return the sum; in rank order where the pushes were kept."""
         for rank in sorted(self.kept):
-            gradient = self.kept.pop(rank)
-            if self.total is None:
-                self.total = accumulator(gradient)
-            else:
-                self.total.add_(gradient)
+            self._accumulate(self.kept.pop(rank))
         assert self.total is not None, "a round without pushes cannot be summed"
         return self.total
 
+    def _accumulate(self, gradient: torch.Tensor) -> None:
+        if self.total is None:
+            self.total = accumulator(gradient)
+        else:
+            self.total.add_(gradient)
+
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
-        right = Round(self.number, self.opened_at, set(self.ranks), self.weight)
+        right = Round(self.number, self.opened_at, set(self.ranks))
         if self.total is not None:
             self.total, right.total = self.total[:at], self.total[at:]
         for rank, gradient in self.kept.items():
@@ -105,8 +97,14 @@ class Due:
     """A summed gradient that waits to be applied (for the norms of the whole tensor)."""
 
     number: int
-    rank: int | None
+    ranks: tuple[int, ...]
+    """Who pushed it; empty where it is the sum of a round."""
     gradient: torch.Tensor
+
+    @property
+    def rank(self) -> int | None:
+        """The rank whose push it is; None for a round."""
+        return self.ranks[0] if self.ranks else None
 
 
 @dataclass(slots=True)
@@ -121,11 +119,16 @@ class Span:
     """How often the optimizer has updated these elements."""
     pushed: dict[int, int] = field(default_factory=dict)
     """Of each rank, how many pushes were taken in: the number that it owes next."""
+    head_start: dict[int, int] = field(default_factory=dict)
+    """Of a rank that was replaced, how far its clock is ahead of its pushes."""
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
     due: deque[Due] = field(default_factory=deque)
-    waiters: list[Reading] = field(default_factory=list)
-    """Requests that wait for this span to move on."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds gradients that are not applied yet."""
+        return bool(self.rounds or self.due)
 
     def owed(self, rank: int, ordered: bool) -> int:
         """The number of the push that ``rank`` owes next; never that of a closed round."""
@@ -133,8 +136,12 @@ class Span:
         return max(pushed, self.version + len(self.due)) if ordered else pushed
 
     def applied(self, rank: int) -> int:
-        """How many pushes of ``rank`` are in the values (where each is applied by itself)."""
-        return self.pushed.get(rank, 0) - sum(one.rank == rank for one in self.due)
+        """How many pushes of ``rank``, from its first on, are in the values.
+
+        For stores that apply each push by itself.
+        """
+        waiting = [one.number for one in self.due if rank in one.ranks]
+        return min(waiting, default=self.pushed.get(rank, 0))
 
     def judge(self, ranks: tuple[int, ...], number: int, ordered: bool) -> Verdict:
         """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds."""
@@ -155,36 +162,54 @@ class Span:
             self.pushed[rank] = number + 1
 
     def round(self, number: int, now: float) -> Round:
-        """Return the open round ``number``, opening it and those before it where needed."""
+        """Return the open round ``number``, opening it if it is the next."""
         first = self.version + len(self.due)
-        while first + len(self.rounds) <= number:
-            self.rounds.append(Round(first + len(self.rounds), now))
+        if number == first + len(self.rounds):
+            self.rounds.append(Round(number, now))
         return self.rounds[number - first]
 
     def closable(self, required: frozenset[int]) -> bool:
         """Whether every rank that the oldest open round needs has been counted in it."""
-        return (
-            bool(self.rounds) and bool(self.rounds[0].ranks) and (required <= self.rounds[0].ranks)
-        )
+        return bool(self.rounds) and required <= self.rounds[0].ranks
 
     def missing(self, required: frozenset[int]) -> tuple[int, ...]:
-        """The ranks that the oldest open round waits for."""
-        return tuple(sorted(required - self.rounds[0].ranks)) if self.rounds else ()
+        """The ranks that the next round waits for."""
+        return tuple(sorted(required - self.rounds[0].ranks if self.rounds else required))
 
     def ahead(self, rank: int, live: frozenset[int]) -> int:
         """By how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
-        clocks = [self.pushed[one] for one in live if self.pushed.get(one)]
-        return self.pushed.get(rank, 0) - min(clocks) if clocks else 0
+        clocks = [self._clock(one) for one in live if self.pushed.get(one)]
+        mine = self.pushed.get(rank, 0) + self.head_start.get(rank, 0)
+        return mine - min(clocks) if clocks else 0
+
+    def slowest(self, live: frozenset[int]) -> int:
+        """The live rank that has pushed, and least."""
+        return min((one for one in sorted(live) if self.pushed.get(one)), key=self._clock)
+
+    def replace(self, rank: int, live: frozenset[int]) -> None:
+        """A new process holds ``rank``: let its clock start at that of the slowest live one."""
+        others = [self._clock(one) for one in live - {rank} if self.pushed.get(one)]
+        if others and self.pushed.get(rank):
+            self.head_start[rank] = max(0, min(others) - self.pushed[rank])
+
+    def _clock(self, rank: int) -> int:
+        return self.applied(rank) + self.head_start.get(rank, 0)
 
     def cut(self, at: int) -> Span:
         """Split off the elements from ``at`` on (an index into the chunk)."""
         assert self.start < at < self.stop, (self.start, at, self.stop)
-        right = Span(at, self.stop, self.version, self.step, dict(self.pushed))
-        right.waiters = list(self.waiters)
         length = at - self.start
-        right.rounds = deque(one.cut(length) for one in self.rounds)
+        right = Span(
+            at,
+            self.stop,
+            self.version,
+            self.step,
+            dict(self.pushed),
+            dict(self.head_start),
+            deque(one.cut(length) for one in self.rounds),
+            deque(Due(one.number, one.ranks, one.gradient[length:]) for one in self.due),
+        )
         for one in self.due:
-            right.due.append(Due(one.number, one.rank, one.gradient[length:]))
             one.gradient = one.gradient[:length]
         self.stop = at
         return right
@@ -195,23 +220,28 @@ class Span:
             self.stop == right.start
             and self.version == right.version
             and self.step == right.step
-            and not (self.rounds or right.rounds or self.due or right.due)
+            and not self.is_open
+            and not right.is_open
             and self.pushed == right.pushed
+            and self.head_start == right.head_start
         )
 
     def join(self, right: Span) -> None:
         """Take the right neighbour in."""
         assert self.may_join(right)
         self.stop = right.stop
-        self.waiters.extend(right.waiters)
 
     def check(self) -> None:
         """Assert the invariants."""
         assert self.start < self.stop
-        first = self.version + len(self.due) if all(d.rank is None for d in self.due) else None
+        for due in self.due:
+            assert len(due.gradient) == self.stop - self.start
+        first = self.version + len(self.due)
+        assert len(self.rounds) <= WINDOW
         for offset, one in enumerate(self.rounds):
-            assert first is not None
             assert one.number == first + offset
-            assert offset < WINDOW
+            assert one.ranks, one.number
+            for gradient in [one.total, *one.kept.values()]:
+                assert gradient is None or len(gradient) == self.stop - self.start
             for rank in one.ranks:
                 assert self.pushed[rank] > one.number, (rank, one.number, self.pushed)

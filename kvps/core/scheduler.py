@@ -68,6 +68,7 @@ class Scheduler:
                     pass
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
+                    self.job.part(envelope.node, now)
                 case Hello():
                     self._on_hello(route, envelope, message, now)
                 case Beat():
@@ -91,13 +92,15 @@ class Scheduler:
         """Find out who was silent for too long, and what has waited for too long."""
         if self.job.stop is None:
             self.job.on_time(now)
+        else:
+            self.job.part(None, now)
         return self.job.flush()
 
     def on_stop(self, now: float) -> Effects:
         """The operator ends the scheduler, and with it the job."""
         if self.job.stop is None:
             self.job.note("info", "asked to stop")
-            self.job.halt(Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE)
+            self.job.halt(Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
         return self.job.flush()
 
     def deadline(self) -> float | None:

@@ -10,6 +10,9 @@ misses an answer probes, and sends again what the server does not have.
 A request that cannot be answered yet is *pending*: it is kept by (rank, seq) and answered when a
 span moves, a key becomes ready or the view changes. A newer incarnation of a rank drops what the
 older one had pending; what the older one pushed stays.
+
+Who speaks is known by rank and incarnation, never by route. A worker is let in by its HELLO, and
+from then on may come along any route. Another server is known by the view.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from __future__ import annotations
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
 from kvps.core.member import SCHEDULER, Identity, Membership
-from kvps.core.requests import Requests, Session
+from kvps.core.requests import Requests
+from kvps.core.sessions import Session
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     PROTOCOL,
@@ -32,6 +36,8 @@ from kvps.messages import (
 )
 
 TELL_NORMS_EVERY_S = 1.0
+SILENCES_MAX = 5
+"""A server ends when the scheduler has been silent for so many times its silence limit."""
 
 
 class Server:
@@ -39,11 +45,10 @@ class Server:
 
     def __init__(self, identity: Identity, now: float, memory_limit: int | None = None) -> None:
         self.member = Membership(identity, now)
-        self.requests = Requests(self.member, Engine(0, 1), memory_limit)
-        self.sessions: dict[int, Session] = {}
+        self.requests = Requests(self.member, Engine(0, 1, 0), memory_limit)
         self._memory_limit = memory_limit
-        self._greeted: set[Route] = set()
-        self._peers: set[int] = set()
+        self._endpoints: dict[int, str] = {}
+        """Where each other server is connected to."""
         self._next_tell = now
 
     # --- the doors ----------------------------------------------------------------------------
@@ -57,6 +62,8 @@ class Server:
         if route == SCHEDULER:
             yield from self._on_scheduler(packet, now)
             return
+        if isinstance(packet.message, Welcome | Error):
+            return  # another server's answer to our HELLO or NORMS; an answer is never answered
         try:
             yield from self._on_peer(route, packet, now)
         except KvpsError as error:
@@ -64,7 +71,6 @@ class Server:
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke: only the scheduler judges what that means."""
-        self._greeted.discard(route)
         yield from ()
 
     def on_timer(self, now: float) -> Effects:
@@ -73,9 +79,9 @@ class Server:
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
             yield from self.requests.tell_again()
-        silence = self.member.identity.silence_max_s
-        if self.member.welcome and self.member.silent_for(now) > 5 * silence:
-            yield Exit(75, f"the scheduler has been silent for {5 * silence:.0f} s")
+        limit_s = SILENCES_MAX * self.member.identity.silence_max_s
+        if self.member.welcome and self.member.silent_for(now) > limit_s:
+            yield Exit(75, f"the scheduler has been silent for {limit_s:.0f} s")
 
     def deadline(self) -> float | None:
         """When the next beat or telling is due."""
@@ -85,57 +91,59 @@ class Server:
     # --- the scheduler --------------------------------------------------------------------------
 
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
-        before, job = self.member.number, self.member.job
+        before, job, welcome = self.member.number, self.member.job, self.member.welcome
         yield from self.member.on_packet(packet, now)
-        if packet.message is self.member.welcome:
-            self._begin()
         if self.member.stopped is not None:
             yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
             return
-        if any(job) and self.member.job != job:
+        if self.member.welcome is not welcome:
             self._begin()
+        elif self.member.job != job:
+            self._begin()
+            before = 0
             yield Note("info", "the next job begins; the stores of the last one are dropped")
         if self.member.number != before:
             yield from self._on_view()
 
     def _begin(self) -> None:
         """Hold nothing of any job."""
-        assert self.member.welcome is not None
-        engine = Engine(self.member.rank, self.member.welcome.servers)
+        welcome = self.member.welcome
+        assert welcome is not None
+        engine = Engine(self.member.rank, welcome.servers, welcome.workers)
         self.requests = Requests(self.member, engine, self._memory_limit)
-        self.sessions.clear()
 
     def _on_view(self) -> Effects:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
         for one in view.members:
-            other = one.role == Role.SERVER and one.rank != self.member.rank
-            if other and one.state == "held" and one.rank not in self._peers:
-                self._peers.add(one.rank)
-                yield Connect(f"server {one.rank}", one.endpoint)
-                yield Send(f"server {one.rank}", self.member.hello())
-        yield from self.requests.look_again(self.sessions.values())
+            if one.role == Role.WORKER:
+                self.requests.begin(one.rank, one.incarnation)
+            elif one.role == Role.SERVER and one.rank != self.member.rank:
+                known = self._endpoints.get(one.rank)
+                if one.state == "held" and one.endpoint != known:
+                    self._endpoints[one.rank] = one.endpoint
+                    yield Connect(f"server {one.rank}", one.endpoint)
+                    yield Send(f"server {one.rank}", self.member.hello())
+        yield from self.requests.look_again()
 
     # --- peers ----------------------------------------------------------------------------------
 
     def _on_peer(self, route: Route, packet: Packet, now: float) -> Effects:
         envelope, message = packet.envelope, packet.message
         if isinstance(message, Hello):
-            yield from self._hello(route, envelope, message)
+            yield self._hello(route, envelope, message)
             return
-        self._identify(route, envelope)
-        if envelope.role is Role.SERVER:
-            if isinstance(message, Norms):
-                yield from self.requests.norms(message, envelope.rank)
-                return
-            if isinstance(message, Welcome | Error):
-                return  # of another server, to the HELLO that came with our NORMS connection
-        if envelope.role is not Role.WORKER:
-            raise ProtocolError(f"a {envelope.role} sent {type(message).__name__} to a server")
-        yield from self.requests.answer(self._session(route, envelope), packet, now)
+        self._check_place(envelope)
+        if envelope.role is Role.WORKER:
+            yield from self.requests.answer(self._session(route, envelope), packet, now)
+            return
+        self._check_server(envelope)
+        if not isinstance(message, Norms):
+            raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
+        yield from self.requests.norms(message, envelope.rank)
 
-    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Effects:
+    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
         if message.major != PROTOCOL[0]:
             raise ProtocolError(
                 f"protocol {message.major}.{message.minor} (kvps {message.software}) cannot talk "
@@ -144,65 +152,70 @@ class Server:
         welcome = self.member.welcome
         if welcome is None:
             raise ConfigError(f"{self._me} is not a member of a job yet; ask again")
-        self._greeted.add(route)
-        try:
-            self._identify(route, envelope)
-        except KvpsError:
-            self._greeted.discard(route)
-            raise
+        self._check_place(envelope)
+        rank, incarnation = envelope.rank, envelope.incarnation
         if envelope.role is Role.WORKER:
-            self._session(route, envelope)
-        yield self._reply(
-            route,
-            Welcome(
-                envelope.rank,
-                envelope.incarnation,
-                welcome.workers,
-                welcome.servers,
-            ),
-        )
+            self._fence(envelope, self.requests.life(rank))
+            self.requests.begin(rank, incarnation)
+            if rank not in self.requests.sessions:
+                self.requests.sessions[rank] = Session(rank, route, incarnation)
+            self.requests.sessions[rank].route = route
+        else:
+            self._fence(envelope, self._life_of_server(rank))
+        return self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
-    def _identify(self, route: Route, envelope: Envelope) -> None:
-        """Check that ``envelope`` names a member of this job.
+    def _check_place(self, envelope: Envelope) -> None:
+        """Check that ``envelope`` names a place in this job.
 
         Raises:
             Mismatch, ProtocolError: if it does not.
         """
-        if envelope.job != self.member.job:
+        job, welcome = self.member.job, self.member.welcome
+        if envelope.job != job or welcome is None:
             raise Mismatch(
-                f"{self._me} serves job {self.member.job.hex()[:8]}, not "
-                f"{envelope.job.hex()[:8]}; another cluster listens here"
+                f"{self._me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; another "
+                "cluster listens here"
             )
-        known = self.sessions.get(envelope.rank) if envelope.role is Role.WORKER else None
-        rebound = known is not None and known.incarnation == envelope.incarnation
-        if route not in self._greeted and not rebound:
-            raise ProtocolError(f"{self._me} expects HELLO first on every connection")
-        welcome = self.member.welcome
-        assert welcome is not None
-        limit = welcome.workers if envelope.role is Role.WORKER else welcome.servers
-        if envelope.rank >= limit:
-            raise ProtocolError(f"there is no {envelope.role} {envelope.rank} in this job")
+        places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
+        if envelope.rank >= places.get(envelope.role, 0):
+            raise ProtocolError(
+                f"no {envelope.role} {envelope.rank} of this job talks to {self._me}"
+            )
 
     def _session(self, route: Route, envelope: Envelope) -> Session:
-        """Return the session of a worker; a newer incarnation begins a new one.
+        """Return the session of the worker that ``envelope`` names, wherever it speaks from now.
 
         Raises:
-            Fenced: for an older incarnation.
+            Fenced: for an older incarnation than the newest.
+            ProtocolError: for one that has not said HELLO.
         """
-        session = session_before = self.sessions.get(envelope.rank)
-        if session is None or envelope.incarnation > session.incarnation:
-            session = Session(envelope.rank, route, envelope.incarnation)
-            self.sessions[envelope.rank] = session
-            if session_before is not None:
-                session_before.live = False
-        elif envelope.incarnation < session.incarnation:
-            raise Fenced(
-                f"worker {envelope.rank} incarnation {envelope.incarnation} was replaced by "
-                f"incarnation {session.incarnation}; {self._me} takes nothing more from it. "
-                "This process must stop"
-            )
+        self._fence(envelope, self.requests.life(envelope.rank))
+        session = self.requests.sessions.get(envelope.rank)
+        if session is None or session.incarnation != envelope.incarnation:
+            raise ProtocolError(f"{self._me} expects HELLO first on every connection")
         session.route = route
         return session
+
+    def _check_server(self, envelope: Envelope) -> None:
+        life = self._life_of_server(envelope.rank)
+        self._fence(envelope, life)
+        if envelope.incarnation != life:
+            raise ProtocolError(f"{self._me} does not know this {envelope.node} yet; ask again")
+
+    def _fence(self, envelope: Envelope, life: int) -> None:
+        if envelope.incarnation < life:
+            raise Fenced(
+                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
+                f"{life}; {self._me} takes nothing more from it. This process must stop"
+            )
+
+    def _life_of_server(self, rank: int) -> int:
+        """The incarnation of a server in the newest view; 0 if that does not name it."""
+        members = self.member.view.members if self.member.view else ()
+        return max(
+            (one.incarnation for one in members if (one.role, one.rank) == (Role.SERVER, rank)),
+            default=0,
+        )
 
     @property
     def _me(self) -> str:

@@ -7,26 +7,31 @@ fused step. Small keys share a chunk; a part larger than a chunk gets several of
 The values of a chunk are *immutable while someone reads them*: a frame on its way out holds the
 buffer, and an update of a held buffer goes to a fresh one. So a send without copying cannot
 tear, and every answer is one version.
+
+A request that cannot be answered yet waits at an element of a chunk, and is looked at again when
+the span that holds this element moves. (Were it noted in the span, every split and join of spans
+would have to copy it.)
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from kvps.core.rounds import Span
+from kvps.core.sessions import Reading
 from kvps.core.updaters import State
-from kvps.errors import ProtocolError
-from kvps.messages import RUNS_MAX, Piece
+from kvps.errors import KeyNotFound, ProtocolError
+from kvps.messages import RUNS_MAX, Ask, Piece, Run
 from kvps.specs import BY_NAME
 from kvps.tensors import TORCH
 
 CHUNK_BYTES = 1 << 20
-_OPEN_CHUNKS = 8
+OPEN_CHUNKS = 8
 """How many chunks with room left are remembered; bounds the search for a place."""
+_ALIGN = 16
 
 
 class Buffer:
@@ -52,77 +57,125 @@ class Buffer:
 class Chunk:
     """Up to 1 MiB of weights, their optimizer state, and the history of each part."""
 
-    def __init__(self, number: int, dtype: str, capacity: int) -> None:
+    def __init__(self, number: int, store: str, dtype: str, capacity: int) -> None:
         self.number = number
+        self.store = store
         self.dtype = dtype
-        self.store = ""
         self.buffer = Buffer(torch.empty(capacity, dtype=TORCH[dtype]))
         self.state: State | None = None
-        self.used = 0
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
-        """``keys[i]`` lies from ``bounds[i]`` to ``bounds[i + 1]``; a retired key is ``""``."""
+        """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
         self.spans: list[Span] = []
+        """In order; they cover what is used, but for what is retired."""
         self._starts: list[int] = []
+        self._blank: set[int] = set()
+        """Where pieces begin that no value was loaded into yet."""
+        self._retired: list[int] = []
+        """Where pieces begin that their keys gave up, in order."""
+        self._waiting: dict[int, list[Reading]] = {}
+        self._waited_at: list[int] = []
+        """The elements at which readings wait, in order: the keys of ``_waiting``."""
 
     @property
     def capacity(self) -> int:
         """Elements that fit in."""
         return len(self.buffer.tensor)
 
+    @property
+    def used(self) -> int:
+        """Elements that were given to keys."""
+        return self.bounds[-1]
+
+    # --- keys -------------------------------------------------------------------------------
+
     def append(self, key: str, count: int) -> Piece:
         """Give ``count`` elements to ``key``, behind those given before."""
         piece = Piece(self.number, self.used, count)
-        self.used += count
         self.keys.append(key)
-        self.bounds.append(self.used)
+        self.bounds.append(piece.start + count)
         self.spans.append(Span(piece.start, self.used))
         self._starts.append(piece.start)
+        self._blank.add(piece.start)
         if len(self.spans) > 1 and self.spans[-2].may_join(self.spans[-1]):
             self._join(len(self.spans) - 2)
         return piece
 
-    def retire(self, piece: Piece) -> None:
-        """Take ``piece`` away from its key for ever."""
-        self.cut(piece.start, piece.start + piece.size)
-        low = bisect_left(self._starts, piece.start)
-        high = bisect_left(self._starts, piece.start + piece.size)
-        del self.spans[low:high], self._starts[low:high]
-        self.keys[bisect_right(self.bounds, piece.start) - 1] = ""
+    def fill(self, start: int) -> None:
+        """The piece that begins at ``start`` has a value."""
+        self._blank.discard(start)
 
-    def writable(self) -> torch.Tensor:
-        """Return the current values for writing; a fresh copy if someone still reads them."""
-        if self.buffer.holds:
-            self.buffer = Buffer(self.buffer.tensor.clone())
-        return self.buffer.tensor
+    def retire(self, piece: Piece) -> list[Reading]:
+        """Take ``piece`` away from its key for ever; return those who waited for it."""
+        stop = piece.start + piece.size
+        self.cut(piece.start, stop)
+        index = bisect_left(self._starts, piece.start)
+        del self.spans[index], self._starts[index]
+        self._blank.discard(piece.start)
+        insort(self._retired, piece.start)
+        return self.woken(piece.start, stop)
 
-    def covering(self, start: int, stop: int) -> list[Span]:
-        """Return the spans that ``start`` to ``stop`` touches, in order.
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (key, start, stop) of each piece inside ``start`` to ``stop``."""
+        index = bisect_right(self.bounds, start) - 1
+        while index < len(self.keys) and self.bounds[index] < stop:
+            yield self.keys[index], self.bounds[index], self.bounds[index + 1]
+            index += 1
+
+    # --- spans ------------------------------------------------------------------------------
+
+    def validate(self, runs: Sequence[Run] | Sequence[Ask]) -> None:
+        """Check what a peer asks for.
 
         Raises:
-            ProtocolError: if the range is empty, cuts a key, or holds no key.
+            ProtocolError: unless there is a run, and each consists of whole pieces of keys, lies
+                behind the one before it, and holds nothing that was retired.
         """
-        if not 0 <= start < stop <= self.used:
-            raise ProtocolError(
-                f"chunk {self.number} has {self.used} elements; {start} to {stop} is not a range"
-            )
-        for edge in (start, stop):
-            if self.bounds[bisect_left(self.bounds, edge)] != edge:
-                raise ProtocolError(f"chunk {self.number}: {edge} is not the edge of a key")
-        low = bisect_right(self._starts, start) - 1
-        high = bisect_left(self._starts, stop)
-        spans = self.spans[max(low, 0) : high]
-        held = sum(min(stop, one.stop) - max(start, one.start) for one in spans if one.stop > start)
-        if held != stop - start:
-            raise ProtocolError(f"chunk {self.number}: {start} to {stop} holds no key any more")
-        return spans
+        if not runs:
+            raise ProtocolError(f"chunk {self.number}: a request for no elements")
+        last = 0
+        for run in runs:
+            stop = run.start + run.size
+            if not last <= run.start < stop <= self.used:
+                raise ProtocolError(
+                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is no "
+                    f"range of them behind {last}"
+                )
+            for edge in (run.start, stop):
+                if self.bounds[bisect_left(self.bounds, edge)] != edge:
+                    raise ProtocolError(f"chunk {self.number}: {edge} is not the edge of a key")
+            retired = bisect_left(self._retired, run.start)
+            if retired < len(self._retired) and self._retired[retired] < stop:
+                raise ProtocolError(
+                    f"chunk {self.number}: {run.start} to {stop} holds a key that was replaced"
+                )
+            last = stop
+
+    def check_filled(self, runs: Sequence[Run] | Sequence[Ask]) -> None:
+        """Check that all pieces of ``runs`` have a value.
+
+        Raises:
+            KeyNotFound: naming the key that has none.
+        """
+        if not self._blank:
+            return
+        for run in runs:
+            for key, start, _ in self.pieces(run.start, run.start + run.size):
+                if start in self._blank:
+                    raise KeyNotFound(f"key {key!r} of store {self.store!r} has no value yet")
+
+    def spans_in(self, start: int, stop: int) -> Iterator[Span]:
+        """Yield the spans that ``start`` to ``stop`` touches, in order."""
+        index = bisect_right(self._starts, start) - 1
+        if index < 0 or self.spans[index].stop <= start:
+            index += 1  # what begins here is retired
+        while index < len(self.spans) and self._starts[index] < stop:
+            yield self.spans[index]
+            index += 1
 
     def cut(self, start: int, stop: int) -> list[Span]:
         """Return spans that tile ``start`` to ``stop`` exactly: split where needed, joined where
         their histories are equal."""
-        spans = self.covering(start, stop)
-        if len(spans) == 1 and spans[0].start == start and spans[0].stop == stop:
-            return spans
         low = bisect_right(self._starts, start) - 1
         if self._starts[low] < start:
             self._split(low, start)
@@ -139,12 +192,9 @@ class Chunk:
                 index += 1
         return self.spans[low : high + 1]
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (key, start, stop) of each piece inside ``start`` to ``stop``."""
-        index = bisect_right(self.bounds, start) - 1
-        while index < len(self.keys) and self.bounds[index] < stop:
-            yield self.keys[index], self.bounds[index], self.bounds[index + 1]
-            index += 1
+    def cut_by_piece(self, start: int, stop: int) -> list[Span]:
+        """Return spans that tile ``start`` to ``stop``, one for each piece of a key."""
+        return [span for _, begin, end in self.pieces(start, stop) for span in self.cut(begin, end)]
 
     def _split(self, index: int, at: int) -> None:
         right = self.spans[index].cut(at)
@@ -155,10 +205,33 @@ class Chunk:
         self.spans[index].join(self.spans[index + 1])
         del self.spans[index + 1], self._starts[index + 1]
 
+    # --- readers and writers ----------------------------------------------------------------
+
+    def writable(self) -> torch.Tensor:
+        """Return the current values for writing; a fresh copy if someone still reads them."""
+        if self.buffer.holds:
+            self.buffer = Buffer(self.buffer.tensor.clone())
+        return self.buffer.tensor
+
+    def wait(self, reading: Reading) -> None:
+        """Let ``reading`` wait at ``reading.at``."""
+        if reading.at not in self._waiting:
+            insort(self._waited_at, reading.at)
+            self._waiting[reading.at] = []
+        self._waiting[reading.at].append(reading)
+
+    def woken(self, start: int, stop: int) -> list[Reading]:
+        """Return those who waited at the elements from ``start`` to ``stop``; they wait no more."""
+        low, high = bisect_left(self._waited_at, start), bisect_left(self._waited_at, stop)
+        places = self._waited_at[low:high]
+        del self._waited_at[low:high]
+        return [reading for at in places for reading in self._waiting.pop(at)]
+
     def check(self) -> None:
         """Assert the invariants: spans lie in order, inside the chunk, on edges of keys."""
         assert [one.start for one in self.spans] == self._starts
         assert self.used <= self.capacity
+        assert len(self.bounds) == len(self.keys) + 1 <= RUNS_MAX + 1
         edges = set(self.bounds)
         last = 0
         for span in self.spans:
@@ -166,42 +239,73 @@ class Chunk:
             assert {span.start, span.stop} <= edges
             last = span.stop
             span.check()
+        assert self._waited_at == sorted(self._waiting)
+        for at, readings in self._waiting.items():
+            assert any(span.start <= at < span.stop for span in self.spans)
+            assert all(one.at == at and one.chunk == self.number for one in readings)
+
+
+class Chunks:
+    """All chunks of a server, by their number."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Chunk] = {}
+        self.weight_bytes = 0
+        """Bytes of all keys; the room that is left inside chunks is not counted."""
+        self._made = 0
+
+    def new(self, store: str, dtype: str, capacity: int) -> Chunk:
+        """Return a new chunk, with a number that no other had."""
+        self._made += 1
+        chunk = Chunk(self._made, store, dtype, capacity)
+        self.by_number[chunk.number] = chunk
+        return chunk
+
+    def retire(self, pieces: Sequence[Piece]) -> list[Reading]:
+        """Take ``pieces`` away from their key; free chunks without keys; return who waited."""
+        waited: list[Reading] = []
+        for piece in pieces:
+            chunk = self.by_number[piece.chunk]
+            waited += chunk.retire(piece)
+            self.weight_bytes -= piece.size * BY_NAME[chunk.dtype].itemsize
+            if not chunk.spans:
+                del self.by_number[chunk.number]
+        return waited
+
+    def of_store(self, store: str) -> list[Chunk]:
+        """Return the chunks of one store."""
+        return [one for one in self.by_number.values() if one.store == store]
 
 
 class Slab:
     """All chunks of one store and one element type."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.chunk_count = CHUNK_BYTES // BY_NAME[dtype].itemsize
+    def __init__(self, store: str, dtype: str, chunks: Chunks) -> None:
+        self._store = store
+        self._dtype = dtype
+        self._chunks = chunks
         self._open: list[Chunk] = []
 
-    def place(self, key: str, count: int, new: Callable[[str, int], Chunk]) -> list[Piece]:
-        """Find room for ``count`` elements of ``key``; ``new`` makes a chunk when one is needed."""
-        if count > self.chunk_count:
-            shares = -(-count // self.chunk_count)
-            cuts = [count * i // shares // 16 * 16 for i in range(shares)] + [count]
-            sizes = [stop - start for start, stop in pairwise(cuts)]
-            return [new(self.dtype, size).append(key, size) for size in sizes]
+    def place(self, key: str, count: int) -> tuple[Piece, ...]:
+        """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk."""
+        itemsize = BY_NAME[self._dtype].itemsize
+        self._chunks.weight_bytes += count * itemsize
+        chunk_count = CHUNK_BYTES // itemsize
+        if count <= chunk_count:
+            return (self._with_room(count, chunk_count).append(key, count),) if count else ()
+        share = -(-count // -(-count // chunk_count))
+        step = -(-share // _ALIGN) * _ALIGN
+        sizes = [min(step, count - start) for start in range(0, count, step)]
+        return tuple(self._new(size).append(key, size) for size in sizes)
+
+    def _with_room(self, count: int, capacity: int) -> Chunk:
+        self._open = [one for one in self._open if one.spans][-OPEN_CHUNKS:]
         for chunk in self._open:
             if chunk.capacity - chunk.used >= count and len(chunk.keys) < RUNS_MAX:
-                break
-        else:
-            chunk = new(self.dtype, self.chunk_count)
-            self._open = [*self._open[-_OPEN_CHUNKS + 1 :], chunk]
-        return [chunk.append(key, count)]
-
-
-class NewChunk:
-    """Makes chunks and numbers them, within a limit of bytes."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[int, Chunk] = {}
-        self.weight_bytes = 0
-
-    def __call__(self, dtype: str, capacity: int) -> Chunk:
-        """Return a new chunk with the next number."""
-        chunk = Chunk(len(self.chunks) + 1, dtype, capacity)
-        self.chunks[chunk.number] = chunk
-        self.weight_bytes += capacity * BY_NAME[dtype].itemsize
+                return chunk
+        chunk = self._new(capacity)
+        self._open.append(chunk)
         return chunk
+
+    def _new(self, capacity: int) -> Chunk:
+        return self._chunks.new(self._store, self._dtype, capacity)

@@ -8,7 +8,7 @@ differ), since training on in a slightly different way is worse than an error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _MANNER = frozenset({"foreach", "fused", "capturable"})
 """Options that choose how torch computes, not what; servers choose for themselves."""
 
 
-def describe(optimizer: torch.optim.Optimizer) -> Hyper:
+def describe(optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | None = None) -> Hyper:
     """Return the name and hyper-parameters of a torch optimizer, as they are now.
 
     Its state (momenta, step counts) is not carried over.
@@ -44,6 +44,8 @@ def describe(optimizer: torch.optim.Optimizer) -> Hyper:
     Args:
         optimizer: exactly one of the classes in :data:`NAMES`, not a subclass of one; all its
             parameter groups with the same hyper-parameters.
+        key_of: the key of each parameter. With it, groups may differ in ``lr`` and
+            ``weight_decay``, which become multipliers of their keys.
 
     Raises:
         ConfigError: another class, an option that servers do not have, or groups that differ.
@@ -61,12 +63,34 @@ def describe(optimizer: torch.optim.Optimizer) -> Hyper:
             f"one of torch.optim's {valid} itself (no subclass), a name for set_optimizer, or "
             "update_on_kvstore=False"
         )
-    first, *others = (_options(group, optimizer.defaults) for group in optimizer.param_groups)
+    groups = [_options(group, optimizer.defaults) for group in optimizer.param_groups]
+    factors: dict[str, object] = {}
+    if key_of is not None:
+        keys = [[key_of[one] for one in group["params"]] for group in optimizer.param_groups]
+        factors = {
+            "lr_mult": _factors("lr", groups, keys),
+            "wd_mult": _factors("weight_decay", groups, keys),
+        }
+    first, *others = groups
     for number, other in enumerate(others, start=1):
         _check_same(name, number, first, other)
     if name in ("adam", "adamw") and first.pop("decoupled_weight_decay", False):
         name = "adamw"  # so torch itself defines AdamW
-    return resolve(name, _carried(name, first))
+    return resolve(name, {**_carried(name, first), **factors})
+
+
+def _factors(
+    option: str, groups: list[dict[str, object]], keys: list[list[str]]
+) -> dict[str, float]:
+    """Give all groups one value of ``option``; return the factors that make up for it."""
+    values = [cast("float", group[option]) for group in groups]
+    one = next((value for value in values if value), values[0])
+    factors: dict[str, float] = {}
+    for group, value, names in zip(groups, values, keys, strict=True):
+        if value != one:
+            factors.update(dict.fromkeys(names, value / one))
+            group[option] = one
+    return factors
 
 
 def _options(group: Mapping[str, object], declared: Mapping[str, object]) -> dict[str, object]:

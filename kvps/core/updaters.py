@@ -50,8 +50,9 @@ def _may_fuse(weight: Tensor) -> bool:
     Not if it is half: in torch 2.13 and before, fused SGD on a CPU leaves whole vectors of half
     weights as they were and writes trash to their momenta, without a word (pytorch issue 191763).
     The fused Adam is right, but rounds in other places than torch.optim does by default.
+    Not on a GPU either, where fused kernels want the step count on the GPU too.
     """
-    return weight.dtype in (torch.float32, torch.float64)
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
 
 
 class TorchUpdater(Updater):

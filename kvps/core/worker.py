@@ -8,12 +8,12 @@ late. When all of a step's answers are in, the conversation goes on; when it ret
 finished.
 
 A call has a deadline. When it passes, the call finishes with :class:`~kvps.errors.Timeout`, which
-names what the servers said they wait for; the conversation itself goes on, so that a push is
-still applied once, but nothing is written into the caller's memory any more.
+names what the servers said they wait for. What the caller gave is copied then, and what he wanted
+is not written any more. A conversation that changes something goes on, so that a push is still
+applied once; one that only reads is given up.
 
-A lost server ends every call that needs it. A lost worker ends the calls of synchronous stores
-according to their ``on_worker_lost``: at once (``fail``), when its grace is over or no
-replacement can come (``wait``), or not at all (``shrink``).
+What was queued or sent for a call that ends early stays there if it changes values, and is dropped
+otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from kvps.core import calls
-from kvps.core.conversations import Catalogue, Conversation, Drain, start
+from kvps.core.catalogue import Catalogue
+from kvps.core.conversations import Conversation, start
 from kvps.core.effects import (
     Connect,
     Copied,
@@ -34,24 +37,25 @@ from kvps.core.effects import (
     Send,
 )
 from kvps.core.link import Link, Request
+from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
+from kvps.core.reading import Drain, Lagging
 from kvps.errors import (
     ConfigError,
     Fenced,
     KvpsError,
     SchedulerLost,
-    ServerLost,
     Timeout,
     WorkerLost,
     from_code,
 )
 from kvps.messages import (
     Ack,
+    Barrier,
     Declared,
     Done,
     Error,
     FoundAll,
-    Member,
     Packet,
     Probe,
     Probed,
@@ -69,6 +73,8 @@ HELLO_AGAIN_S = 1.0
 BARRIER_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
+LATE_MAX = 64
+"""How many calls that succeeded after their Timeout are kept for those who ask again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,15 +84,17 @@ class Talk:
     ticket: int
     call: calls.Call
     conversation: Conversation
+    rows: list[torch.Tensor]
+    """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
     probed: bool = False
     finished: bool = False
-    """The user has the result; what is still under way is nobody's business."""
-    waiting: set[int] = field(default_factory=set)
-    """Ids of the requests of this step that have no answer yet."""
+    """The caller has the result; what is still under way is nobody's business."""
     requests: list[Request] = field(default_factory=list)
-    answers: dict[int, Packet] = field(default_factory=dict)
-    unfilled: int = 0
+    """Of this step; empty while it drains."""
+    answers: dict[Request, Packet] = field(default_factory=dict)
+    waiting: set[Request] = field(default_factory=set)
+    """What this step waits for: its own requests, or all pushes of the store."""
 
 
 class Worker:
@@ -96,13 +104,19 @@ class Worker:
         self.member = Membership(identity, now)
         self.books: dict[str, Catalogue] = {}
         self.links: list[Link] = []
+        """To every server, once the cluster is complete."""
+        self.losses = Losses()
         self._talks: dict[int, Talk] = {}
+        self._late: list[calls.Call] = []
+        """Calls of all ranks that succeeded after their Timeout."""
         self._unacked: dict[str, set[Request]] = {}
+        """Pushes that are not known to have been taken in, by store."""
+        self._draining: list[Talk] = []
         self._barriers: dict[int, Request] = {}
         self._barrier_seq = 0
         self._hello_at = now
+        self._complete = False
         self._joining: dict[int, float] = {}
-        self._lost_since: dict[int, float] = {}
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -118,21 +132,35 @@ class Worker:
     def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> Effects:
         """The user asks for something; ``deadline`` is when he stops waiting."""
         self.member.progress += 1
-        error = self.member.error or self._broken(call.store)
+        error = self._hopeless(call, now)
         if error is not None:
             yield Finish(ticket, error=error)
             return
-        if isinstance(call, calls.OpenStore):
+        if isinstance(call, calls.TOGETHER):
+            known = [*self._late, *(one.call for one in self._talks.values() if one.finished)]
+            if call in known:
+                yield from self._again(ticket, call, deadline)
+                return
+        if isinstance(call, calls.OpenStore) and call.store not in self.books:
             self.books[call.store] = Catalogue(
-                call.opened, self.member.rank, len(self.links), call.worker_grace_s
+                call.opened,
+                self.member.rank,
+                len(self.links),
+                call.worker_grace_s,
+                bool(self.losses.workers),
             )
-        talk = Talk(ticket, call, start(self.books[call.store], call), deadline)
+        rows: list[torch.Tensor] = []
+        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues):
+            rows.extend(call.rows)
+        talk = Talk(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
         self._talks[ticket] = talk
-        yield from self._resume(talk, None, now)
+        yield from self._go_on(talk, None, now)
 
     def leave(self, done: bool, exit_code: int, reason: str) -> Effects:
         """The process ends: say so."""
         yield from self.member.leave(done, exit_code, replaceable=True, reason=reason)
+        if self.member.welcome is None:
+            yield Exit(0, "left before it had joined")
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler or a server said something."""
@@ -151,21 +179,20 @@ class Worker:
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
         yield from self.member.on_timer(now)
-        if self.member.running and now >= self._hello_at:
+        if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
             for link in self.links:
                 if not link.ready:
                     yield Send(_route(link), self.member.hello())
         for link in self.links:
-            seqs = link.overdue(now)
-            if seqs:
+            for seqs in link.overdue(now):
                 yield Send(_route(link), self.member.packet(Probe(seqs)))
         for request in list(self._barriers.values()):
-            if request.sent_at is None or now >= request.sent_at + BARRIER_AGAIN_S:
+            if now >= request.sent_at + BARRIER_AGAIN_S:
                 yield from self._send_barrier(request, now)
         yield from self._end_joining(now)
-        yield from self._end_what_is_late(now)
         yield from self._end_what_is_lost(now)
+        yield from self._end_what_is_late(now)
 
     def deadline(self) -> float | None:
         """When something is due next."""
@@ -177,17 +204,25 @@ class Worker:
             yield beat
         yield from self._joining.values()
         for link in self.links:
+            if not link.ready:
+                yield self._hello_at
             probe = link.probe_at()
             if probe is not None:
                 yield probe
+        for request in self._barriers.values():
+            yield request.sent_at + BARRIER_AGAIN_S
         for talk in self._talks.values():
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
+                grace = self.losses.deadline(self.books[talk.call.store])
+                if grace is not None:
+                    yield grace
 
     # --- the scheduler --------------------------------------------------------------------------
 
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
+        self.member.heard_at = now
         if isinstance(message, Released):
             request = self._barriers.pop(message.seq, None)
             if request is not None:
@@ -195,18 +230,16 @@ class Worker:
             return
         if isinstance(message, Error) and message.seq in self._barriers:
             request = self._barriers.pop(message.seq)
-            yield from self._failed(request, from_code(message.code, message.text), now)
+            yield from self._refused(request, from_code(message.code, message.text), now)
             return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
         if self.member.left:
             yield Exit(0, "left")
-            return
-        if self.member.stopped is not None:
-            yield from self._end_all(
-                SchedulerLost(f"the job is over: {self.member.stopped.reason}")
-            )
-            yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
+        elif self.member.stopped is not None:
+            stop = self.member.stopped
+            yield from self._end_all(SchedulerLost(f"the job is over: {stop.reason}"))
+            yield Exit(stop.exit_code, stop.reason)
         elif self.member.error is not None:
             yield from self._end_all(self.member.error)
         elif self.member.number != before:
@@ -214,26 +247,23 @@ class Worker:
         yield from self._end_joining(now)
 
     def _on_view(self, now: float) -> Effects:
-        view, welcome = self.member.view, self.member.welcome
+        view = self.member.view
         assert view is not None
-        assert welcome is not None
-        if not self.links and view.phase == "running":
-            self.links = [Link(server) for server in range(welcome.servers)]
+        if not self._complete and view.phase == "running":
+            self._complete = True
             self._hello_at = now + HELLO_AGAIN_S
             for one in view.members:
-                if one.role == Role.SERVER and one.state == "held":
-                    link = self.links[one.rank]
-                    yield Connect(f"server {one.rank}", one.endpoint)
+                if one.role == Role.SERVER:
+                    link = Link(one.rank, one.endpoint, one.incarnation)
+                    self.links.append(link)
+                    yield Connect(_route(link), one.endpoint)
                     yield Send(_route(link), self.member.hello())
-        for one in view.members:
-            if one.role != Role.WORKER:
-                continue
-            if one.state in ("lost", "gone"):
-                since = now - one.lost_for_s
-                self._lost_since[one.rank] = min(self._lost_since.get(one.rank, since), since)
-            else:
-                self._lost_since.pop(one.rank, None)
+        self.losses.learn(view, {one.server: one.incarnation for one in self.links}, now)
+        for book in self.books.values():
+            book.is_short = bool(self.losses.workers)
         yield from self._end_what_is_lost(now)
+        if self.losses.workers:
+            yield from self._take_what_lags(now)
 
     # --- servers --------------------------------------------------------------------------------
 
@@ -247,24 +277,21 @@ class Worker:
                     request = link.receive(receipt.seq)
                     if request is None:
                         continue
-                    if isinstance(request.message, Push):
-                        self._unacked.get(request.store, set()).discard(request)
-                        yield from self._drained(request.store, now)
-                    if not (isinstance(request.message, Push) and request.message.pull):
+                    if isinstance(request.message, Push) and request.message.pull:
+                        yield from self._taken_in(request, now)  # its PULLED is still to come
+                    else:
                         link.answer(receipt.seq)
                         yield from self._answered(request, packet, now)
             case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs():
                 request = link.answer(message.seq)
                 if request is not None:
-                    if isinstance(request.message, Push):
-                        self._unacked.get(request.store, set()).discard(request)
-                        yield from self._drained(request.store, now)
                     yield from self._answered(request, packet, now)
             case Probed():
                 for one in message.pending:
                     request = link.receive(one.seq)
                     if request is not None:
                         request.waits_for = one.reason
+                        yield from self._taken_in(request, now)
                 for seq in message.missing:
                     request = link.outstanding.get(seq)
                     if request is not None:
@@ -280,13 +307,12 @@ class Worker:
         if isinstance(error, Fenced):
             self.member.error = error
             yield from self._end_all(error)
+            yield Exit(1, str(error))
         elif request is not None:
-            if request.on_refused is not None:
-                request.on_refused()
-            self._unacked.get(request.store, set()).discard(request)
-            yield from self._failed(request, error, now)
-            yield from self._drained(request.store, now)
-        elif link.ready or not isinstance(error, ConfigError):
+            yield from self._refused(request, error, now)
+        elif not link.ready:
+            link.refusal = str(error)
+        else:
             yield Note("warning", str(error))
 
     def _flow(self, link: Link, now: float) -> Effects:
@@ -295,7 +321,7 @@ class Worker:
             yield self._packet(link, request)
 
     def _packet(self, link: Link, request: Request) -> Send:
-        frames = tuple(to_frame(one) for one in request.payload)
+        frames = tuple([to_frame(one) for one in request.payload])
         return Send(
             _route(link), Packet(self.member.envelope(request.seq), request.message, frames)
         )
@@ -306,13 +332,14 @@ class Worker:
 
     # --- conversations ----------------------------------------------------------------------------
 
-    def _resume(self, talk: Talk, answers: list[Packet] | None, now: float) -> Effects:
+    def _go_on(self, talk: Talk, answers: list[Packet] | KvpsError | None, now: float) -> Effects:
         """Let a conversation go on until it waits for an answer, or ends."""
         while True:
             try:
-                step = (
-                    next(talk.conversation) if answers is None else talk.conversation.send(answers)
-                )
+                if isinstance(answers, KvpsError):
+                    step = talk.conversation.throw(answers)
+                else:
+                    step = talk.conversation.send(answers)  # type: ignore[arg-type]  # None begins it
             except StopIteration as end:
                 yield from self._finish(talk, value=end.value)
                 return
@@ -322,139 +349,154 @@ class Worker:
             talk.answers = {}
             if isinstance(step, Drain):
                 talk.requests = []
-                talk.waiting = {id(one) for one in self._unacked.get(talk.call.store, ())}
+                talk.waiting = set(self._unacked.get(talk.call.store, ()))
+                self._draining.append(talk)
             else:
                 talk.requests = step
-                talk.waiting = {id(one) for one in step}
-                yield from self._ask(talk, step, now)
-            if talk.waiting or talk.ticket not in self._talks:
+                talk.waiting = set(step)
+                yield from self._ask(talk, now)
+            if talk.waiting:
                 return
             answers = []
 
-    def _ask(self, talk: Talk, requests: list[Request], now: float) -> Effects:
+    def _ask(self, talk: Talk, now: float) -> Effects:
         links: dict[int, Link] = {}
-        talk.unfilled = sum(one.fill is not None for one in requests)
-        for request in requests:
-            request.store = request.store or talk.call.store
+        unacked = self._unacked.setdefault(talk.call.store, set())
+        for request in talk.requests:
             request.talk = talk
-            if isinstance(request.message, Push):
-                self._unacked.setdefault(request.store, set()).add(request)
             if request.server is None:
                 self._barrier_seq += 1
                 request.seq = self._barrier_seq
                 self._barriers[request.seq] = request
                 yield from self._send_barrier(request, now)
-            else:
-                link = self.links[request.server]
-                link.queue(request)
-                links[request.server] = link
-        if _is_copied(talk.call, requests):
+                continue
+            if isinstance(request.message, Push):
+                unacked.add(request)
+            link = links[request.server] = self.links[request.server]
+            link.queue(request)
+        eager = isinstance(talk.call, calls.PushValues) and talk.call.eager
+        if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
             yield Copied(talk.ticket)
         for link in links.values():
             yield from self._flow(link, now)
 
     def _answered(self, request: Request, packet: Packet, now: float) -> Effects:
         """All is well with ``request``; its conversation goes on if it was the last."""
+        yield from self._taken_in(request, now)
         talk = request.talk
-        if talk is None:
-            return
-        if request.on_reply is not None and not talk.finished:
-            request.on_reply(packet)
-        talk.answers[id(request)] = packet
-        talk.waiting.discard(id(request))
+        assert talk is not None
+        if request.on_reply is not None:
+            request.on_reply(packet, not talk.finished)
+        talk.answers[request] = packet
+        talk.waiting.discard(request)
         if not talk.waiting and talk.ticket in self._talks:
-            answers = [talk.answers[id(one)] for one in talk.requests]
-            yield from self._resume(talk, answers, now)
+            yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
 
-    def _drained(self, store: str, now: float) -> Effects:
-        """A push of ``store`` was acknowledged: those who wait for that may go on."""
-        left = {id(one) for one in self._unacked.get(store, ())}
+    def _refused(self, request: Request, error: KvpsError, now: float) -> Effects:
+        """The peer refused ``request``, and so its call."""
+        yield from self._taken_in(request, now)
+        talk = request.talk
+        assert talk is not None
+        talk.waiting.discard(request)
+        if talk.ticket in self._talks:
+            yield from self._go_on(talk, error, now)
+
+    def _taken_in(self, request: Request, now: float) -> Effects:
+        """The server needs ``request`` no more: those who wait for that go on."""
+        if not isinstance(request.message, Push):
+            return
+        assert request.talk is not None
+        self._unacked[request.talk.call.store].discard(request)
+        for talk in [one for one in self._draining if request in one.waiting]:
+            talk.waiting.discard(request)
+            if not talk.waiting:
+                self._draining.remove(talk)
+                yield from self._go_on(talk, [], now)
+
+    def _take_what_lags(self, now: float) -> Effects:
+        """A worker is lost: let those who wait for its pushes to arrive everywhere go on."""
         for talk in list(self._talks.values()):
-            if talk.waiting and not talk.requests and talk.call.store == store:
-                talk.waiting &= left
-                if not talk.waiting:
-                    yield from self._resume(talk, [], now)
+            lags = isinstance(talk.requests, Lagging) and talk.waiting
+            if lags and not self.books[talk.call.store].ordered:
+                self._drop(talk)
+                yield from self._go_on(talk, [], now)
 
-    def _failed(self, request: Request, error: KvpsError, now: float) -> Effects:
-        if request.talk is not None:
-            yield from self._finish(request.talk, error=error)
+    # --- the end of a call ------------------------------------------------------------------------
 
     def _finish(self, talk: Talk, value: object = None, error: KvpsError | None = None) -> Effects:
         """End a call for good."""
-        self._talks.pop(talk.ticket, None)
+        del self._talks[talk.ticket]
         talk.conversation.close()
+        for request in talk.requests:
+            request.freeze()
+        self._drop(talk)
         if not talk.finished:
             talk.finished = True
-            for request in talk.requests:
-                request.freeze()
             yield Finish(talk.ticket, value, error)
+        elif error is not None:
+            yield Note("warning", f"{_name(talk.call)} failed after its Timeout: {error}")
+        elif isinstance(talk.call, calls.TOGETHER):
+            self._late = [*self._late[-LATE_MAX + 1 :], talk.call]
+
+    def _drop(self, talk: Talk) -> None:
+        """Forget what was asked for this step and has no answer, unless it changes values."""
+        if talk in self._draining:
+            self._draining.remove(talk)
+        for request in talk.requests:
+            if request not in talk.waiting:
+                continue
+            if request.server is None:
+                self._barriers.pop(request.seq, None)
+            elif not request.payload_bytes:
+                self.links[request.server].drop(request)
+
+    def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
+        """Give the same call, if it timed out before, to a new ticket."""
+        if call in self._late:
+            self._late.remove(call)
+            yield Finish(ticket)
+            return
+        for talk in self._talks.values():
+            if talk.finished and talk.call == call:
+                del self._talks[talk.ticket]
+                talk.ticket, talk.deadline = ticket, deadline
+                talk.finished = talk.probed = False
+                self._talks[ticket] = talk
+                return
 
     def _end_joining(self, now: float) -> Effects:
         """Tell those who wait for the cluster what has become of it."""
         for ticket, deadline in list(self._joining.items()):
-            error = self.member.error or self._broken("")
+            error = self.member.error or self.losses.error(None, now)
             view = self.member.view
             if error is None and view is not None and view.phase == "ending":
-                error = WorkerLost(f"the job cannot begin: {view.reason}")
+                error = WorkerLost(f"the job cannot go on: {view.reason}")
             if error is None and self.member.stopped is not None:
                 error = SchedulerLost(f"the job is over: {self.member.stopped.reason}")
-            if error is None and not self.links and now >= deadline:
+            if error is None and not self._complete and now >= deadline:
                 error = Timeout(
                     f"the cluster is not complete: {self.member.reason}. Start what is missing, "
                     "or start fewer with kvps-scheduler --workers and --servers"
                 )
-            if error is not None or self.links:
+            if error is not None or self._complete:
                 del self._joining[ticket]
                 yield Finish(ticket, error=error)
 
-    # --- what ends calls before their time ----------------------------------------------------------
-
-    def _end_what_is_late(self, now: float) -> Effects:
-        for talk in list(self._talks.values()):
-            if talk.finished:
-                continue
-            if now >= talk.deadline:
-                talk.finished = True
-                for request in talk.requests:
-                    request.freeze()
-                yield Finish(talk.ticket, error=self._timeout(talk, now))
-            elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
-                talk.probed = True
-                servers = {one.server for one in talk.requests if id(one) in talk.waiting}
-                for link in self.links:
-                    if link.server in servers and link.outstanding:
-                        yield Send(_route(link), self.member.packet(Probe(link.to_probe())))
-
-    def _timeout(self, talk: Talk, now: float) -> KvpsError:
-        late = [one for one in talk.requests if id(one) in talk.waiting]
-        silent = self.member.silent_for(now)
-        if any(one.server is None for one in late):
-            if silent > self.member.identity.silence_max_s:
-                return SchedulerLost(
-                    f"worker {self.member.rank}: no word from the scheduler at "
-                    f"{self.member.identity.scheduler} for {silent:.0f} s. Pushes and pulls go on "
-                    "without it; barriers and joins wait. Start it again at the same address"
-                )
-            return Timeout(
-                f"worker {self.member.rank}: barrier: {self.member.reason or 'others are late'}. "
-                "Nothing was cancelled; wait again, or look at the others"
+    def _hopeless(self, call: calls.Call, now: float) -> KvpsError | None:
+        """Return why ``call`` cannot even begin, if it cannot."""
+        if self.member.error is not None:
+            return self.member.error
+        if not self.links:
+            return ConfigError(
+                f"{_name(call)}: this worker knows no server. Wait until the cluster is complete, "
+                "and start kvps-scheduler with --servers 1 or more"
             )
-        why = sorted({one.waits_for or self._silence(one) for one in late})
-        return Timeout(
-            f"worker {self.member.rank}: {_name(talk.call)} of store {talk.call.store!r} is not "
-            f"done: {'; '.join(why[:3]) or 'earlier pushes are not acknowledged'}. Nothing was "
-            "cancelled: what was pushed is applied at most once. Wait again, or give timeout= more"
-        )
-
-    def _silence(self, request: Request) -> str:
-        assert request.server is not None
-        if not self.links[request.server].ready:
-            return f"server {request.server} has not answered HELLO"
-        return f"server {request.server} has not answered"
+        return self.losses.error(self.books.get(call.store), now)
 
     def _end_what_is_lost(self, now: float) -> Effects:
+        errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
         for talk in list(self._talks.values()):
-            error = self._broken(talk.call.store, now)
+            error = errors[talk.call.store]
             if error is not None:
                 yield from self._finish(talk, error=error)
 
@@ -462,38 +504,69 @@ class Worker:
         for talk in list(self._talks.values()):
             yield from self._finish(talk, error=error)
 
-    def _broken(self, store: str, now: float | None = None) -> KvpsError | None:
-        """Return why calls of ``store`` cannot succeed, if they cannot."""
-        view = self.member.view
-        if view is None:
-            return None
-        for one in view.members:
-            if one.role == Role.SERVER and one.state not in ("held", "empty"):
-                return ServerLost(
-                    f"server {one.rank} ({one.host} {one.endpoint}) is lost: {one.reason}. Its "
-                    "part of every key went with it. Start the job again from saved weights"
-                )
-        book = self.books.get(store)
-        if book is None or not book.ordered or book.opened.on_worker_lost == "shrink":
-            return None
-        for one in view.members:
-            if one.role == Role.WORKER and one.state in ("lost", "gone"):
-                return self._worker_lost(book, one, now)
-        return None
+    def _end_what_is_late(self, now: float) -> Effects:
+        for talk in list(self._talks.values()):
+            if talk.finished:
+                continue
+            if now >= talk.deadline:
+                yield from self._time_out(talk, now)
+            elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
+                talk.probed = True
+                for server in {one.server for one in talk.waiting if one.server is not None}:
+                    link = self.links[server]
+                    for seqs in link.unanswered():
+                        yield Send(_route(link), self.member.packet(Probe(seqs)))
 
-    def _worker_lost(self, book: Catalogue, one: Member, now: float | None) -> KvpsError | None:
-        waited_s = (now if now is not None else self.member.heard_at) - self._lost_since.get(
-            one.rank, self.member.heard_at
+    def _time_out(self, talk: Talk, now: float) -> Effects:
+        error = self._lateness(talk, now)
+        if isinstance(talk.call, calls.REPEATED):
+            yield from self._finish(talk, error=error)
+            return
+        bulk = [request for request in talk.requests if request.payload_bytes]
+        for request in bulk:
+            request.freeze()
+        talk.rows[:] = [] if bulk else [row.clone() for row in talk.rows]
+        talk.finished = True
+        yield Finish(talk.ticket, error=error)
+
+    def _lateness(self, talk: Talk, now: float) -> KvpsError:
+        """Say what a call waited for in vain."""
+        who = f"worker {self.member.rank}: {_name(talk.call)} of store {talk.call.store!r}"
+        silent = self.member.silent_for(now)
+        barriers = [one.message for one in talk.waiting if isinstance(one.message, Barrier)]
+        if barriers and silent > self.member.identity.silence_max_s:
+            return SchedulerLost(
+                f"{who}: no word from the scheduler at {self.member.identity.scheduler} for "
+                f"{silent:.0f} s. Pushes and pulls go on without it; barriers and joins wait. "
+                "Start it again at the same address with the same --state"
+            )
+        if barriers:
+            why = [
+                f"not every worker stands at number {one.number} of {one.name!r} "
+                f"({self.member.reason})"
+                for one in barriers
+            ]
+        else:
+            why = sorted({one.waits_for or self._silence(one, now) for one in talk.waiting})
+        if isinstance(talk.call, calls.REPEATED):
+            then = "Nothing was changed. Call it again"
+        elif isinstance(talk.call, calls.TOGETHER):
+            then = "It still stands. Call it again to wait on"
+        else:
+            then = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
+        more = f" and {len(why) - 3} more" if len(why) > 3 else ""
+        return Timeout(
+            f"{who} is not done: {'; '.join(why[:3])}{more}. {then}, or give a longer timeout="
         )
-        grace_s = book.worker_grace_s if book.opened.on_worker_lost == "wait" else 0.0
-        if one.state == "lost" and waited_s < grace_s:
-            return None
-        return WorkerLost(
-            f"worker {one.rank} ({one.host}) is lost: {one.reason}. Rounds of store "
-            f"{book.opened.store!r} wait for it and no replacement came in {waited_s:.0f} s. What "
-            "was pushed is kept. Start a replacement with --rank "
-            f"{one.rank}, or create the store with on_worker_lost='shrink' to go on without it"
-        )
+
+    def _silence(self, request: Request, now: float) -> str:
+        assert request.server is not None
+        link = self.links[request.server]
+        name = f"server {link.server} ({link.endpoint})"
+        if not link.ready:
+            return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
+        assert link.heard_at is not None
+        return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
 
 
 def _route(link: Link) -> str:
@@ -501,14 +574,24 @@ def _route(link: Link) -> str:
 
 
 def _name(call: calls.Call) -> str:
-    names = {calls.PushValues: "push", calls.PullValues: "pull", calls.Stand: "barrier"}
-    return names.get(type(call), type(call).__name__)
+    """Return what the user calls it."""
+    return _NAMES[type(call)]
 
 
-def _is_copied(call: calls.Call, step: list[Request]) -> bool:
-    """Whether ``step`` holds the copied values of a push whose caller waits for just that."""
-    return (
-        isinstance(call, calls.PushValues)
-        and call.eager
-        and any(isinstance(one.message, Push) for one in step)
-    )
+_NAMES: dict[type[calls.Call], str] = {
+    calls.OpenStore: "create()",
+    calls.Init: "init()",
+    calls.Broadcast: "broadcast()",
+    calls.Lookup: "the look-up of keys",
+    calls.PushValues: "push()",
+    calls.PullValues: "pull()",
+    calls.Versions: "version()",
+    calls.Resume: "resume()",
+    calls.SetOptimizer: "set_optimizer()",
+    calls.SetRate: "set_learning_rate()",
+    calls.Stand: "barrier()",
+    calls.Flush: "the flush of earlier pushes",
+    calls.Ask: "status",
+    calls.SaveState: "save_optimizer_states()",
+    calls.LoadState: "load_optimizer_states()",
+}

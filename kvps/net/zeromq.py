@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 from collections import deque
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ class ZmqTransport:
             router.disable_monitor()
             self.close(0.0)
             raise ConfigError(
-                f"cannot listen on {bind}: {error.strerror}. Is another kvps process running "
+                f"cannot listen on {bind}: {os.strerror(error.errno or 0)}. Is another kvps process running "
                 "there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)

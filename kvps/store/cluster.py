@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvps
 from kvps.core.effects import Core
-from kvps.core.member import Identity
+from kvps.core.member import JOIN_MAX_S, Identity
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
@@ -37,7 +37,13 @@ T = TypeVar("T")
 END_MAX_S = 10.0
 
 
-def worker_session(scheduler: str, rank: int | None = None, incarnation: int = 0) -> Session:
+def worker_session(
+    scheduler: str,
+    rank: int | None = None,
+    incarnation: int = 0,
+    job: bytes = bytes(16),
+    join_max_s: float = JOIN_MAX_S,
+) -> Session:
     """Return a session of this process with the cluster at ``scheduler``."""
     identity = Identity(
         Role.WORKER,
@@ -47,6 +53,8 @@ def worker_session(scheduler: str, rank: int | None = None, incarnation: int = 0
         kvps.__version__,
         rank,
         incarnation,
+        job=job,
+        join_max_s=join_max_s,
     )
     return Session(identity, ZmqTransport())
 
@@ -170,6 +178,13 @@ class LocalCluster:
             causes = [error for error in errors if not isinstance(error, KvpsError)]
             raise (causes or errors)[0]
         return [one.result() for one in futures]
+
+    def leave(self) -> None:
+        """Flush and leave, as the worker that the calling thread is; rounds close without it."""
+        session: Session | None = getattr(self._mine, "session", None)
+        if session is not None and not session.is_over:
+            session.flush(TIMEOUT_S)
+            session.leave(done=True, exit_code=0, reason="shutdown()")
 
     def _leave(self, done: bool, reason: str) -> None:
         session: Session | None = getattr(self._mine, "session", None)

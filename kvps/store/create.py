@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvps import config
+from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.core.placement import BIGARRAY_BOUND
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, SchedulerLost
 from kvps.messages import Open
 from kvps.store.base import KVStoreBase
 from kvps.store.cluster import LocalCluster, worker_session
@@ -29,6 +30,8 @@ log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
+RESERVED = "kvps."
+"""What the names of the front ends' own stores begin with."""
 
 
 def create(
@@ -92,6 +95,23 @@ def create(
     return DistStore(kind, session, named, timeout_s, grace_s)
 
 
+def create_own(store: str, owner: str) -> Any:
+    """Return a front end's own store, as :func:`create` with the defaults.
+
+    Args:
+        store: as in :func:`create`.
+        owner: which front end; the store's name is made of it and the order of creation, and no
+            store of a user can have it.
+    """
+    kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
+    if kind is None or not kind.is_distributed:
+        return create(store)
+    session = _session(TIMEOUT_S)
+    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None)
+    named = replace(opened, store=session.next_name(RESERVED + owner))
+    return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
+
+
 def _opened(
     kind: Kind,
     staleness: int | None,
@@ -120,10 +140,12 @@ def _opened(
 
 def _named(session: Session, name: str | None) -> str:
     if name is None:
-        return f"store-{next(session.stores)}"
+        return session.next_name("store")
     given: object = name
     if not isinstance(given, str) or not 1 <= len(given) <= 256 or not given.isprintable():
         raise ConfigError(f"name={name!r}: use 1 to 256 printable characters")
+    if given.startswith(RESERVED):
+        raise ConfigError(f"name={name!r}: names that begin with {RESERVED!r} are kvps's own")
     return given
 
 
@@ -156,7 +178,9 @@ class _Process:
         elif found.role != "worker":
             _become(found)
         else:
-            self.session = worker_session(found.scheduler, found.rank, found.incarnation)
+            self.session = worker_session(
+                found.scheduler, found.rank, found.incarnation, found.job, config.join_max_s()
+            )
             leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
         assert self.session is not None
         return self.session
@@ -190,23 +214,40 @@ _process = _Process()
 def shutdown() -> None:
     """Flush all stores and leave the cluster; rounds close without this worker from then on.
 
-    A process that ends well does this by itself. Doing nothing is fine where there is no cluster.
+    Inside a LocalCluster the worker is the calling thread. A process that ends well does this by itself. Doing nothing is fine where there is no cluster.
 
     Example:
         >>> import kvps
         >>> kvps.shutdown()
     """
-    _process.end()
+    if LocalCluster.current is not None:
+        LocalCluster.current.leave()
+    else:
+        _process.end()
 
 
 def _become(found: config.Cluster) -> None:
     """Be the server or the scheduler that DMLC_ROLE names, and exit with it."""
-    from kvps.store.roles import run_scheduler, run_server
+    try:
+        sys.exit(_run(found, config.switch("KVPS_INSECURE")))
+    except ConfigError as error:
+        log.error("%s", error)  # the text says all
+        sys.exit(EXIT_CONFIG)
+    except SchedulerLost as error:
+        log.error("%s", error)
+        sys.exit(EXIT_TEMPORARY)
 
+
+def _run(found: config.Cluster, insecure: bool) -> int:
     if found.role == "scheduler":
+        from kvps.store.roles import run_scheduler
+
         assert found.workers is not None
         assert found.servers is not None
-        code = run_scheduler(found.workers, found.servers, found.scheduler)
-    else:
-        code = run_server(found.scheduler)
-    sys.exit(code)
+        bind = config.scheduler_bind(found.scheduler)
+        return run_scheduler(found.workers, found.servers, bind, insecure=insecure)
+
+    from kvps.store.serving import run_server
+
+    bind = config.server_bind(found.scheduler, insecure)
+    return run_server(found.scheduler, bind, insecure=insecure)

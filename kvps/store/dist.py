@@ -158,7 +158,8 @@ class DistStore(KVStore):
         hyper = self._optimizer()
         found = self._call(calls.SaveState(self._name), self._timeout_s)
         assert isinstance(found, dict)
-        states.save(path, hyper, found)
+        updated = {key: state for key, state in found.items() if state[0]}
+        states.save(path, hyper, updated)
 
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote; every rank calls, rank 0's counts.

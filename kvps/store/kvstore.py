@@ -109,6 +109,11 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         return self._optimizer().number("lr")
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether set_optimizer() was called here."""
+        return self._hyper is not None
+
     def keys(self) -> list[str]:
         """Return the names of the keys that were initialised here."""
         return list(self._specs)

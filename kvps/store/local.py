@@ -13,15 +13,13 @@ import torch
 
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
-from kvps.core.updaters import State, Updater, create
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.specs import Spec
-from kvps.store import states
 from kvps.store.arguments import names_of
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
-from kvps.tensors import accumulator, dtype_of
+from kvps.store.optimizers import Rules
 
 
 class LocalStore(KVStore):
@@ -30,10 +28,8 @@ class LocalStore(KVStore):
     def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
         super().__init__(kind, name, timeout_s)
         self._rows_by_key: dict[str, torch.Tensor] = {}
-        self._states: dict[str, State] = {}
-        self._steps: dict[str, int] = {}
         self._versions: dict[str, int] = {}
-        self._updater: Updater | None = None
+        self._rules: Rules | None = None
 
     @property
     def rank(self) -> int:
@@ -82,19 +78,16 @@ class LocalStore(KVStore):
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of every key to a safetensors file."""
         self._begin()
-        found = {
-            key: (step, {name: row.cpu() for name, row in self._states[key].items()})
-            for key, step in self._steps.items()
-        }
-        states.save(path, self._optimizer(), found)
+        self._optimizer()
+        assert self._rules is not None
+        self._rules.save(path)
 
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote."""
         self._begin()
-        for key, (step, rows) in states.load(path, self._optimizer(), self._specs).items():
-            device = self._rows_by_key[key].device
-            self._steps[key] = step
-            self._states[key] = {name: row.to(device) for name, row in rows.items()}
+        self._optimizer()
+        assert self._rules is not None
+        self._rules.load(path, self._rows_by_key)
 
     # --- hooks --------------------------------------------------------------------------------------
 
@@ -163,17 +156,14 @@ class LocalStore(KVStore):
         return {}
 
     def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
-        same = self._hyper is not None and self._hyper.name == hyper.name
-        self._updater = create(hyper)
-        if same:
-            for name, state in self._states.items():
-                self._states[name] = self._updater.adopt(self._rows_by_key[name], state)
+        if self._rules is None:
+            self._rules = Rules(hyper)
         else:
-            self._states.clear()
-            self._steps.clear()
+            self._rules.change(hyper, self._rows_by_key)
 
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
-        self._updater = create(hyper)
+        assert self._rules is not None
+        self._rules.set_rate(hyper)
 
     def _close(self) -> None:
         self._rows_by_key.clear()
@@ -188,35 +178,19 @@ class LocalStore(KVStore):
     def _set(self, name: str, row: torch.Tensor) -> None:
         self._rows_by_key[name] = row.clone()
         self._versions.setdefault(name, 0)
-        self._states.pop(name, None)
-        self._steps.pop(name, None)
+        if self._rules is not None:
+            self._rules.forget(name)
 
     def _check_update(self, name: str) -> None:
-        kind = dtype_of(self._rows_by_key[self._known(name)]).kind
-        if self._updater is not None and kind == "int" and not self._updater.takes_integers:
-            raise ConfigError(
-                f"optimizer {self._updater.hyper.name!r} cannot update the integers of key "
-                f"{name!r}; keep them in a store without an optimizer"
-            )
+        weight = self._rows_by_key[self._known(name)]
+        if self._rules is not None:
+            self._rules.check(name, weight)
 
     def _update(self, name: str, row: torch.Tensor) -> None:
-        weight = self._rows_by_key[name]
-        if self._updater is None:
-            weight.copy_(row)
-            return
-        state = self._states.setdefault(name, self._updater.new_state(weight))
-        self._steps[name] = step = self._steps.get(name, 0) + 1
-        lr, weight_decay = self._updater.hyper.for_key(name)
-        gradient = accumulator(row.to(weight.device))
-        gradient = gradient.clone() if gradient is row else gradient
-        norms = None
-        if self._updater.needs_norms:
-            norms = self._updater.partial_norms(
-                weight, gradient, state, step=step, lr=lr, weight_decay=weight_decay
-            )
-        self._updater.apply(
-            weight, gradient, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
-        )
+        if self._rules is None:
+            self._rows_by_key[name].copy_(row)
+        else:
+            self._rules.update(name, self._rows_by_key[name], row)
 
 
 def _over() -> Ticket:

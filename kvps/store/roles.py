@@ -1,7 +1,8 @@
-"""How a process runs as scheduler or as server: a core, its sockets, and signals.
+"""How a process runs in a role of its own: as the scheduler, and what is common to all roles.
 
-The commands ``kvps-scheduler`` and ``kvps-server`` call these, and so does a job script that
-``DMLC_ROLE`` makes one of them.
+The command ``kvps-scheduler`` calls :func:`run_scheduler`, and so does a job script that
+``DMLC_ROLE`` makes the scheduler. What a process does to run as a server, which needs torch, is
+in :mod:`kvps.store.serving`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvps import __version__
+from kvps import config
 from kvps.core.effects import Copied, Exit, Finish
-from kvps.core.member import Identity
 from kvps.core.scheduler import Scheduler, Settings
-from kvps.errors import ConfigError, KvpsError, StorageError
-from kvps.messages import Role
+from kvps.errors import KvpsError, SchedulerLost, StorageError
 from kvps.net.driver import Inbox, drive
 from kvps.net.zeromq import ZmqTransport
 
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 log = logging.getLogger("kvps")
-EXIT_CONFIG = 78
 STATE_FILE = "scheduler.state"
+RESOLVE_EVERY_S = 0.5
+"""How often a name is looked up that is not known: its container may not be up yet."""
 
 
 class StateFile:
@@ -79,10 +79,14 @@ class StateFile:
 
 
 @contextmanager
-def on_stop(inbox: Inbox[Any], stop: Callable[[Any, float], Any]) -> Iterator[None]:
+def on_stop(inbox: Inbox[Any], stop: Callable[[Any, float, int], Any]) -> Iterator[None]:
     """Put ``stop`` into the inbox at SIGTERM and SIGINT, for as long as the block runs."""
+
+    def put(number: int, frame: object) -> None:
+        inbox.put(lambda core, now: stop(core, now, number))
+
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(one, lambda *_: inbox.put(stop)) for one in numbers]
+    before = [signal.signal(one, put) for one in numbers]
     try:
         yield
     finally:
@@ -97,73 +101,75 @@ def run_scheduler(
     *,
     keep_alive: bool = False,
     state: str | None = None,
+    insecure: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a scheduler until its job is over; return its exit code."""
+    """Run a scheduler until its job is over; return its exit code.
+
+    Args:
+        workers: how many the job has.
+        servers: how many the job has.
+        bind: where to listen.
+        keep_alive: begin another job when one is over.
+        state: a folder for what a restart must know.
+        insecure: ``bind`` may be where other machines reach it.
+        on_ready: told where it listens, once it does.
+
+    Raises:
+        ConfigError: if that cannot be, or the port is busy.
+        StorageError: if ``state`` cannot be read.
+    """
+    config.demand_loopback(bind, insecure)
+    kept = StateFile(state) if state is not None else None
+    settings = Settings(workers, servers, keep_alive=keep_alive, persist=kept is not None)
+    transport = ZmqTransport(bind, watch=True)
     try:
-        kept = StateFile(state) if state is not None else None
-        settings = Settings(workers, servers, keep_alive=keep_alive, persist=kept is not None)
-        transport = ZmqTransport(bind, watch=True)
         snapshot = kept.read() if kept is not None else None
         now = time.monotonic()
-        if snapshot is not None:
+        if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now)
         else:
             core = Scheduler(settings, secrets.token_bytes(16), now)
-    except KvpsError as error:
-        log.error("%s", error)  # the text says all
-        return EXIT_CONFIG if isinstance(error, ConfigError) else 1
+    except KvpsError:
+        transport.close(0.0)
+        raise
     log.info("scheduler of %d workers and %d servers at %s", workers, servers, transport.endpoint)
     if on_ready is not None:
         on_ready(transport.endpoint)
     inbox: Inbox[Scheduler] = Inbox(transport)
-    with on_stop(inbox, lambda core, now: core.on_stop(now)):
+    with on_stop(inbox, lambda core, now, number: core.on_stop(now)):
         wish = drive(core, transport, inbox, kept)
     transport.close(1.0)
     if kept is not None:
         kept.remove()
-    return _report("scheduler", wish)
+    return report("scheduler", wish)
 
 
-def run_server(
-    scheduler: str,
-    bind: str = "tcp://127.0.0.1:0",
-    *,
-    rank: int | None = None,
-    memory_limit: int | None = None,
-) -> int:
-    """Run a server until its job is over; return its exit code."""
-    from kvps.core.server import Server
+def own_host(scheduler: str, patience_s: float) -> str:
+    """Return this machine's address on the way to the scheduler.
 
-    try:
-        transport = ZmqTransport(bind)
-    except KvpsError as error:
-        log.error("%s", error)  # the text says all
-        return EXIT_CONFIG
-    identity = Identity(
-        Role.SERVER,
-        scheduler,
-        socket.gethostname(),
-        os.getpid(),
-        __version__,
-        rank,
-        endpoint=transport.endpoint,
-    )
-    core = Server(identity, time.monotonic(), memory_limit)
-    inbox: Inbox[Any] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
-    with on_stop(inbox, _leave_and_exit):
-        wish = drive(core, transport, inbox)
-    transport.close(0.5)
-    return _report(f"server {core.member.rank}", wish)
+    Raises:
+        SchedulerLost: if its name is not known, or there is no way, for ``patience_s``.
+    """
+    there = config.host_of(scheduler), config.port_of("--scheduler", scheduler)
+    until = time.monotonic() + patience_s
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(there)  # of a datagram socket: nothing is sent
+                found: str = probe.getsockname()[0]
+                return found
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise SchedulerLost(
+                        f"no way to the scheduler at {scheduler} for {patience_s:g} s: {error}. "
+                        "Check the name in --scheduler or KVPS_SCHEDULER, and start this again"
+                    ) from error
+        time.sleep(RESOLVE_EVERY_S)
 
 
-def _leave_and_exit(core: Any, now: float) -> Iterator[object]:
-    yield from core.member.leave(True, 0, True, "asked to stop")
-    yield Exit(0, "asked to stop")
-
-
-def _report(who: str, wish: Exit) -> int:
+def report(who: str, wish: Exit) -> int:
+    """Say in the log why a process ends; return its exit code."""
     level = logging.INFO if wish.code == 0 else logging.ERROR
     log.log(level, "%s ends: %s", who, wish.reason)
     return wish.code

@@ -36,8 +36,7 @@ class Session:
     def __init__(self, identity: Identity, transport: Transport) -> None:
         self.core = Worker(identity, time.monotonic())
         self.pid = os.getpid()
-        self.stores = itertools.count()
-        """Numbers the stores that have no name."""
+        self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
         """Type of each store, by name."""
         self._transport = transport
@@ -95,6 +94,12 @@ class Session:
     def is_over(self) -> bool:
         """Whether the loop has ended."""
         return self._over is not None
+
+    def next_name(self, prefix: str) -> str:
+        """Return a name for a store, numbered by order of creation: the same on every worker."""
+        number = self._stores.get(prefix, 0)
+        self._stores[prefix] = number + 1
+        return f"{prefix}-{number}"
 
     def join(self, timeout_s: float) -> None:
         """Wait until all seats of the cluster are taken.

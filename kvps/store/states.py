@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +36,15 @@ def save(path: str, hyper: Hyper, states: States) -> None:
         for name, row in rows.items()
     }
     steps = {key: step for key, (step, _) in states.items()}
-    metadata = {"optimizer": hyper.name, "steps": json.dumps(steps)}
+    write(path, tensors, {"optimizer": hyper.name, "steps": json.dumps(steps)})
+
+
+def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        StorageError: if it cannot be written; an older file of that name is kept.
+    """
     aside = Path(f"{path}.{os.getpid()}.tmp")
     try:
         save_file(tensors, aside, metadata)
@@ -55,23 +64,12 @@ def load(path: str, hyper: Hyper, specs: Mapping[str, Spec]) -> States:
         StorageError: if the file cannot be read.
         Mismatch: if it holds the states of another optimizer, or of a key that is not there.
     """
-    states: States = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            steps = json.loads(metadata.get("steps", "{}"))
-            states.update((key, (int(step), {})) for key, step in steps.items())
-            for title in file.keys():  # noqa: SIM118  # the file is no mapping
-                key, _, name = title.rpartition("/")
-                if key in states:
-                    states[key][1][name] = file.get_tensor(title)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise StorageError(f"cannot read optimizer states from {path}: {error}") from error
-    if metadata.get("optimizer") != hyper.name:
-        raise Mismatch(
-            f"{path} holds the states of {metadata.get('optimizer')!r}, the store's optimizer is "
-            f"{hyper.name!r}; set that optimizer first"
-        )
+    tensors, steps = read(path, hyper.name, "steps")
+    states: States = {key: (step, {}) for key, step in steps.items()}
+    for title, tensor in tensors.items():
+        key, _, name = title.rpartition("/")
+        if key in states:
+            states[key][1][name] = tensor
     for key, (_, rows) in states.items():
         spec = specs.get(key)
         if spec is None or any(len(row) != spec.count for row in rows.values()):
@@ -80,3 +78,30 @@ def load(path: str, hyper: Hyper, specs: Mapping[str, Spec]) -> States:
                 "with that size; initialise the same keys first"
             )
     return states
+
+
+def read(path: str, optimizer: str, table: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a file, and one table of its metadata.
+
+    Args:
+        path: what :func:`write` wrote.
+        optimizer: whose states they must be.
+        table: the entry of the metadata that is wanted.
+
+    Raises:
+        StorageError: if the file cannot be read.
+        Mismatch: if it holds the states of another optimizer.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {title: file.get_tensor(title) for title in file.keys()}  # noqa: SIM118
+        entries = json.loads(metadata.get(table, "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise StorageError(f"cannot read optimizer states from {path}: {error}") from error
+    if metadata.get("optimizer") != optimizer:
+        raise Mismatch(
+            f"{path} holds the states of {metadata.get('optimizer')!r}, the optimizer here is "
+            f"{optimizer!r}; set that optimizer first"
+        )
+    return tensors, entries

@@ -1,0 +1,159 @@
+"""Train a ConvNet on handwritten digits, alone or on a cluster: the script is the same.
+
+    python examples/digits.py                                       # one process
+    kvps-launch -n 2 -s 2 -- python examples/digits.py              # 2 workers, 2 servers
+
+The data are scikit-learn's 1,797 real images of 8 x 8 pixels. Three lines make a PyTorch script
+one for a cluster: the store, the sampler that gives each worker its share of the images, and the
+Trainer that stands where ``optimizer.step()`` stood. Only rank 0 prints, tests and saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+import kvps
+
+
+class ConvNet(torch.nn.Sequential):
+    """Two convolutions, two layers: 70,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU()),
+            *(torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU()),
+            *(torch.nn.MaxPool2d(2), torch.nn.Flatten()),
+            *(torch.nn.Linear(32 * 4 * 4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)),
+        )
+
+
+def load() -> tuple[TensorDataset, TensorDataset]:
+    """Return four fifths of the images to train with, and the rest to test with."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    cut = len(order) * 4 // 5
+    train, test = order[:cut], order[cut:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def train(
+    kv: kvps.KVStoreBase,
+    model: torch.nn.Module,
+    data: TensorDataset,
+    epochs: int,
+    batch: int,
+    lr: float,
+) -> Iterator[float]:
+    """Train ``model``; yield the loss of this worker's part of each step."""
+    sampler = kvps.data_sampler(data, kv)
+    loader = DataLoader(data, max(1, batch // kv.num_workers), sampler=sampler)
+    trainer = kvps.Trainer(model, "adam", {"lr": lr}, kvstore=kv)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        trainer.set_learning_rate(lr * (1 - epoch / epochs))
+        for images, labels in loader:
+            model.zero_grad()
+            # A sum, not a mean: the Trainer adds up the workers and divides by the whole batch.
+            loss = F.cross_entropy(model(images), labels, reduction="sum")
+            loss.backward()
+            trainer.step(len(labels) * kv.num_workers)
+            yield loss.item() / len(labels)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
+    """Return the share of ``data`` that ``model`` gets right."""
+    images, labels = data.tensors
+    return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
+    """Collect ``losses`` and show how they fall: a bar in a terminal, else a line per epoch."""
+    seen: list[float] = []
+    columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TimeRemainingColumn())
+    loss_now = TextColumn("loss {task.fields[loss]:.4f}")
+    is_terminal = sys.stdout.isatty()
+    with Progress(*columns, loss_now, disable=not is_terminal) as bar:
+        task = bar.add_task("train", total=steps, epoch=1, loss=0.0)
+        for loss in losses:
+            seen.append(loss)
+            epoch, at_end = (len(seen) - 1) // per_epoch + 1, len(seen) % per_epoch == 0
+            mean = sum(seen[-per_epoch:]) / len(seen[-per_epoch:])
+            bar.update(task, advance=1, epoch=epoch, loss=mean)
+            if at_end and not is_terminal:
+                print(f"epoch {epoch:2}  loss {mean:.4f}", flush=True)
+    return seen
+
+
+def plot(losses: list[float], path: Path) -> None:
+    """Draw the loss of each step, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no picture: matplotlib is not installed (pip install 'kvps[examples]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.semilogy(losses)
+    axes.set(xlabel="step", ylabel="loss", title="Handwritten digits")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"loss curve in {path}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, test, save; return the exit code."""
+    parser = argparse.ArgumentParser(description="Train a ConvNet on handwritten digits.")
+    parser.add_argument("--store", default="dist_sync", help="any store of kvps.create")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all workers together")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--save", type=Path, metavar="FILE.safetensors", help="write the weights")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
+    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
+    flags = parser.parse_args(arguments)
+
+    kv = kvps.create(flags.store)
+    torch.manual_seed(kv.rank)  # the first weights differ: those of rank 0 count
+    model = ConvNet()
+    data, unseen = load()
+    losses = train(kv, model, data, flags.epochs, flags.batch_size, flags.lr)
+    if kv.rank != 0:
+        for _ in losses:
+            pass
+        return 0
+
+    workers = "1 worker" if kv.num_workers == 1 else f"{kv.num_workers} workers"
+    print(f"{kv.type}: {workers}, {len(data)} images to train with, {len(unseen)} to test with")
+    share = -(-len(data) // kv.num_workers)
+    per_epoch = -(-share // max(1, flags.batch_size // kv.num_workers))
+    seen = show(losses, flags.epochs * per_epoch, per_epoch)
+    result = accuracy(model, unseen)
+    print(f"test accuracy {result:.4f}")
+    if flags.save:
+        save_file(model.state_dict(), flags.save)
+        print(f"weights in {flags.save}")
+    if flags.plot:
+        plot(seen, flags.plot)
+    if result < flags.min_accuracy:
+        print(f"that is below {flags.min_accuracy}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

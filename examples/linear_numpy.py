@@ -1,0 +1,54 @@
+"""Linear regression with numpy alone: a store needs no model, no autograd and no Trainer.
+
+    python examples/linear_numpy.py                                  # one process
+    kvps-launch -n 3 -s 2 -- python examples/linear_numpy.py         # 3 workers, 2 servers
+
+Each worker has examples that no other one has. In each round it pushes the gradient of its own
+examples; the servers add the gradients up, take the step, and send the new weights back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+
+import kvps
+
+FEATURES, EXAMPLES, BATCH = 20, 2000, 100
+NOISE = 0.1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Find the weights that made the data; return the exit code."""
+    parser = argparse.ArgumentParser(description="Linear regression with numpy gradients.")
+    parser.add_argument("--store", default="dist_sync", help="any store of kvps.create")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=0.1)
+    flags = parser.parse_args(arguments)
+
+    true_weights = np.random.default_rng(0).normal(size=FEATURES)  # the same on every worker
+    with kvps.create(flags.store) as kv:
+        mine = np.random.default_rng(1 + kv.rank)
+        inputs = mine.normal(size=(EXAMPLES, FEATURES))
+        targets = inputs @ true_weights + NOISE * mine.normal(size=EXAMPLES)
+
+        weights = np.zeros(FEATURES)
+        # What is pushed is a sum over examples; rescale_grad makes a mean of the total.
+        kv.set_optimizer("sgd", lr=flags.lr, rescale_grad=1 / (BATCH * kv.num_workers))
+        kv.init("weights", weights)
+        for number in range(flags.rounds):
+            batch = mine.integers(EXAMPLES, size=BATCH)
+            errors = inputs[batch] @ weights - targets[batch]
+            kv.pushpull("weights", inputs[batch].T @ errors, out=weights)
+            if kv.rank == 0 and (number + 1) % (flags.rounds // 5 or 1) == 0:
+                distance = np.linalg.norm(weights - true_weights)
+                print(f"round {number + 1:4}  distance to the true weights {distance:.4f}")
+
+    found = np.linalg.norm(weights - true_weights) < NOISE
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands: flags and variables in, exit codes out."""

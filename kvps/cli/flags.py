@@ -1,0 +1,167 @@
+"""What the commands have in common: flags, settings, the log, and how a mistake is told.
+
+A setting comes from its flag, else from its ``KVPS_*`` variable, else from its default. What is
+wrong with it is a :class:`~kvps.errors.ConfigError` that names the flag or the variable, and the
+command ends with exit code 78.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from kvps import __version__, config
+from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
+from kvps.errors import ConfigError, KvpsError, SchedulerLost
+
+T = TypeVar("T")
+LEVELS = ("debug", "info", "warning", "error")
+EXIT_CODES = """\
+exit codes:
+  0   done
+  75  temporary, start it again: no scheduler there, or it fell silent
+  78  wrong configuration, do not start it again: a bad flag, a busy port, no free seat
+  1   anything else
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags whose help keeps its lines, and whose mistakes end with 78."""
+
+    def __init__(self, name: str, what: str, more: str) -> None:
+        super().__init__(
+            prog=name,
+            description=what,
+            epilog=more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "--log-level",
+            metavar="LEVEL",
+            help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: silence when all is well)",
+        )
+        self.add_argument("--version", action="version", version=f"{name} {__version__}")
+
+    def error(self, message: str) -> NoReturn:
+        """Tell what is wrong with the flags, and end."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def add_insecure(parser: Parser) -> None:
+    """Add ``--insecure``."""
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow --bind to an address that other machines reach, though there are no keys; "
+        "KVPS_INSECURE=1",
+    )
+
+
+def add_scheduler(parser: Parser) -> None:
+    """Add ``--scheduler``."""
+    parser.add_argument(
+        "--scheduler",
+        metavar="tcp://HOST:PORT",
+        help=f"where kvps-scheduler listens; KVPS_SCHEDULER ({config.DEFAULT_SCHEDULER})",
+    )
+
+
+def setting(parsed: argparse.Namespace, name: str, read: Callable[[str, str], T], default: T) -> T:
+    """Return the setting ``name``: of its flag, its variable, or the default.
+
+    Raises:
+        ConfigError: if ``read``, which gets the name and the text, does not take what is given.
+    """
+    flag = vars(parsed).get(name)
+    if flag is not None:
+        return read(f"--{name.replace('_', '-')}", flag)
+    variable = f"KVPS_{name.upper()}"
+    given = config.text(variable)
+    return default if given is None else read(variable, given)
+
+
+def scheduler_of(parsed: argparse.Namespace) -> str:
+    """Return where the scheduler is.
+
+    Raises:
+        ConfigError: if what is given is no address.
+    """
+    found = config.dmlc_cluster()
+    default = config.DEFAULT_SCHEDULER if found is None else found.scheduler
+    return setting(parsed, "scheduler", config.as_address, default)
+
+
+def is_insecure(parsed: argparse.Namespace) -> bool:
+    """Return whether the operator insists on listening without keys."""
+    return bool(parsed.insecure) or config.switch("KVPS_INSECURE")
+
+
+def split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the command behind ``--``.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    parsed, command = parser.parse_args(given[:at]), given[at + 1 :]
+    if not command:
+        parser.error("no command: put it behind --, as in '-- python train.py'")
+    return parsed, command
+
+
+def level(name: str, given: str) -> str:
+    """Return a log level.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if given.lower() not in LEVELS:
+        raise ConfigError(f"{name}={given!r}: use one of {', '.join(LEVELS)}")
+    return given.lower()
+
+
+def run(name: str, argv: Sequence[str] | None, main: Callable[[Sequence[str]], int]) -> int:
+    """Run a command; return its exit code."""
+    try:
+        return main(sys.argv[1:] if argv is None else argv)
+    except KvpsError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            return EXIT_CONFIG
+        return EXIT_TEMPORARY if isinstance(error, SchedulerLost) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def start_log(name: str, parsed: argparse.Namespace, handler: logging.Handler | None = None) -> str:
+    """Send the log to ``handler``, else to stderr; return its level.
+
+    Raises:
+        ConfigError: for an unknown level.
+    """
+    chosen = setting(parsed, "log_level", level, "warning")
+    sink = handler or logging.StreamHandler()
+    sink.setFormatter(_Lines(name))
+    logging.basicConfig(level=chosen.upper(), handlers=[sink])
+    return chosen
+
+
+class _Lines(logging.Formatter):
+    """``kvps-server: error: text``, and for an expert's eyes the time before it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"{self._name}: {record.levelname.lower()}: {record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        if logging.getLogger().level <= logging.INFO:
+            text = f"{self.formatTime(record, '%H:%M:%S')}.{record.msecs:03.0f} {text}"
+        return text

@@ -1,0 +1,460 @@
+"""``kvps-launch``: a whole cluster on this machine, from its start to its end.
+
+Theory of operation
+-------------------
+One loop waits for what the processes print, for what they report (at which port the scheduler
+listens, how a command ended) and for signals, SIGCHLD among them. A process that ends changes how
+the launch stands::
+
+    going ──a worker fails for good──► ending ──10 s──► stopping ──10 s──► killing
+      │     a server or the             │    SIGTERM to     ▲   SIGKILL to    ▲
+      │     scheduler fails             │    the workers    │   everything    │
+      │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
+      └──every worker ends with 0──► done: servers and scheduler end by themselves
+
+The others of a failed worker are given time, since they learn of it from the scheduler and have
+something to say about it themselves. The reports come along one pipe, so they tell who failed
+first: a worker that fails because another did is later.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvps import config
+from kvps.cli import flags
+from kvps.cli.leash import Leash, kill
+from kvps.cli.screen import Lines, Screen
+from kvps.cli.worker import demand_command
+from kvps.core.member import EXIT_CONFIG
+from kvps.errors import ConfigError
+
+NAME = "kvps-launch"
+log = logging.getLogger("kvps")
+OTHERS_MAX_S = 10.0
+"""How long the other workers may take to end when one has failed."""
+STOP_MAX_S = 10.0
+"""How long anybody may take to end who is asked to; over what kvps-worker gives its command."""
+DONE_MAX_S = 10.0
+"""How long servers and scheduler may take to end when every worker has."""
+WHAT = """\
+Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
+worker is a kvps-worker that runs COMMAND."""
+MORE = """\
+example:
+  kvps-launch -n 2 -- python train.py --epochs 3
+  kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
+
+Each line that a process prints is shown behind its role and rank: [worker 0]. In its environment
+COMMAND finds KVPS_SCHEDULER, KVPS_RANK, and what torchrun would set: RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where they are not set, OMP_NUM_THREADS
+becomes the number of cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
+
+If a worker fails (its COMMAND ends with anything but 0), it is started again with the same rank
+as often as --max-restarts allows; after that the others get WorkerLost and everything ends.
+Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
+
+exit codes:
+  0    every worker ended with 0
+  78   wrong configuration
+  128 + N   ended by signal N
+  any other: that of the first worker that failed; else that of a server or of the scheduler
+
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
+  KVPS_JOIN_TIMEOUT
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be started."""
+
+    workers: int
+    servers: int
+    max_restarts: int
+    env: dict[str, str]
+    command: Sequence[str]
+    log_level: str
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
+    parser.add_argument("-n", "--workers", metavar="N", required=True, help="how many workers")
+    parser.add_argument("-s", "--servers", metavar="S", help="how many servers (N)")
+    parser.add_argument(
+        "--launcher",
+        choices=["local"],
+        default="local",
+        help="where the processes run: local is this machine",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="K",
+        default="0",
+        help="how often each worker is started again when it fails (0)",
+    )
+    parser.add_argument(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="set a variable for all processes; may be repeated",
+    )
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    parsed, command = flags.split(_parser(), argv)
+    workers = config.as_whole("-n", parsed.workers)
+    servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
+    if workers < 1 or servers < 1:
+        raise ConfigError(f"-n {workers} -s {servers}: use 1 or more of each")
+    restarts = config.as_whole("--max-restarts", parsed.max_restarts)
+    demand_command(command)
+    screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
+    level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
+    env = _environment(parsed.env, workers + servers)
+    plan = Plan(workers, servers, restarts, env, command, level)
+    leash = Leash()
+    try:
+        return Launch(plan, screen, leash).run()
+    finally:
+        leash.close()
+
+
+def _environment(given: Sequence[str], processes: int) -> dict[str, str]:
+    changes = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--env {one!r}: write it as NAME=VALUE")
+        changes[name] = value
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    return config.environment(changes, {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
+
+
+class _ScreenHandler(logging.Handler):
+    """Puts our own lines between those of the processes."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__()
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(BrokenPipeError):
+            self._screen.write(1, b"", self.format(record).encode().split(b"\n"))
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process that was started."""
+
+    role: str
+    rank: int
+    number: int
+    """Of its colour."""
+    process: subprocess.Popen[bytes]
+    life: int = 0
+    """How often it was started again."""
+    is_told: bool = False
+    """A worker's end was reported, or seen."""
+    streams: dict[int, Lines] = field(default_factory=dict)
+    """What it prints, by file descriptor: first stdout, then stderr."""
+
+    @property
+    def name(self) -> str:
+        """What stands before its lines."""
+        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+
+class Stage(enum.IntEnum):
+    """How a launch stands."""
+
+    GOING = 0
+    DONE = 1
+    """Every worker ended with 0."""
+    ENDING = 2
+    """Somebody failed; the others are given time."""
+    STOPPING = 3
+    KILLING = 4
+
+
+class Launch:
+    """All processes of one job on this machine."""
+
+    def __init__(self, plan: Plan, screen: Screen, leash: Leash) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._leash = leash
+        self._children: dict[int, Child] = {}
+        """By process id."""
+        self._stage = Stage.GOING
+        self._next_at: float | None = None
+        """When the next stage begins."""
+        self._worker_code = 0
+        """Of the first worker that failed for good."""
+        self._other_code = 0
+        """Of the first signal, or of the first server or scheduler that failed."""
+        self._scheduler = ""
+        self._selector = selectors.DefaultSelector()
+        self._report = os.pipe()
+        self._reported = Lines()
+        self._waker, self._woken = socket.socketpair()
+
+    def run(self) -> int:
+        """Run until every process has ended; return the exit code."""
+        for fd in (self._report[0], self._woken.fileno(), self._waker.fileno()):
+            os.set_blocking(fd, False)
+        self._listen(self._report[0], self._on_report)
+        self._listen(self._woken.fileno(), self._on_signals)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
+        try:
+            self._start_scheduler()
+            while self._children:
+                self._turn()
+        finally:
+            for child in self._children.values():
+                kill(child.process.pid)
+                child.process.wait()
+                self._leash.forget(child.process.pid)
+            self._screen.close()
+        return self._worker_code or self._other_code
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def _listen(self, fd: int, heed: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, heed)
+
+    def _turn(self) -> None:
+        left_s = None if self._next_at is None else max(0.0, self._next_at - time.monotonic())
+        for key, _ in self._selector.select(left_s):
+            if self._selector.get_map().get(key.fd) is key:  # else it was closed just now
+                key.data()
+        if self._next_at is not None and time.monotonic() >= self._next_at:
+            self._go_on()
+
+    def _on_signals(self) -> None:
+        for number in self._woken.recv(4096):
+            if number != signal.SIGCHLD:
+                self._stop(number)
+        for pid in list(self._children):
+            if self._children[pid].process.poll() is not None:
+                self._end(self._children[pid])
+
+    def _on_report(self) -> None:
+        with suppress(BlockingIOError):
+            for line in self._reported.feed(os.read(self._report[0], 4096)):
+                match line.decode().split():
+                    case ["scheduler", endpoint]:
+                        self._start_members(endpoint)
+                    case ["worker", pid, code] if int(pid) in self._children:
+                        self._on_worker_end(self._children[int(pid)], int(code))
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def _start_scheduler(self) -> None:
+        log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
+        sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
+        self._start("scheduler", 0, 0, [*sizes, "--bind", "tcp://127.0.0.1:0"])
+
+    def _start_members(self, endpoint: str) -> None:
+        self._scheduler = endpoint
+        if self._stage is not Stage.GOING:
+            return
+        log.info("the scheduler listens on %s", endpoint)
+        for rank in range(self._plan.servers):
+            self._start("server", rank, 0, ["--bind", "tcp://127.0.0.1:0"])
+        for rank in range(self._plan.workers):
+            self._start_worker(rank, 0)
+
+    def _start_worker(self, rank: int, life: int) -> None:
+        final = ["--no-replacement"] if life >= self._plan.max_restarts else []
+        self._start("worker", rank, life, [*final, "--", *self._plan.command])
+
+    def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
+        place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
+        report = [] if role == "server" else ["--report-fd", self._report[1]]
+        words = [*place, *report, "--log-level", self._plan.log_level, *more]
+        process = subprocess.Popen(
+            # -P: a file in this folder that is called like one of our modules stays out of the way
+            [sys.executable, "-P", "-m", f"kvps.cli.{role}", *map(str, words)],
+            env=self._plan.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[self._report[1]] if report else [],
+        )
+        self._leash.hold(process.pid)
+        number = rank if role == "worker" else self._plan.workers + rank
+        child = Child(role, rank, number, process, life)
+        self._children[process.pid] = child
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            child.streams[stream.fileno()] = Lines()
+            self._listen(stream.fileno(), self._reader(child, stream.fileno()))
+
+    # --- what they print ----------------------------------------------------------------------
+
+    def _reader(self, child: Child, fd: int) -> Callable[[], None]:
+        def read() -> None:
+            self._read(child, fd)
+
+        return read
+
+    def _read(self, child: Child, fd: int) -> bool:
+        """Show what is there of one stream; return whether there was something."""
+        try:
+            got = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not got:
+            self._selector.unregister(fd)
+        lines = child.streams[fd]
+        self._show(child, fd, lines.feed(got) if got else lines.end(), lines.unfinished)
+        return bool(got)
+
+    def _show(self, child: Child, fd: int, lines: list[bytes], unfinished: bytes) -> None:
+        sink = list(child.streams).index(fd)
+        prefix = self._screen.prefix(child.name, child.number, sink)
+        try:
+            self._screen.write(sink, prefix, lines, unfinished)
+        except BrokenPipeError:
+            self._stop(signal.SIGPIPE)
+
+    def _drain(self, child: Child) -> None:
+        """Show the rest of what a process printed that has ended."""
+        for fd, lines in child.streams.items():
+            while fd in self._selector.get_map() and self._read(child, fd):
+                pass
+            if fd in self._selector.get_map():  # somebody who left its group holds it open
+                self._selector.unregister(fd)
+                self._show(child, fd, lines.end(), b"")
+        for stream in (child.process.stdout, child.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    # --- how they end -------------------------------------------------------------------------
+
+    def _end(self, child: Child) -> None:
+        """A process has ended."""
+        pid, code = child.process.pid, child.process.returncode
+        self._on_report()  # what it said before it ended
+        del self._children[pid]
+        self._leash.forget(pid)
+        self._drain(child)
+        code = 128 - code if code < 0 else code
+        log.log(logging.DEBUG if code == 0 else logging.INFO, "%s ended with %d", child.name, code)
+        if child.role != "worker":
+            self._on_other_end(child, code)
+            return
+        if not child.is_told:
+            self._on_worker_end(child, code)
+        if code and self._stage is Stage.GOING and self._may_restart(child, code):
+            self._start_worker(child.rank, child.life + 1)
+        if not any(one.role == "worker" for one in self._children.values()):
+            self._on_no_worker()
+
+    def _on_worker_end(self, child: Child, code: int) -> None:
+        """A worker's command has ended; the process that ran it will do so soon."""
+        child.is_told = True
+        if code == 0 or self._stage > Stage.ENDING:
+            return
+        if self._stage is Stage.GOING and self._may_restart(child, code):
+            log.warning(
+                "%s ended with exit code %d; starting it again (%d of %d)",
+                *(child.name, code, child.life + 1, self._plan.max_restarts),
+            )
+            return
+        self._worker_code = self._worker_code or code
+        if self._stage is not Stage.ENDING:
+            log.error("%s ended with exit code %d; ending the job", child.name, code)
+            self._enter(Stage.ENDING, OTHERS_MAX_S)
+
+    def _may_restart(self, child: Child, code: int) -> bool:
+        return code != EXIT_CONFIG and child.life < self._plan.max_restarts
+
+    def _on_other_end(self, child: Child, code: int) -> None:
+        """A server or the scheduler has ended; with 0, the job was over for it."""
+        if code == 0:
+            return
+        self._other_code = self._other_code or code
+        if self._stage is Stage.GOING:
+            log.error("%s ended with exit code %d; ending the job", child.name, code)
+            self._enter(Stage.ENDING, OTHERS_MAX_S)
+
+    def _on_no_worker(self) -> None:
+        """Servers and scheduler have nothing to do any more."""
+        if self._stage is Stage.GOING:
+            self._enter(Stage.DONE, DONE_MAX_S)
+        elif self._stage is Stage.ENDING:
+            self._enter(Stage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM)
+        elif self._stage is Stage.STOPPING:
+            self._signal(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        """The operator wants an end; the second time at once."""
+        self._other_code = self._other_code or 128 + number
+        if self._stage >= Stage.STOPPING:
+            self._enter(Stage.KILLING, None)
+            self._signal(signal.SIGKILL)
+            return
+        self._enter(Stage.STOPPING, STOP_MAX_S)
+        if any(one.role == "worker" for one in self._children.values()):
+            self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
+        else:
+            self._signal(signal.SIGTERM)
+
+    def _go_on(self) -> None:
+        """The time of this stage is over."""
+        names = ", ".join(one.name for one in self._children.values())
+        log.warning("still running: %s", names)
+        if self._stage is Stage.ENDING:
+            self._enter(Stage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM, "worker")
+        elif self._stage is Stage.DONE:
+            self._other_code = self._other_code or 1
+            self._enter(Stage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM)
+        else:
+            self._enter(Stage.KILLING, None)
+            self._signal(signal.SIGKILL)
+
+    def _enter(self, stage: Stage, limit_s: float | None) -> None:
+        self._stage = stage
+        self._next_at = None if limit_s is None else time.monotonic() + limit_s
+
+    def _signal(self, number: int, role: str | None = None) -> None:
+        """Send a signal to the processes of a role, or to all."""
+        for child in self._children.values():
+            if role in (None, child.role):
+                if number == signal.SIGKILL:
+                    kill(child.process.pid)
+                else:
+                    child.process.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""``kvps-scheduler``: forms the cluster and tells everybody who is in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvps import config
+from kvps.cli import flags
+from kvps.errors import ConfigError
+from kvps.store.roles import run_scheduler
+
+NAME = "kvps-scheduler"
+WHAT = """\
+Forms a cluster of N workers and S servers, hands out ranks, and keeps the barriers.
+No tensor passes through it. Members may start before it or after it, in any order."""
+MORE = f"""\
+example, a cluster on one machine by hand (kvps-launch does all of it):
+  kvps-scheduler --workers 2 --servers 1 &
+  kvps-server &
+  kvps-worker -- python train.py &
+  kvps-worker -- python train.py
+
+It ends by itself when the job does: with 0 if every worker left, 1 if any was lost for good.
+SIGTERM and SIGINT end the job.
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_INSECURE, KVPS_LOG_LEVEL
+  DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.add_argument("--workers", metavar="N", help="how many workers; KVPS_WORKERS")
+    parser.add_argument("--servers", metavar="S", help="how many servers; KVPS_SERVERS")
+    parser.add_argument(
+        "--bind",
+        metavar="tcp://HOST:PORT",
+        help=f"where to listen, port 0 for a free one; KVPS_BIND ({config.DEFAULT_SCHEDULER})",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="DIR",
+        help="keep what a restart must know in DIR: started again with the same DIR and --bind, "
+        "it picks its cluster up; KVPS_STATE",
+    )
+    parser.add_argument(
+        "--keep-alive",
+        action="store_true",
+        help="begin another job, with the same servers, when one is over; KVPS_KEEP_ALIVE=1",
+    )
+    flags.add_insecure(parser)
+    # Where kvps-launch wants to hear at which port it listens.
+    parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    parsed = _parser().parse_args(argv)
+    flags.start_log(NAME, parsed)
+    found = config.dmlc_cluster()
+    workers = flags.setting(parsed, "workers", config.as_whole, found.workers if found else None)
+    servers = flags.setting(parsed, "servers", config.as_whole, found.servers if found else None)
+    if workers is None or servers is None:
+        raise ConfigError("say how many members to wait for: --workers N --servers S")
+    default = config.DEFAULT_SCHEDULER if found is None else config.scheduler_bind(found.scheduler)
+    return run_scheduler(
+        workers,
+        servers,
+        flags.setting(parsed, "bind", config.as_bind, default),
+        keep_alive=bool(parsed.keep_alive) or config.switch("KVPS_KEEP_ALIVE"),
+        state=flags.setting(parsed, "state", _folder, None),
+        insecure=flags.is_insecure(parsed),
+        on_ready=lambda endpoint: _report(parsed.report_fd, endpoint),
+    )
+
+
+def _folder(name: str, given: str) -> str:
+    if Path(given).exists() and not Path(given).is_dir():
+        raise ConfigError(f"{name}={given!r} is no folder")
+    return given
+
+
+def _report(fd: int | None, endpoint: str) -> None:
+    if fd is not None:
+        os.write(fd, f"scheduler {endpoint}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What several processes print, on one screen: whole lines, each with the name of its process.
+
+A progress bar is a line that is written over and over: "\r 10%", "\r 20%". In a terminal the
+newest of them stands below the last whole line; anywhere else only its end is shown.
+"""
+
+from __future__ import annotations
+
+import os
+from shutil import get_terminal_size
+from typing import BinaryIO
+
+LINE_MAX = 1 << 16
+"""Octets after which a line that does not end is ended."""
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_CLEAR = b"\r\x1b[2K"
+
+
+class Lines:
+    """One stream of one process, cut into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, more: bytes) -> list[bytes]:
+        """Return the lines that end in ``more``, without their ends."""
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        if b"\r" in self._rest:
+            self._rest = b"\r" + self.unfinished
+        while len(self._rest) > LINE_MAX:
+            lines.append(self._rest[:LINE_MAX])
+            self._rest = self._rest[LINE_MAX:]
+        return [shown(line) for line in lines]
+
+    @property
+    def unfinished(self) -> bytes:
+        """What a terminal would show of the line that has no end yet."""
+        return shown(self._rest)
+
+    def end(self) -> list[bytes]:
+        """Return what is left when the stream ends."""
+        rest, self._rest = self.unfinished, b""
+        return [rest] if rest else []
+
+
+def shown(line: bytes) -> bytes:
+    """Return what is left to see of a line that was written over."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class Screen:
+    """Where lines go: stdout and stderr, of which each may be a terminal."""
+
+    def __init__(self, out: BinaryIO, error: BinaryIO, colour: bool) -> None:
+        self._sinks = (out, error)
+        self._is_terminal = tuple(sink.isatty() for sink in self._sinks)
+        self._colour = colour
+        self._below = b""
+        """The unfinished line that stands below all others."""
+
+    def prefix(self, name: str, number: int, sink: int) -> bytes:
+        """Return what stands before each line of process ``number``."""
+        text = f"[{name}]".encode()
+        if not (self._colour and self._is_terminal[sink]):
+            return text + b" "
+        return b"\x1b[%dm%s\x1b[0m " % (_COLOURS[number % len(_COLOURS)], text)
+
+    def write(self, sink: int, prefix: bytes, lines: list[bytes], unfinished: bytes = b"") -> None:
+        """Show whole lines on stdout (0) or stderr (1), and perhaps an unfinished one.
+
+        Raises:
+            BrokenPipeError: if nobody reads it any more.
+        """
+        below = prefix + unfinished if unfinished and self._is_terminal[sink] else self._below
+        if not lines and below == self._below:
+            return
+        if lines and below == self._below and below.startswith(prefix):
+            below = b""  # that line is whole now
+        target = self._sinks[sink]
+        try:
+            self._clear()
+            target.write(b"".join(prefix + line + b"\n" for line in lines))
+            target.flush()
+            self._draw(below)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, target.fileno())  # else the end of the process would try again
+            os.close(nothing)
+            raise
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._below:
+            self._below = b""
+            self._terminal().write(_CLEAR)
+            self._terminal().flush()
+
+    def _draw(self, below: bytes) -> None:
+        if below:
+            self._below = below
+            text = below.decode(errors="replace")
+            if "\x1b" not in text:  # else nobody knows how wide it is
+                text = text[: get_terminal_size().columns - 1]
+            self._terminal().write(text.encode())
+            self._terminal().flush()
+
+    def _terminal(self) -> BinaryIO:
+        return self._sinks[0] if self._is_terminal[0] else self._sinks[1]

@@ -1,0 +1,111 @@
+"""``kvps-server``: holds a part of every model, adds gradients up and updates weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvps import config
+from kvps.cli import flags
+from kvps.errors import ConfigError
+
+NAME = "kvps-server"
+WHAT = """\
+Holds a share of all keys: adds up what workers push, runs the optimizer, and answers pulls."""
+MORE = f"""\
+example, two servers of one cluster:
+  kvps-scheduler --workers 2 --servers 2 &
+  kvps-server --scheduler tcp://127.0.0.1:9091 &
+  kvps-server --scheduler tcp://127.0.0.1:9091 --memory-limit 2G &
+
+It waits up to 60 s (KVPS_JOIN_TIMEOUT) for the scheduler, and ends by itself when the job does:
+with 0 if every worker left, 1 if any was lost for good. SIGTERM and SIGINT end it, and its part
+of the model with it.
+
+A plug-in is a Python module, on PYTHONPATH or in this folder, that calls
+kvps.core.updaters.register(...) when it is imported.
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
+  KVPS_PLUGIN (one or more, by commas), KVPS_JOIN_TIMEOUT, KVPS_INSECURE, KVPS_LOG_LEVEL
+  DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    flags.add_scheduler(parser)
+    parser.add_argument(
+        "--bind",
+        metavar="tcp://HOST:PORT",
+        help="where to listen for workers, port 0 for a free one; KVPS_BIND (tcp://127.0.0.1:0)",
+    )
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST",
+        help="the address that workers are told, if --bind is tcp://0.0.0.0:...; KVPS_ADVERTISE "
+        "(this machine's, as the scheduler sees it)",
+    )
+    parser.add_argument("--rank", metavar="R", help="which server to be; KVPS_RANK (any)")
+    parser.add_argument(
+        "--threads", metavar="T", help="threads that compute; KVPS_THREADS (as torch decides)"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="BYTES",
+        help="refuse keys beyond this, as 512M or 2G; KVPS_MEMORY_LIMIT (none)",
+    )
+    parser.add_argument(
+        "--plugin",
+        metavar="MODULE",
+        action="append",
+        help="import a module that registers optimizers; may be repeated; KVPS_PLUGIN",
+    )
+    flags.add_insecure(parser)
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    parsed = _parser().parse_args(argv)
+    flags.start_log(NAME, parsed)
+    scheduler = flags.scheduler_of(parsed)
+    insecure = flags.is_insecure(parsed)
+    bind = flags.setting(parsed, "bind", config.as_bind, "")
+    threads = flags.setting(parsed, "threads", _threads, None)
+    limit = flags.setting(parsed, "memory_limit", config.as_bytes, None)
+    rank = flags.setting(parsed, "rank", config.as_whole, None)
+    advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
+    plugins = parsed.plugin or [one for one in (config.text("KVPS_PLUGIN") or "").split(",") if one]
+    if not bind:
+        bind = config.server_bind(scheduler, insecure)
+    config.demand_loopback(bind, insecure)
+
+    from kvps.store.serving import run_server  # loads torch, which takes a second
+
+    return run_server(
+        scheduler,
+        bind,
+        rank=rank,
+        memory_limit=limit,
+        threads=threads,
+        plugins=plugins,
+        advertise=advertise,
+        insecure=insecure,
+    )
+
+
+def _threads(name: str, given: str) -> int:
+    threads = config.as_whole(name, given)
+    if threads < 1:
+        raise ConfigError(f"{name}={given}: use 1 or more threads")
+    return threads
+
+
+if __name__ == "__main__":
+    sys.exit(main())

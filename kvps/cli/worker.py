@@ -1,0 +1,239 @@
+"""``kvps-worker``: runs a training command as one worker, and says how it ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from shutil import which
+from types import FrameType
+
+from kvps import __version__, config
+from kvps.cli import flags
+from kvps.cli.leash import Leash, kill
+from kvps.core.effects import Copied, Effects, Finish
+from kvps.core.guardian import ASK, KILL, START, Guardian
+from kvps.core.member import Identity
+from kvps.errors import ConfigError
+from kvps.messages import Role, Welcome
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+from kvps.store.roles import on_stop, own_host, report
+
+NAME = "kvps-worker"
+EXIT_NOT_STARTED = 126
+WHAT = """\
+Runs COMMAND as one worker of a cluster: takes a seat, waits until all workers are there, starts
+COMMAND, and tells the others how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a
+worker, too; with kvps-worker the others learn at once when it crashes."""
+MORE = f"""\
+example:
+  kvps-worker --scheduler tcp://127.0.0.1:9091 -- python train.py --epochs 3
+
+COMMAND finds in its environment, besides KVPS_SCHEDULER, what torchrun would set: RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+If COMMAND ends with 0, this worker leaves, and the job goes on without it. If it ends otherwise,
+the worker is lost: rounds wait for a replacement of its rank (start this again with --rank R), or
+with --no-replacement the others get WorkerLost at once.
+
+SIGTERM and SIGINT are passed on; what does not end in 5 s is killed. COMMAND runs in a process
+group of its own, which ends with it, and with this process, whatever happens to either.
+
+The exit code is that of COMMAND, 128 + N if signal N killed it. Before COMMAND starts:
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_RANK, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL
+  DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
+    flags.add_scheduler(parser)
+    parser.add_argument("--rank", metavar="R", help="which worker to be; KVPS_RANK (any)")
+    parser.add_argument(
+        "--no-replacement",
+        action="store_true",
+        help="nobody will replace this worker if COMMAND fails",
+    )
+    # Where kvps-launch wants to hear how COMMAND ended, before the scheduler hears it.
+    parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    parsed, command = flags.split(_parser(), argv)
+    flags.start_log(NAME, parsed)
+    scheduler = flags.scheduler_of(parsed)
+    rank = flags.setting(parsed, "rank", config.as_whole, None)
+    join_max_s = config.join_max_s()
+    demand_command(command)
+    leash = Leash()
+    with _offer(scheduler, join_max_s) as master:
+        identity = Identity(
+            Role.WORKER,
+            scheduler,
+            socket.gethostname(),
+            os.getpid(),
+            __version__,
+            rank,
+            guardian=True,
+            master=master,
+            join_max_s=join_max_s,
+        )
+        core = Guardian(identity, time.monotonic(), not parsed.no_replacement)
+        shell = Shell(core, ZmqTransport(), leash, command, parsed.report_fd)
+        try:
+            return shell.run()
+        finally:
+            leash.close()
+
+
+def demand_command(command: Sequence[str]) -> None:
+    """Refuse a command that cannot be run.
+
+    Raises:
+        ConfigError: if there is no such program.
+    """
+    if which(command[0]) is None:
+        raise ConfigError(f"there is no program {command[0]!r}; check the command behind --")
+
+
+@contextmanager
+def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
+    """Yield HOST:PORT for torch's rendezvous, a port that nobody else gets as long as we live.
+
+    It is bound and not listened on, so that COMMAND may listen on it: both say SO_REUSEADDR.
+    """
+    host = "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, join_max_s)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield f"{host}:{kept.getsockname()[1]}"
+
+
+class Shell:
+    """Does for the guardian's core what it wants done with the command."""
+
+    def __init__(
+        self,
+        core: Guardian,
+        transport: ZmqTransport,
+        leash: Leash,
+        command: Sequence[str],
+        report_fd: int | None,
+    ) -> None:
+        self._core = core
+        self._transport = transport
+        self._inbox: Inbox[Guardian] = Inbox(transport)
+        self._leash = leash
+        self._command = command
+        self._report_fd = report_fd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Hold the seat until the command has ended; return the exit code."""
+        self._inbox.put(lambda core, now: core.start(now))
+        signal.signal(signal.SIGCHLD, self._on_child)
+        try:
+            with on_stop(self._inbox, lambda core, now, number: core.on_signal(number, now)):
+                wish = drive(self._core, self._transport, self._inbox, self)
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if self._process is not None and self._process.returncode is None:
+                kill(self._process.pid)
+                self._process.wait()
+            self._transport.close(0.5)
+        if self._process is None:
+            return report("worker", wish)
+        return wish.code
+
+    def _on_child(self, number: int, frame: FrameType | None) -> None:
+        self._inbox.put(lambda core, now: self._reap(now))
+
+    def _reap(self, now: float) -> Effects:
+        """Find out whether the command has ended."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        group = self._process.pid
+        if os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        kill(group)  # what it left running; it is still there, so the number is still its own
+        code = self._process.wait()
+        self._leash.forget(group)
+        reason = f"{self._command[0]} ended"
+        if code < 0:
+            reason, code = (
+                f"{self._command[0]} was killed by {signal.Signals(-code).name}",
+                128 - code,
+            )
+        yield from self._tell(code, reason, now)
+
+    def _tell(self, code: int, reason: str, now: float) -> Effects:
+        if self._report_fd is not None:
+            os.write(self._report_fd, f"worker {os.getpid()} {code}\n".encode())
+        yield from self._core.on_end(code, reason, now)
+
+    # --- what the core wants ------------------------------------------------------------------
+
+    def finish(self, effect: Finish) -> None:
+        """Start the command, ask it to end, or kill it."""
+        if effect.ticket == START and isinstance(effect.value, Welcome):
+            self._start(effect.value)
+        elif effect.ticket == ASK and isinstance(effect.value, int):
+            self._signal(effect.value)
+        elif effect.ticket == KILL:
+            self._signal(signal.SIGKILL)
+
+    def copied(self, effect: Copied) -> None:
+        """A guardian pushes nothing."""
+
+    def save(self, state: bytes) -> None:
+        """A guardian keeps nothing."""
+
+    def _start(self, welcome: Welcome) -> None:
+        try:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment(welcome), start_new_session=True
+            )
+        except OSError as error:
+            reason = f"cannot start {self._command[0]}: {error}"
+            self._inbox.put(lambda core, now: self._tell(EXIT_NOT_STARTED, reason, now))
+            return
+        self._leash.hold(self._process.pid)
+
+    def _environment(self, welcome: Welcome) -> dict[str, str]:
+        changes = {
+            "KVPS_SCHEDULER": self._core.member.identity.scheduler,
+            "KVPS_RANK": str(welcome.rank),
+            "KVPS_INCARNATION": str(welcome.incarnation),
+            "KVPS_JOB": self._core.member.job.hex(),
+            "RANK": str(welcome.rank),
+            "WORLD_SIZE": str(welcome.workers),
+            "LOCAL_RANK": str(welcome.local_rank),
+            "LOCAL_WORLD_SIZE": str(welcome.local_size),
+        }
+        if welcome.master:  # else worker 0 is no kvps-worker, and offers nothing
+            changes["MASTER_ADDR"], _, changes["MASTER_PORT"] = welcome.master.rpartition(":")
+        return config.environment(changes, {})
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            kill(self._process.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

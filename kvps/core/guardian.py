@@ -1,0 +1,183 @@
+"""The rules of kvps-worker: it holds a worker's seat for a command that it runs.
+
+Theory of operation
+-------------------
+::
+
+              WELCOME                 the command ended
+    joining ───────────► running ─────────────────────► leaving ──► Exit(the command's code)
+       │                    │                              LEFT, or nobody
+       │                    │ a signal, STOP, fenced:      there to say it
+       ▼                    ▼
+    refused, STOP,        the command is asked to end, and killed
+    60 s, a signal:       when its time is over
+    Exit
+
+The guardian beats while the command runs, and says at last how it ended. That is surer than what
+the command says itself: it holds for a command that is killed, too, and the others learn of it
+at once. The command's own process attaches to the seat along a connection of its own.
+
+What is to be done with the command is told to the shell as the end of a call: :data:`START`,
+:data:`ASK` and :data:`KILL` are the tickets. Nothing is said of a command that has ended.
+
+A command that has said by itself that it is done (``kvps.shutdown()``) may go on for as long as
+it likes; the job may even end before it.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+
+from kvps.core.effects import Effects, Exit, Finish, Note, Route
+from kvps.core.member import EXIT_TEMPORARY, Identity, Membership
+from kvps.messages import Packet, Role
+
+START, ASK, KILL = 1, 2, 3
+"""Start the command, in the seat of the WELCOME that is the value; send it the signal that is the
+value; kill it."""
+END_MAX_S = 5.0
+"""How long a command may take to end when it is asked to."""
+OVER_MAX_S = 30.0
+"""How long it may take to notice that its job is over."""
+LEAVE_EVERY_S = 1.0
+LEAVE_MAX_S = 5.0
+"""How long the scheduler may take to hear how the command ended."""
+
+
+class Stage(enum.Enum):
+    """How far a guardian has come."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    LEAVING = "leaving"
+
+
+class Guardian:
+    """One kvps-worker's part in one job."""
+
+    def __init__(self, identity: Identity, now: float, is_replaceable: bool = True) -> None:
+        self.member = Membership(identity, now)
+        self.stage = Stage.JOINING
+        self.exit_code = 0
+        """The command's, once it has ended."""
+        self._is_replaceable = is_replaceable
+        self._reason = ""
+        self._ask_at: float | None = None
+        self._kill_at: float | None = None
+        self._leave_at = now
+        self._leave_until = now
+
+    # --- the doors ----------------------------------------------------------------------------
+
+    def start(self, now: float) -> Effects:
+        """Join the cluster."""
+        yield from self.member.start(now)
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        """The scheduler said something."""
+        for effect in self.member.on_packet(packet, now):
+            if isinstance(effect, Exit) and self.stage is Stage.RUNNING:
+                yield Note("error", f"{effect.reason}; ending the command")
+                yield from self._ask(signal.SIGTERM, now)
+            else:
+                yield effect
+        match self.stage:
+            case Stage.JOINING:
+                yield from self._begin()
+            case Stage.RUNNING:
+                self._heed_stop(now)
+            case Stage.LEAVING:
+                yield from self._end()
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        """Nobody connects to a guardian."""
+        yield from ()
+
+    def on_signal(self, number: int, now: float) -> Effects:
+        """The operator wants an end: the command is asked, and at the second time killed."""
+        if self.stage is not Stage.RUNNING:
+            yield Exit(128 + number, f"asked to stop by {signal.Signals(number).name}")
+        elif self._kill_at is None:
+            yield from self._ask(number, now)
+        else:
+            yield Finish(KILL)
+
+    def on_end(self, exit_code: int, reason: str, now: float) -> Effects:
+        """The command ended."""
+        self.stage, self.exit_code, self._reason = Stage.LEAVING, exit_code, reason
+        self._leave_at, self._leave_until = now, now + LEAVE_MAX_S
+        self._ask_at = self._kill_at = None
+        yield from self._end()
+        if not self.member.stopped:
+            yield from self._leave(now)
+
+    def on_timer(self, now: float) -> Effects:
+        """Beat, ask or kill the command, or say again how it ended."""
+        yield from self.member.on_timer(now)
+        if self._ask_at is not None and now >= self._ask_at:
+            yield Note("error", f"{self._reason}, and the command goes on; ending it")
+            yield from self._ask(signal.SIGTERM, now)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = now + END_MAX_S
+            yield Finish(KILL)
+        yield from self._leave(now)
+
+    def deadline(self) -> float | None:
+        """When the next of that is due."""
+        times = [self.member.deadline(), self._ask_at, self._kill_at]
+        if self.stage is Stage.LEAVING:
+            times += [min(self._leave_at, self._leave_until)]
+        return min((time for time in times if time is not None), default=None)
+
+    # --- what follows -------------------------------------------------------------------------
+
+    def _begin(self) -> Effects:
+        """Start the command, if the seat is ours."""
+        if self.member.stopped is not None:
+            stop = self.member.stopped
+            yield Exit(stop.exit_code or EXIT_TEMPORARY, f"the job is over: {stop.reason}")
+        elif self.member.welcome is not None and self.member.error is None:
+            self.stage = Stage.RUNNING
+            yield Finish(START, self.member.welcome)
+
+    def _heed_stop(self, now: float) -> None:
+        """Give the command its time, if the job is over for it."""
+        stop = self.member.stopped
+        if stop is None or stop.exit_code == 0 or self._has_left() or self._kill_at is not None:
+            return
+        self._reason = f"the job is over: {stop.reason}"
+        self._ask_at = self._ask_at or now + OVER_MAX_S
+
+    def _has_left(self) -> bool:
+        """Whether the command has said by itself that it is done."""
+        view = self.member.view
+        return view is not None and any(
+            one.role == Role.WORKER
+            and (one.rank, one.incarnation) == (self.member.rank, self.member.incarnation)
+            and one.state == "left"
+            for one in view.members
+        )
+
+    def _ask(self, number: int, now: float) -> Effects:
+        self._ask_at, self._kill_at = None, now + END_MAX_S
+        yield Finish(ASK, number)
+
+    def _leave(self, now: float) -> Effects:
+        """Say how the command ended, as often as it takes."""
+        if self.stage is not Stage.LEAVING or self.member.left:
+            return
+        if now >= self._leave_until:
+            yield Note("warning", f"the scheduler did not answer LEAVE in {LEAVE_MAX_S:.0f} s")
+            yield Exit(self.exit_code, self._reason)
+        elif now >= self._leave_at:
+            self._leave_at = now + LEAVE_EVERY_S
+            is_done = self.exit_code == 0
+            yield from self.member.leave(
+                is_done, self.exit_code, self._is_replaceable, self._reason
+            )
+
+    def _end(self) -> Effects:
+        """End with the command's exit code, if there is nobody to tell it or all is told."""
+        if self.member.left or self.member.stopped or self.member.error:
+            yield Exit(self.exit_code, self._reason)

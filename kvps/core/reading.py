@@ -1,0 +1,177 @@
+"""How a worker reads keys: every key at one version, though its parts answer one by one.
+
+A rank that has just pushed in a synchronous store reads exactly the version after its push,
+everywhere: no round can close without it. One that reads while others push may find one part of a
+key a version ahead of another. The lagging parts, and only these, are then asked for at the
+version of the leading one; a server answers such a request at the moment when its part gets there,
+so that one more round trip is enough unless the part was overtaken meanwhile.
+
+Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts
+at different versions until its replacement completes it. Nobody waits for that: while a worker is
+lost, such a key is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvps.core.catalogue import Catalogue
+from kvps.core.link import Request
+from kvps.core.plan import Held, Key, Plan, Share, make
+from kvps.messages import Packet, Pull, Pulled, Stand
+from kvps.tensors import from_frame
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Instead of requests: resume when every push of the store so far is acknowledged."""
+
+
+class Lagging(list[Request]):
+    """Requests for parts that lag behind; resume, with what there is, when a worker is lost."""
+
+
+Step = list[Request] | Drain
+"""What a conversation waits for next."""
+Steps = Generator[Step, list[Packet], None]
+
+Parts = dict[Held, tuple[int, int]]
+"""The (version, owed) of each part of one key."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """How the parts of the keys of a plan stood when they were read."""
+
+    plan: Plan
+    answers: list[tuple[Share, tuple[Stand, ...]]] = field(default_factory=list)
+
+    def reader(self, share: Share, sinks: Sequence[torch.Tensor]) -> Reader:
+        """Return what takes the answer for one share in and its values out."""
+        return Reader(self, share, sinks)
+
+    def by_key(self) -> list[Parts]:
+        """Return how the parts of each key stood."""
+        found: list[Parts] = [{} for _ in self.plan.keys]
+        for share, runs in self.answers:
+            stands = iter(runs)
+            stand = next(stands)
+            for start, size, index, offset in share.segments:
+                while not stand.start <= start < stand.start + stand.size:
+                    stand = next(stands)
+                held = Held(share.server, share.chunk, start, size, offset)
+                found[index][held] = (stand.version, stand.owed)
+        return found
+
+    def settle(self, ordered: bool) -> dict[int, Parts]:
+        """Note in the keys what is applied; return those that were read torn, by their index."""
+        stands = {(one.version, one.owed) for _, runs in self.answers for one in runs}
+        if len(stands) == 1:  # the usual case, and cheap
+            applied = stands.pop()[0 if ordered else 1]
+            for key in self.plan.keys:
+                key.applied = max(key.applied, applied)
+            return {}
+        torn: dict[int, Parts] = {}
+        for index, (key, found) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
+            if found:
+                applied = min(one[0 if ordered else 1] for one in found.values())
+                key.applied = max(key.applied, applied)
+            if is_torn(found):
+                torn[index] = found
+        return torn
+
+
+@dataclass(slots=True)
+class Reader:
+    """Takes in the answer to one request for values."""
+
+    tally: Tally
+    share: Share
+    sinks: Sequence[torch.Tensor]
+
+    def __call__(self, packet: Packet, wanted: bool) -> None:
+        """Note how the values stand, and write them to the sinks if they are ``wanted``."""
+        answer = packet.message
+        assert isinstance(answer, Pulled)
+        self.tally.answers.append((self.share, answer.runs))
+        if answer.values and wanted:
+            self.share.scatter(from_frame(packet.payload[0], self.share.dtype), self.sinks)
+
+
+def is_torn(parts: Parts) -> bool:
+    """Whether a key was read at several versions."""
+    return len({version for version, _ in parts.values()}) > 1
+
+
+def read(
+    book: Catalogue,
+    plan: Plan,
+    sinks: Sequence[torch.Tensor],
+    after: Sequence[int],
+    least: Sequence[int],
+    priority: int,
+) -> Steps:
+    """Read the keys of ``plan`` into ``sinks``, each at one version that meets its conditions."""
+    tally = Tally(plan)
+    yield _asked(plan, tally, sinks, after, least, priority)
+    yield from even_out(book, tally, sinks, after, priority)
+
+
+def even_out(
+    book: Catalogue,
+    tally: Tally,
+    sinks: Sequence[torch.Tensor],
+    after: Sequence[int],
+    priority: int,
+) -> Steps:
+    """Read the lagging parts of those keys that were read torn, until none is."""
+    keys = tally.plan.keys
+    torn = tally.settle(book.ordered)
+    while torn and (book.ordered or not book.is_short):
+        lagging: list[Key] = []
+        least: list[int] = []
+        for index, parts in torn.items():
+            newest = max(version for version, _ in parts.values())
+            behind = tuple(held for held, (version, _) in parts.items() if version < newest)
+            lagging.append(Key(keys[index].name, keys[index].spec, behind))
+            least.append(newest)
+        again = Tally(make(lagging))
+        rows = [sinks[index] for index in torn]
+        conditions = [after[index] for index in torn]
+        yield Lagging(_asked(again.plan, again, rows, conditions, least, priority))
+        for parts, found in zip(torn.values(), again.by_key(), strict=True):
+            parts.update(found)
+        torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
+
+
+def stand(
+    book: Catalogue, plan: Plan, after: Sequence[int], least: Sequence[int]
+) -> Generator[Step, list[Packet], Tally]:
+    """Wait until the conditions hold, and return how the keys stand then, without values."""
+    tally = Tally(plan)
+    yield _asked(plan, tally, None, after, least, 0)
+    tally.settle(book.ordered)
+    return tally
+
+
+def _asked(
+    plan: Plan,
+    tally: Tally,
+    sinks: Sequence[torch.Tensor] | None,
+    after: Sequence[int],
+    least: Sequence[int],
+    priority: int,
+) -> list[Request]:
+    return [
+        Request(
+            share.server,
+            Pull(share.chunk, sinks is not None, share.asks(after, least)),
+            priority=priority,
+            lane=share.chunk,
+            on_reply=tally.reader(share, sinks or ()),
+        )
+        for share in plan.shares
+    ]

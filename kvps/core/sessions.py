@@ -1,0 +1,51 @@
+"""Who asks a server, and which of the requests still wait for their answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvps.core.effects import Route
+from kvps.messages import Ask, Message
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One worker rank as a server knows it, in one of its lives."""
+
+    rank: int
+    route: Route
+    """Where its answers go: the way along which it last spoke."""
+    incarnation: int
+    pending: dict[int, Waiting | Reading] = field(default_factory=dict)
+    """By seq. What is in here is still to be answered; what is not, never again."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request for something that does not exist yet."""
+
+    retry: Callable[[], Message | None]
+    """Returns the answer, or None while it still waits."""
+    why: Callable[[], str]
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A request for values (a pull, or a push that wants them) and how far it has come."""
+
+    session: Session
+    seq: int
+    store: str
+    chunk: int
+    values: bool
+    asks: tuple[Ask, ...]
+    index: int = 0
+    """The ask whose condition does not hold; all before it have held."""
+    at: int = 0
+    """The element of the chunk at which it waits; those before it have what they need."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still to be answered."""
+        return self.session.pending.get(self.seq) is self

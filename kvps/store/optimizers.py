@@ -1,0 +1,236 @@
+"""Optimizers that run in this process: the rules of the servers, or a torch optimizer itself.
+
+Both update named tensors by named gradients, keep one state per name, and write that state to one
+safetensors file without code in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvps.core.hyper import Hyper, resolve
+from kvps.core.updaters import State, create
+from kvps.errors import ConfigError, Mismatch, StorageError
+from kvps.specs import Spec
+from kvps.store import states
+from kvps.tensors import accumulator, dtype_of, spec_of
+
+
+class Rules:
+    """The optimizers of the servers (:mod:`kvps.core.updaters`), one flat weight at a time."""
+
+    def __init__(self, hyper: Hyper) -> None:
+        self.hyper = hyper
+        self._updater = create(hyper)
+        self._states: dict[str, State] = {}
+        self._steps: dict[str, int] = {}
+
+    def change(self, hyper: Hyper, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on with other hyper-parameters: state is kept under the same rule."""
+        same = self.hyper.name == hyper.name
+        self.hyper, self._updater = hyper, create(hyper)
+        if not same:
+            self._states.clear()
+            self._steps.clear()
+        for key, state in self._states.items():
+            self._states[key] = self._updater.adopt(weights[key], state)
+
+    def set_rate(self, hyper: Hyper) -> None:
+        """Go on with ``hyper``, which differs in its learning rate only."""
+        self.hyper, self._updater = hyper, create(hyper)
+
+    def check(self, key: str, weight: torch.Tensor) -> None:
+        """Check that ``weight`` can be updated.
+
+        Raises:
+            ConfigError: for integers, where the optimizer takes none.
+        """
+        if dtype_of(weight).kind == "int" and not self._updater.takes_integers:
+            raise ConfigError(
+                f"optimizer {self.hyper.name!r} cannot update the integers of key {key!r}; keep "
+                "them in a store without an optimizer"
+            )
+
+    def update(
+        self, key: str, weight: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """Update ``weight``, a flat row, in place by ``scale * gradient``, which is only read."""
+        if key not in self._states:
+            self._states[key] = self._updater.new_state(weight)
+        state = self._states[key]
+        self._steps[key] = step = self._steps.get(key, 0) + 1
+        lr, weight_decay = self.hyper.for_key(key)
+        ready = accumulator(gradient.to(weight.device))
+        if scale != 1.0:
+            ready = ready * scale
+        elif ready is gradient:
+            ready = ready.clone()  # an updater uses its gradient up
+        norms = None
+        if self._updater.needs_norms:
+            norms = self._updater.partial_norms(
+                weight, ready, state, step=step, lr=lr, weight_decay=weight_decay
+            )
+        self._updater.apply(
+            weight, ready, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
+        )
+
+    def forget(self, key: str) -> None:
+        """Begin the state of ``key`` anew."""
+        self._states.pop(key, None)
+        self._steps.pop(key, None)
+
+    def save(self, path: str) -> None:
+        """Write all states to ``path``.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        found = {
+            key: (step, {name: row.cpu() for name, row in self._states[key].items()})
+            for key, step in self._steps.items()
+        }
+        states.save(path, self.hyper, found)
+
+    def load(self, path: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put back what :meth:`save` wrote, for the same ``weights``.
+
+        Raises:
+            StorageError: if the file cannot be read.
+            Mismatch: if it holds the states of another optimizer or of other keys.
+        """
+        specs: dict[str, Spec] = {key: spec_of(weight) for key, weight in weights.items()}
+        for key, (step, rows) in states.load(path, self.hyper, specs).items():
+            device = weights[key].device
+            self._steps[key] = step
+            self._states[key] = {name: row.to(device) for name, row in rows.items()}
+
+
+class RulesOptimizer:
+    """:class:`Rules` on the tensors of a model."""
+
+    def __init__(self, params: Mapping[str, torch.Tensor], hyper: Hyper) -> None:
+        self._params = params
+        self._rules = Rules(hyper)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate, without multipliers."""
+        return self._rules.hyper.number("lr")
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate; multipliers stay."""
+        self._rules.set_rate(self._rules.hyper.with_lr(lr))
+
+    def step(self, names: Sequence[str], scale: float) -> None:
+        """Update the parameters ``names`` by ``scale`` times their ``.grad``."""
+        for name in names:
+            param = self._params[name]
+            assert param.grad is not None
+            data = param.detach()
+            row = data.reshape(-1)  # a copy, unless contiguous
+            self._rules.update(name, row, param.grad.detach().reshape(-1), scale)
+            if row.data_ptr() != data.data_ptr():
+                data.copy_(row.view(data.shape))
+
+    def save(self, path: str) -> None:
+        """Write all states to ``path``."""
+        self._rules.save(path)
+
+    def load(self, path: str) -> None:
+        """Put back what :meth:`save` wrote."""
+        self._rules.load(path, self._params)
+
+
+class TorchOptimizer:
+    """A torch optimizer itself, of any class: its schedulers and groups work as always."""
+
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._params = params
+        self._optimizer = optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the first group; those of the others keep their ratio to it."""
+        wanted, old = resolve("sgd", {"lr": lr}).number("lr"), self.learning_rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(group["lr"]) / old * wanted if old else wanted
+
+    def step(self, names: Sequence[str], scale: float) -> None:
+        """Step by ``scale`` times the ``.grad`` of ``names``, which are as before afterwards."""
+        params = [self._params[name] for name in names]
+        sums = [param.grad for param in params]
+        try:
+            if scale != 1.0:
+                for param in params:
+                    assert param.grad is not None
+                    param.grad = param.grad * scale
+            self._optimizer.step()
+        finally:
+            for param, gradient in zip(params, sums, strict=True):
+                param.grad = gradient
+
+    def save(self, path: str) -> None:
+        """Write all states to ``path``.
+
+        Raises:
+            StorageError: if it cannot be written, or a state is neither tensor nor number.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        table: dict[str, dict[str, Any]] = {}
+        for name, param in self._params.items():
+            numbers: dict[str, float | None] = {}
+            for title, value in self._optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{title}"] = value.detach().cpu().contiguous()
+                elif value is None or isinstance(value, int | float):
+                    numbers[title] = value
+                else:
+                    raise StorageError(
+                        f"state {title!r} of parameter {name!r} is a {type(value).__name__}, "
+                        "which is not written; use the optimizer's own state_dict()"
+                    )
+            table[name] = {"shape": list(param.shape), "numbers": numbers}
+        states.write(path, tensors, {"optimizer": self._title, "params": json.dumps(table)})
+
+    def load(self, path: str) -> None:
+        """Put back what :meth:`save` wrote.
+
+        Raises:
+            StorageError: if the file cannot be read.
+            Mismatch: if it holds the states of another optimizer or of other parameters.
+        """
+        tensors, table = states.read(path, self._title, "params")
+        for name in table.keys() | self._params.keys():
+            param = self._params.get(name)
+            there = table.get(name, {}).get("shape")
+            here = None if param is None else list(param.shape)
+            if there != here:
+                raise Mismatch(
+                    f"{path} is for another model: parameter {name!r} has shape {there} there and "
+                    f"{here} here (None: it does not exist); build the same model first"
+                )
+        found = {name: dict(entry["numbers"]) for name, entry in table.items()}
+        for title, tensor in tensors.items():
+            name, _, field = title.rpartition("/")
+            found[name][field] = tensor
+        whole = self._optimizer.state_dict()
+        params = [one for group in self._optimizer.param_groups for one in group["params"]]
+        number_of = {param: number for number, param in enumerate(params)}
+        for name, state in found.items():
+            if state:
+                whole["state"][number_of[self._params[name]]] = state
+        self._optimizer.load_state_dict(whole)
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self._optimizer).__module__}.{type(self._optimizer).__qualname__}"

@@ -1,0 +1,107 @@
+"""How a process runs as a server: a core, its sockets, and signals.
+
+The command ``kvps-server`` calls this, and so does a job script that ``DMLC_ROLE`` makes a server.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvps import __version__, config
+from kvps.core.effects import Exit
+from kvps.core.member import Identity
+from kvps.core.server import Server
+from kvps.errors import ConfigError
+from kvps.messages import Role
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+from kvps.store.roles import on_stop, own_host, report
+
+WILDCARDS = ("0.0.0.0", "*", "::")
+"""Hosts that stand for every address of this machine, and are none to connect to."""
+
+
+def run_server(
+    scheduler: str,
+    bind: str,
+    *,
+    rank: int | None = None,
+    memory_limit: int | None = None,
+    threads: int | None = None,
+    plugins: Sequence[str] = (),
+    advertise: str | None = None,
+    insecure: bool = False,
+) -> int:
+    """Run a server until its job is over; return its exit code.
+
+    Args:
+        scheduler: where the scheduler listens.
+        bind: where to listen.
+        rank: which server to be; None for any.
+        memory_limit: bytes of values and optimizer state; keys beyond it are refused.
+        threads: threads that compute; None leaves it to torch.
+        plugins: modules that register optimizers when they are imported.
+        advertise: the host that workers are told, if ``bind`` names none.
+        insecure: ``bind`` may be where other machines reach it.
+
+    Raises:
+        ConfigError: if that cannot be, or the port is busy.
+        SchedulerLost: if nobody knows the scheduler's name.
+    """
+    config.demand_loopback(bind, insecure)
+    for plugin in plugins:
+        _load(plugin)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    join_max_s = config.join_max_s()
+    transport = ZmqTransport(bind)
+    identity = Identity(
+        Role.SERVER,
+        scheduler,
+        socket.gethostname(),
+        os.getpid(),
+        __version__,
+        rank,
+        endpoint=_reachable(transport.endpoint, scheduler, advertise, join_max_s),
+        join_max_s=join_max_s,
+    )
+    core = Server(identity, time.monotonic(), memory_limit)
+    inbox: Inbox[Any] = Inbox(transport)
+    inbox.put(lambda core, now: core.start(now))
+    with on_stop(inbox, _leave_and_exit):
+        wish = drive(core, transport, inbox)
+    transport.close(0.5)
+    return report(f"server {core.member.rank}" if core.member.welcome else "server", wish)
+
+
+def _reachable(endpoint: str, scheduler: str, advertise: str | None, join_max_s: float) -> str:
+    """Return ``endpoint`` as others can connect to it."""
+    host = config.host_of(endpoint)
+    if advertise is None and host in WILDCARDS:
+        advertise = own_host(scheduler, join_max_s)
+    return endpoint if advertise is None else f"tcp://{advertise}:{config.port_of('', endpoint)}"
+
+
+def _load(plugin: str) -> None:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # this folder, as with python -m
+    try:
+        importlib.import_module(plugin)
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot import --plugin {plugin}: {error}. It must be a module in this folder or on "
+            "PYTHONPATH"
+        ) from error
+
+
+def _leave_and_exit(core: Any, now: float, number: int) -> Iterator[object]:
+    yield from core.member.leave(True, 0, True, "asked to stop")
+    yield Exit(0, "asked to stop")

@@ -1,0 +1,229 @@
+"""Real processes for tests: started with a mark, watched with deadlines, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "KVPS_TEST_MARK"
+WAIT_S = 30.0
+ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
+
+
+def until(look: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
+    """Return the first true thing that ``look`` returns."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {what} in {limit_s:g} s")
+        time.sleep(0.01)
+
+
+class Process:
+    """One process, and what it printed."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path
+    ) -> None:
+        self.name = name
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.popen = subprocess.Popen(
+                argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        self.pid = self.popen.pid
+
+    @property
+    def out(self) -> str:
+        """What it printed on stdout."""
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        """What it printed on stderr."""
+        return self._err.read_text(errors="replace")
+
+    def wait(self, limit_s: float = WAIT_S) -> int:
+        """Return its exit code."""
+        try:
+            return self.popen.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} runs after {limit_s:g} s: {self}") from None
+
+    def expect(self, pattern: str, limit_s: float = WAIT_S) -> re.Match[str]:
+        """Wait until it has printed something that matches ``pattern``."""
+
+        def look() -> re.Match[str] | None:
+            found = re.search(pattern, self.out + self.err)
+            if found is None and self.popen.poll() is not None:
+                found = re.search(pattern, self.out + self.err)
+                assert found, f"{self.name} ended without {pattern!r}: {self}"
+            return found
+
+        try:
+            return until(look, f"{pattern!r} from {self.name}", limit_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self}") from None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self.popen.send_signal(number)
+
+    def __repr__(self) -> str:
+        return f"\n--- out\n{self.out}\n--- err\n{self.err}\n---"
+
+
+class Processes:
+    """All processes of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temp = folder / "temporary"
+        self.temp.mkdir()
+        self._mark = uuid.uuid4().hex
+        self._all: list[Process] = []
+        self._shared_before = _shared()
+        place = ("KVPS_", "DMLC_", "OMP_", "MASTER_", "SLURM_", "OMPI_")
+        own = {key: one for key, one in os.environ.items() if not key.startswith(place)}
+        self.env = {
+            **own,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.temp),
+            MARK: self._mark,
+        }
+
+    def start(self, name: str, *argv: object, **env: str) -> Process:
+        """Start a process; ``env`` is added to its environment."""
+        words = [str(one) for one in argv]
+        process = Process(f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder)
+        self._all.append(process)
+        return process
+
+    def kvps(self, command: str, *flags: object, **env: str) -> Process:
+        """Start one of our commands."""
+        return self.start(command, BIN / f"kvps-{command}", *flags, **env)
+
+    def python(self, *argv: object, **env: str) -> Process:
+        """Start a Python."""
+        return self.start("python", sys.executable, *argv, **env)
+
+    def scheduler(self, workers: int, servers: int, *flags: object, **env: str) -> Cluster:
+        """Start a scheduler at a free port."""
+        process = self.kvps(
+            "scheduler",
+            *("--workers", workers, "--servers", servers, "--bind", "tcp://127.0.0.1:0"),
+            *("--log-level", "info", *flags),
+            **env,
+        )
+        return Cluster(self, process, process.expect(ENDPOINT.pattern).group())
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        """Write a script."""
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def running(self) -> dict[int, str]:
+        """Return every process that began here, or below one that did, and lives."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                pid = int(folder.name)
+                environ = (folder / "environ").read_bytes()
+                if self._mark.encode() in environ:
+                    found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def pids(self, pattern: str) -> list[int]:
+        """Return those whose command line matches ``pattern``, oldest first."""
+        return sorted(pid for pid, line in self.running().items() if re.search(pattern, line))
+
+    def check_nothing_left(self, limit_s: float = 5.0) -> None:
+        """Assert that no process, no shared memory and no temporary file is left."""
+        try:
+            until(lambda: not self.running(), "end of all processes", limit_s)
+        except AssertionError:
+            raise AssertionError(f"left running: {self.running()}") from None
+        assert not list(self.temp.iterdir()), "temporary files are left"
+        left = _shared() - self._shared_before
+        assert not {one for one in left if "kvps" in one or "torch" in one}, f"left: {left}"
+
+    def end(self) -> None:
+        """Kill what a failed test left."""
+        for pid in self.running():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._all:
+            process.popen.wait()
+
+
+class Cluster:
+    """A scheduler that runs, and what joins it."""
+
+    def __init__(self, processes: Processes, process: Process, endpoint: str) -> None:
+        self.processes = processes
+        self.process = process
+        self.endpoint = endpoint
+
+    def server(self, *flags: object, **env: str) -> Process:
+        """Start a server."""
+        return self.processes.kvps("server", "--scheduler", self.endpoint, *flags, **env)
+
+    def worker(self, *command: object, flags: Sequence[object] = (), **env: str) -> Process:
+        """Start a kvps-worker that runs ``command``."""
+        return self.processes.kvps(
+            "worker", "--scheduler", self.endpoint, *flags, "--", *command, **env
+        )
+
+    def plain(self, script: Path, **env: str) -> Process:
+        """Start a script that is a worker by itself."""
+        return self.processes.python(script, KVPS_SCHEDULER=self.endpoint, **env)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def is_listening(endpoint: str) -> bool:
+    """Whether somebody listens there."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    try:
+        socket.create_connection((host, int(port)), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def made(folder: Path) -> Iterator[Processes]:
+    """Yield processes for a test, as a fixture; check that the test leaves nothing behind."""
+    processes = Processes(folder)
+    try:
+        yield processes
+        processes.check_nothing_left()
+    finally:
+        processes.end()
+
+
+def _shared() -> set[str]:
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,120 @@
+"""What all commands have in common: help, version, speed, mistakes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import pytest
+
+import kvps
+from tests.integration.processes import Processes
+
+COMMANDS = ["scheduler", "server", "worker", "launch"]
+EXIT_CONFIG = 78
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(processes: Processes, command: str) -> None:
+    helped = processes.kvps(command, "--help")
+    assert helped.wait() == 0
+    for part in (f"usage: kvps-{command}", "example", "exit codes", "KVPS_LOG_LEVEL", "--version"):
+        assert part in helped.out
+    assert max(map(len, helped.out.splitlines())) <= 110
+    assert helped.err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_version(processes: Processes, command: str) -> None:
+    asked = processes.kvps(command, "--version")
+    assert asked.wait() == 0
+    assert asked.out == f"kvps-{command} {kvps.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_comes_at_once_and_without_torch(processes: Processes, command: str) -> None:
+    code = (
+        f"import sys; from kvps.cli.{command} import main\n"
+        "try: main(['--help'])\n"
+        "finally: sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    )
+    assert processes.python("-c", code).wait() == 0
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        assert processes.kvps(command, "--help").wait() == 0
+        times.append(time.monotonic() - began)
+    print(f"kvps-{command} --help: median {statistics.median(times):.3f} s")
+    # 0.3 s on a machine of which a test may take both cores; another test may run beside it
+    assert min(times) <= 0.3
+
+
+def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
+    code = (
+        "import sys, threading, os, signal; from kvps.cli.scheduler import main\n"
+        "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
+        "main(['--workers', '1', '--servers', '1', '--bind', 'tcp://127.0.0.1:0'])\n"
+        "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    )
+    assert processes.python("-c", code).wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "told"),
+    [
+        ("scheduler", ["--wrkers", "2"], "--wrkers"),
+        ("scheduler", ["--workers", "2"], "--servers S"),
+        ("scheduler", ["--workers", "two", "--servers", "1"], "--workers='two'"),
+        ("scheduler", ["--workers", "0", "--servers", "1"], "0 workers"),
+        ("scheduler", ["--workers", "1000", "--servers", "1000"], "1500"),
+        ("scheduler", ["--workers", "1", "--servers", "1", "--bind", "here"], "tcp://HOST:PORT"),
+        ("scheduler", ["--workers", "1", "--servers", "1", "--log-level", "loud"], "debug, info"),
+        ("scheduler", ["--workers", "1", "--servers", "1", "--state", "/dev/null"], "no folder"),
+        ("server", ["--scheduler", "tcp://127.0.0.1"], "tcp://HOST:PORT"),
+        ("server", ["--scheduler", "tcp://127.0.0.1:0"], "no port"),
+        ("server", ["--memory-limit", "lots"], "512M"),
+        ("server", ["--threads", "0"], "--threads"),
+        ("server", ["--rank", "-1"], "--rank"),
+        ("server", ["--plugin", "no_such_module"], "no_such_module"),
+        ("worker", [], "-- python train.py"),
+        ("worker", ["--rank", "x", "--", sys.executable], "--rank='x'"),
+        ("worker", ["--", "no-such-program"], "no-such-program"),
+        ("launch", ["-n", "2"], "-- python train.py"),
+        ("launch", ["--", sys.executable], "-n"),
+        ("launch", ["-n", "0", "--", sys.executable], "-n 0"),
+        ("launch", ["-n", "1", "-s", "0", "--", sys.executable], "-s 0"),
+        ("launch", ["-n", "1", "--env", "A", "--", sys.executable], "NAME=VALUE"),
+        ("launch", ["-n", "1", "--launcher", "slurm", "--", sys.executable], "local"),
+        ("launch", ["-n", "1", "--", "no-such-program"], "no-such-program"),
+    ],
+)
+def test_a_wrong_flag_is_named(
+    processes: Processes, command: str, flags: list[str], told: str
+) -> None:
+    process = processes.kvps(command, *flags)
+    assert process.wait() == EXIT_CONFIG
+    assert told in process.err
+    assert "Traceback" not in process.err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "variable", "value"),
+    [
+        ("scheduler", ["--servers", "1"], "KVPS_WORKERS", "many"),
+        ("scheduler", ["--workers", "1", "--servers", "1"], "KVPS_BIND", "9091"),
+        ("scheduler", ["--workers", "1", "--servers", "1"], "KVPS_KEEP_ALIVE", "perhaps"),
+        ("server", [], "KVPS_SCHEDULER", "localhost"),
+        ("server", [], "KVPS_MEMORY_LIMIT", "0"),
+        ("server", [], "KVPS_JOIN_TIMEOUT", "0"),
+        ("server", [], "KVPS_LOG_LEVEL", "5"),
+        ("worker", ["--", sys.executable], "KVPS_RANK", "1.5"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    processes: Processes, command: str, flags: list[str], variable: str, value: str
+) -> None:
+    process = processes.kvps(command, *flags, **{variable: value})
+    assert process.wait() == EXIT_CONFIG
+    assert variable in process.err
+    assert "Traceback" not in process.err

@@ -1,0 +1,187 @@
+"""kvps-scheduler as a process: its port, its state on disk, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import Processes, free_port, is_listening, until
+
+SUM = """
+import kvps, torch
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(4))
+print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
+"""
+
+
+def test_a_busy_port_is_named(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 0)
+    second = processes.kvps("scheduler", "--workers", 1, "--servers", 0, "--bind", cluster.endpoint)
+    assert second.wait() == 78
+    assert cluster.endpoint in second.err
+    assert "--bind" in second.err
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.wait() == 0
+
+
+def test_an_address_that_others_reach_is_refused(processes: Processes) -> None:
+    flags = ("--workers", 1, "--servers", 0, "--bind", f"tcp://0.0.0.0:{free_port()}")
+    refused = processes.kvps("scheduler", *flags)
+    assert refused.wait() == 78
+    assert "--insecure" in refused.err
+    for more, env in ((("--insecure",), {}), ((), {"KVPS_INSECURE": "1"})):
+        allowed = processes.kvps("scheduler", *flags, *more, "--log-level", "info", **env)
+        allowed.expect("at tcp://0.0.0.0")
+        allowed.signal(signal.SIGINT)
+        assert allowed.wait() == 0
+
+
+def test_localhost_is_loopback(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 0, "--bind", "tcp://localhost:0", "--insecure")
+    assert cluster.endpoint.startswith("tcp://127.0.0.1:")
+    cluster.process.signal(signal.SIGINT)
+    assert cluster.process.wait() == 0
+
+
+def test_settings_come_from_variables(processes: Processes) -> None:
+    port = free_port()
+    process = processes.kvps(
+        "scheduler",
+        KVPS_WORKERS="3",
+        KVPS_SERVERS="2",
+        KVPS_BIND=f"tcp://127.0.0.1:{port}",
+        KVPS_LOG_LEVEL="INFO",
+    )
+    process.expect(f"3 workers and 2 servers at tcp://127.0.0.1:{port}")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_it_ends_well_if_every_worker_left(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    script = processes.script(SUM)
+    server = cluster.server()
+    workers = [cluster.worker(sys.executable, script), cluster.plain(script)]
+    assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+    assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
+    assert server.err == ""
+    assert all(one.err == "" for one in workers)
+
+
+def test_it_ends_with_1_if_a_worker_was_lost_for_good(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(SUM + "import sys; sys.exit(3)")
+    worker = cluster.worker(sys.executable, script, flags=["--no-replacement"])
+    assert [one.wait() for one in (worker, server, cluster.process)] == [3, 1, 1]
+    assert "exit code 3" in cluster.process.err
+
+
+def test_members_are_told_when_it_is_stopped(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(SUM + "kv.barrier(); print('there'); kv.pull('w', min_version=99)")
+    worker = cluster.worker(sys.executable, script)
+    worker.expect("there")
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.wait() == 0
+    assert server.wait() == 75
+    assert worker.wait() == 1
+    assert "the job is over: the scheduler was asked to stop" in worker.err
+
+
+def test_keep_alive_runs_one_job_after_another(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1, "--keep-alive")
+    server = cluster.server()
+    script = processes.script(SUM)
+    for _ in range(2):
+        workers = [cluster.worker(sys.executable, script), cluster.plain(script)]
+        assert [one.wait() for one in workers] == [0, 0]
+        assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
+    assert server.popen.poll() is None
+    assert cluster.process.popen.poll() is None
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.wait() == 0
+    assert server.wait() == 75
+
+
+ROUNDS = """
+import pathlib, sys
+import kvps, torch
+here = pathlib.Path(sys.argv[1])
+kv = kvps.create("dist_sync")
+kv.set_optimizer("test", rescale_grad=1.0)
+kv.init(["w", "stop"], [torch.zeros(4), torch.zeros(4)])
+step = 0
+while True:
+    kv.push("w", torch.ones(4))
+    kv.pull("w")
+    step += 1
+    if step % 10 == 0:
+        (here / f"step-{kv.rank}").write_text(str(step))
+        # Both must stop at the same step: what rank 0 pushes says whether this is it.
+        enough = torch.full((4,), float(kv.rank == 0 and (here / "enough").exists()))
+        if kv.pushpull("stop", enough)[0] > 0:
+            break
+kv.barrier()
+assert kv.pull("w").tolist() == [2.0 * step] * 4, (kv.pull("w"), step)
+print("exact after", step, flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_restart_with_the_same_state_goes_on_where_it_was(
+    processes: Processes, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    cluster = processes.scheduler(2, 1, "--state", state)
+    server = cluster.server()
+    script = processes.script(ROUNDS)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    workers = [
+        cluster.worker(sys.executable, script, marks, flags=["--rank", 0]),
+        processes.python(script, marks, KVPS_SCHEDULER=cluster.endpoint, KVPS_RANK="1"),
+    ]
+
+    def step() -> int:
+        try:
+            return int((marks / "step-0").read_text() or 0)
+        except OSError:
+            return 0
+
+    until(lambda: step() >= 20, "20 rounds")
+    cluster.process.signal(signal.SIGKILL)
+    cluster.process.wait()
+    before = step()
+    until(lambda: step() >= before + 50, "rounds without a scheduler")
+    again = processes.kvps(
+        *("scheduler", "--workers", 2, "--servers", 1, "--bind", cluster.endpoint),
+        *("--state", state, "--log-level", "info"),
+    )
+    again.expect("at tcp://")
+    (marks / "enough").touch()
+    assert [one.wait() for one in workers] == [0, 0]
+    assert all("exact after" in one.out for one in workers)
+    assert [one.wait() for one in (server, again)] == [0, 0]
+    assert list(state.iterdir()) == []
+    assert not is_listening(cluster.endpoint)
+
+
+def test_a_restart_before_the_job_has_formed(processes: Processes, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    cluster = processes.scheduler(1, 1, "--state", state)
+    server = cluster.server("--log-level", "debug")
+    server.expect("joined as server 0")
+    cluster.process.signal(signal.SIGKILL)
+    cluster.process.wait()
+    again = processes.kvps(
+        *("scheduler", "--workers", 1, "--servers", 1, "--bind", cluster.endpoint),
+        *("--state", state),
+    )
+    worker = cluster.worker(sys.executable, processes.script(SUM))
+    assert [one.wait() for one in (worker, server, again)] == [0, 0, 0]

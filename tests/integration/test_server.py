@@ -1,0 +1,192 @@
+"""kvps-server as a process: where it listens, what it refuses, and what its end means."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+
+from tests.integration.processes import Cluster, Process, Processes, free_port
+
+SUM = """
+import kvps, torch
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(4))
+print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
+"""
+WAIT = SUM + "kv.pull('w', min_version=99)"
+
+
+def finish(cluster: Cluster, *servers: Process) -> Process:
+    """Run one worker to its end, and with it the job."""
+    worker = cluster.worker(sys.executable, cluster.processes.script(SUM))
+    assert worker.wait() == 0, worker
+    assert [one.wait() for one in (*servers, cluster.process)] == [0] * (len(servers) + 1)
+    return worker
+
+
+def test_nobody_there_ends_with_75(processes: Processes) -> None:
+    nowhere = f"tcp://127.0.0.1:{free_port()}"
+    server = processes.kvps("server", "--scheduler", nowhere, KVPS_JOIN_TIMEOUT="0.5")
+    assert server.wait() == 75
+    for part in (nowhere, "0.5 s", "--bind", "Nothing was lost"):
+        assert part in server.err
+
+
+def test_a_name_that_nobody_knows_ends_with_75(processes: Processes) -> None:
+    server = processes.kvps(
+        *("server", "--scheduler", "tcp://no-such-host.invalid:9091"),
+        *("--bind", "tcp://0.0.0.0:0", "--insecure"),
+        KVPS_JOIN_TIMEOUT="0.1",
+    )
+    assert server.wait() == 75
+    assert "no-such-host.invalid" in server.err
+
+
+def test_a_busy_port_is_named(processes: Processes) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        endpoint = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        server = processes.kvps("server", "--bind", endpoint)
+        assert server.wait() == 78
+        assert endpoint in server.err
+
+
+def test_an_address_that_others_reach_is_refused(processes: Processes) -> None:
+    for flags in (
+        ("--bind", "tcp://0.0.0.0:0"),
+        ("--scheduler", "tcp://192.0.2.1:9091"),
+    ):
+        server = processes.kvps("server", *flags)
+        assert server.wait() == 78
+        assert "--insecure" in server.err
+
+
+def test_it_announces_an_address_that_workers_reach(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 2)
+    servers = [
+        cluster.server("--bind", "tcp://0.0.0.0:0", "--insecure"),
+        cluster.server(
+            "--bind", "tcp://0.0.0.0:0", "--insecure", KVPS_ADVERTISE="127.0.0.1"
+        ),
+    ]
+    finish(cluster, *servers)
+
+
+def test_too_many_servers_are_refused(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server("--log-level", "debug")
+    server.expect("joined as server 0")
+    second = cluster.server()
+    assert second.wait() == 78
+    assert "already has 1 servers" in second.err
+    third = cluster.server("--rank", 0)
+    assert third.wait() == 78
+    assert "rank 0 is alive" in third.err
+    fourth = cluster.server(KVPS_RANK="5")
+    assert fourth.wait() == 78
+    assert "there is no server 5" in fourth.err
+    finish(cluster, server)
+
+
+def test_the_memory_limit_is_kept(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server("--memory-limit", "1M", "--threads", 1)
+    script = processes.script(
+        "import kvps, torch\n"
+        "kv = kvps.create('dist_sync')\n"
+        "kv.init('small', torch.zeros(1000))\n"
+        "try: kv.init('big', torch.zeros(1000, 1000))\n"
+        "except kvps.Overload as error: print('refused:', error)\n"
+        "print(kv.pushpull('small', torch.ones(1000)).sum().item())\n"
+    )
+    worker = cluster.worker(sys.executable, script)
+    assert worker.wait() == 0, worker
+    assert "refused:" in worker.out
+    assert "big" in worker.out
+    assert "1000.0" in worker.out
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
+    processes.script(
+        "from kvps.core.hyper import Schema\n"
+        "from kvps.core.updaters import Updater, register\n"
+        "class Half(Updater):\n"
+        "    def _update(self, weight, gradient, state, terms):\n"
+        "        weight.sub_(gradient, alpha=terms.lr / 2)\n"
+        "register('half', Half, Schema.of('half', lr=0.1))\n",
+        "half.py",
+    )
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server("--plugin", "half")
+    script = processes.script(
+        "import kvps, torch, half\n"
+        "kv = kvps.create('dist_sync')\n"
+        "kv.set_optimizer('half', lr=0.5)\n"
+        "kv.init('w', torch.ones(2))\n"
+        "print(kv.pushpull('w', torch.ones(2)).tolist())\n"
+    )
+    worker = cluster.worker(sys.executable, script)
+    assert worker.wait() == 0, worker
+    assert "[0.75, 0.75]" in worker.out
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_a_server_that_is_killed_is_told_to_the_workers(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 2)
+    servers = [cluster.server("--rank", rank) for rank in range(2)]
+    script = processes.script(WAIT)
+    workers = [
+        cluster.worker(sys.executable, script, flags=["--no-replacement"]),
+        cluster.plain(script),
+    ]
+    for worker in workers:
+        worker.expect("sum")
+    servers[1].signal(signal.SIGKILL)
+    began = time.monotonic()
+    assert [one.wait(5.0) for one in workers] == [1, 1]
+    print(f"ServerLost after {time.monotonic() - began:.1f} s")
+    for worker in workers:
+        assert "ServerLost: server 1" in worker.err
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.wait() in (0, 1)
+    assert servers[0].wait() in (1, 75)
+    assert servers[1].wait() == -signal.SIGKILL
+
+
+def test_a_server_that_is_stopped_leaves(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    worker = cluster.worker(sys.executable, processes.script(WAIT), flags=["--no-replacement"])
+    worker.expect("sum")
+    server.signal(signal.SIGTERM)
+    assert server.wait(5.0) == 0
+    assert worker.wait(5.0) == 1
+    assert "ServerLost: server 0" in worker.err
+    assert cluster.process.wait() == 1
+
+
+def test_a_server_that_is_stopped_before_the_job_begins_is_replaced(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    first = cluster.server("--log-level", "debug")
+    first.expect("joined as server 0")
+    first.signal(signal.SIGINT)
+    assert first.wait(5.0) == 0
+    finish(cluster, cluster.server())
+
+
+def test_a_server_that_cannot_hear_its_scheduler_any_more_is_killed_by_nobody(
+    processes: Processes,
+) -> None:
+    """A scheduler that is suspended loses nobody: members beat on, and it hears them at once."""
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    server_is_up = cluster.process.expect("server 0 joined")
+    assert server_is_up
+    cluster.process.signal(signal.SIGSTOP)
+    worker = cluster.worker(sys.executable, processes.script(SUM))
+    cluster.process.signal(signal.SIGCONT)
+    assert [one.wait() for one in (worker, server, cluster.process)] == [0, 0, 0]

@@ -1,0 +1,319 @@
+"""The Trainer over a cluster: any number of workers gives the weights of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import kvps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Weights = list[torch.Tensor]
+
+DATA = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(24, 6, generator=DATA)
+LABELS = torch.randint(3, (24,), generator=DATA)
+STEPS = 6
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": ({"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
+    "adam": ({"lr": 0.01}, torch.optim.Adam),
+    "adamw": ({"lr": 0.01, "weight_decay": 0.1}, torch.optim.AdamW),
+}
+
+
+def net(seed: int = 0) -> torch.nn.Sequential:
+    """A small model with normalised features; ``seed`` chooses its weights."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3), torch.nn.LayerNorm(3)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    return model
+
+
+def backward(model: torch.nn.Module, rows: slice) -> None:
+    model.zero_grad()
+    cross_entropy(model(INPUTS[rows]), LABELS[rows], reduction="sum").backward()
+
+
+def weights(model: torch.nn.Module) -> Weights:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def alone(
+    name: str,
+    batches: list[int],
+    rates: dict[int, float] | None = None,
+    seed: int = 0,
+) -> Weights:
+    """Train in one process with torch alone; ``rates`` sets learning rates before some steps."""
+    options, cls = OPTIMIZERS[name]
+    model = net(seed)
+    optimizer = cls(model.parameters(), **options)
+    for number, size in enumerate(batches):
+        if rates and number in rates:
+            optimizer.param_groups[0]["lr"] = rates[number]
+        backward(model, slice(size))
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= size
+        optimizer.step()
+    return weights(model)
+
+
+def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work, *arguments)
+
+
+def assert_all(results: list[Weights], expected: Weights) -> None:
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+
+
+def rows_of(rank: int, workers: int, size: int) -> slice:
+    """The part of a batch of ``size`` that one worker takes."""
+    return slice(rank * size // workers, (rank + 1) * size // workers)
+
+
+# --- any number of workers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_workers_give_the_weights_of_one_process(name: str, on_store: bool, workers: int) -> None:
+    def work(rank: int) -> Weights:
+        model = net(seed=rank)  # rank 0's weights count
+        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        for _ in range(STEPS):
+            backward(model, rows_of(rank, workers, 24))
+            trainer.step(24)
+        return weights(model)
+
+    assert_all(run(workers, work), alone(name, [24] * STEPS))
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_batches_may_change_and_be_uneven(on_store: bool) -> None:
+    sizes = [24, 24, 7, 24, 2, 11]
+
+    def work(rank: int) -> Weights:
+        model = net()
+        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", on_store)
+        for size in sizes:
+            mine = slice(0, size - 1) if rank == 0 else slice(size - 1, size)
+            backward(model, mine)
+            trainer.step(size)
+        return weights(model)
+
+    assert_all(run(2, work), alone("sgd", sizes))
+
+
+def test_each_worker_may_divide_by_its_own_batch_size() -> None:
+    """What a loop with local batch sizes does: the sum of two means."""
+
+    def work(rank: int) -> float:
+        param = torch.nn.Parameter(torch.zeros(1))
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync")
+        for _ in range(2):
+            param.grad = torch.ones(1)
+            trainer.step((4, 8)[rank])
+        return param.item()
+
+    assert run(2, work) == [-0.75, -0.75]
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
+    def work(rank: int) -> float:
+        param = torch.nn.Parameter(torch.zeros(1))
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", on_store)
+        param.grad = torch.ones(1) if rank == 0 else None
+        trainer.step(2, ignore_stale_grad=True)
+        return param.item()
+
+    assert run(2, work) == [-0.5, -0.5]
+
+
+def test_gradients_can_be_looked_at_between_sum_and_update() -> None:
+    def work(rank: int) -> tuple[float, float]:
+        param = torch.nn.Parameter(torch.zeros(1))
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", False)
+        param.grad = torch.tensor([rank + 1.0])
+        trainer.allreduce_grads()
+        total = param.grad.item()
+        param.grad.clamp_(max=2.0)
+        trainer.update(4)
+        return total, param.item()
+
+    assert run(2, work) == [(3.0, -0.5)] * 2
+
+
+def test_big_parameters_are_spread_over_servers() -> None:
+    def work(rank: int) -> tuple[float, float]:
+        param = torch.nn.Parameter(torch.full((70_000,), float(rank)))
+        big = torch.nn.Parameter(torch.full((400, 300), float(rank)))
+        trainer = kvps.Trainer({"w": param, "big": big}, "lamb", {"lr": 0.1}, "dist_sync")
+        for one in (param, big):
+            one.grad = torch.ones_like(one)
+        trainer.step(2)
+        assert len(set(big.flatten().tolist())) == 1
+        return param[0].item(), big[0, 0].item()
+
+    both = run(2, work, servers=3)
+    assert both[0] == both[1]
+    assert all(value < 0 for value in both[0])
+
+
+# --- what is sent around at the start -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_weights_and_buffers_come_from_rank_0(on_store: bool) -> None:
+    def work(rank: int) -> tuple[list[Any], ...]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        model.register_buffer("mask", torch.tensor([rank == 0, False]))
+        model.register_buffer("turn", torch.tensor([1j]) * (rank + 1))
+        model[0].bias.requires_grad_(False)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), model[1].running_mean, model[1].running_var):
+                tensor.fill_(rank + 1.0)
+        kvps.Trainer(model, "sgd", {"lr": 1.0}, "dist_sync", on_store)
+        return tuple(tensor.tolist() for tensor in model.state_dict().values())
+
+    first, *others = run(3, work)
+    assert others == [first, first]
+    assert [[1.0, 1.0], [1.0, 1.0]] in first
+    assert [True, False] in first
+    assert [1j] in first
+
+
+def test_workers_must_agree_on_the_model() -> None:
+    def work(rank: int) -> None:
+        kvps.Trainer(torch.nn.Linear(2, 2 + rank), "sgd", kvstore="dist_sync")
+
+    with pytest.raises(kvps.Mismatch, match=r"'(weight|bias)'"):
+        run(2, work)
+
+
+def test_workers_must_agree_on_the_optimizer() -> None:
+    def work(rank: int) -> None:
+        kvps.Trainer(torch.nn.Linear(2, 2), "sgd", {"lr": 0.1 + rank}, kvstore="dist_sync")
+
+    with pytest.raises(kvps.Mismatch, match="rank 0's counts"):
+        run(2, work)
+
+
+# --- several in one job -------------------------------------------------------------------------------
+
+
+def test_trainers_and_users_stores_do_not_collide() -> None:
+    def work(rank: int) -> tuple[Weights, Weights, float]:
+        first, second = net(0), net(3)  # the same names of parameters
+        kv = kvps.create("dist_sync")
+        kv.init("0.weight", torch.zeros(1))
+        trainers = [
+            kvps.Trainer(first, "sgd", OPTIMIZERS["sgd"][0], "dist_sync"),
+            kvps.Trainer(second, "adam", OPTIMIZERS["adam"][0], "dist_sync"),
+        ]
+        for _ in range(STEPS):
+            for model, trainer in zip((first, second), trainers, strict=True):
+                backward(model, rows_of(rank, 2, 24))
+                trainer.step(24)
+        return weights(first), weights(second), kv.pushpull("0.weight", torch.ones(1)).item()
+
+    results = run(2, work)
+    assert_all([one[0] for one in results], alone("sgd", [24] * STEPS))
+    assert_all([one[1] for one in results], alone("adam", [24] * STEPS, seed=3))
+    assert [one[2] for one in results] == [2.0, 2.0]
+
+
+def test_the_names_of_own_stores_are_reserved() -> None:
+    with (
+        kvps.LocalCluster(),
+        pytest.raises(kvps.ConfigError, match=r"'kvps\.trainer-0'.*kvps's own"),
+    ):
+        kvps.create("dist_sync", name="kvps.trainer-0")
+
+
+# --- the optimizer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_a_new_learning_rate_counts_from_the_next_step(on_store: bool) -> None:
+    rates = {0: 0.2, 3: 0.02}
+
+    def work(rank: int) -> tuple[Weights, float]:
+        model = net()
+        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", on_store)
+        for number in range(STEPS):
+            if number in rates:
+                trainer.set_learning_rate(rates[number])
+            backward(model, rows_of(rank, 2, 24))
+            trainer.step(24)
+        return weights(model), trainer.learning_rate
+
+    results = run(2, work)
+    assert_all([one[0] for one in results], alone("sgd", [24] * STEPS, rates))
+    assert [one[1] for one in results] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path: Path) -> None:
+    """Two workers and two servers stop half-way; three servers and one worker go on."""
+    states, model_file = str(tmp_path / "states.safetensors"), tmp_path / "model.pt"
+
+    def begin(rank: int) -> None:
+        model = net()
+        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        for _ in range(3):
+            backward(model, rows_of(rank, 2, 24))
+            trainer.step(24)
+        if rank == 0:
+            trainer.save_states(states)
+            torch.save(model.state_dict(), model_file)
+
+    def go_on(rank: int) -> Weights:
+        model = net(seed=9)
+        model.load_state_dict(torch.load(model_file))
+        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        trainer.load_states(states)
+        for _ in range(3):
+            backward(model, slice(24))
+            trainer.step(24)
+        return weights(model)
+
+    run(2, begin)
+    assert_all(run(1, go_on, servers=3), alone(name, [24] * 6))
+
+
+@pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])
+def test_async_updates_in_the_store_only(store: str) -> None:
+    with kvps.LocalCluster(), pytest.raises(ValueError, match=r"update_on_kvstore=False") as caught:
+        kvps.Trainer(net(), "sgd", {"lr": 0.1}, store, update_on_kvstore=False)
+    assert isinstance(caught.value, kvps.KvpsError)
+
+
+@pytest.mark.parametrize("store", ["dist_async", "dist_ssp", "dist_async_device"])
+def test_in_async_every_push_is_a_step(store: str) -> None:
+    def work(rank: int) -> None:
+        kv = kvps.create(store)
+        param = torch.nn.Parameter(torch.zeros(1))
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, kv)
+        for _ in range(3):
+            param.grad = torch.ones(1)
+            trainer.step(2)
+        kv.barrier()
+        assert kv.pull("w").item() == -3.0
+
+    run(2, work)

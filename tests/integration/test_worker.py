@@ -1,0 +1,332 @@
+"""kvps-worker as a process: its seat, its command, and how either ends; and plain workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import Processes, free_port, until
+
+SUM = """
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.init("w", torch.zeros(4))
+print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("raise ValueError", 1),
+        ("import os; os._exit(200)", 200),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
+    ],
+)
+def test_its_exit_code_is_the_commands(processes: Processes, code: str, exit_code: int) -> None:
+    cluster = processes.scheduler(1, 0)
+    worker = cluster.worker(sys.executable, "-c", code, flags=["--no-replacement"])
+    assert worker.wait() == exit_code
+    assert cluster.process.wait() == (1 if exit_code else 0)
+
+
+def test_a_program_that_cannot_be_started(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 0)
+    broken = processes.script("#!/no/such/interpreter\n", "broken")
+    broken.chmod(0o755)
+    worker = cluster.worker(broken, flags=["--no-replacement"])
+    assert worker.wait() == 126
+    assert "cannot start" in cluster.process.err
+    assert "cannot start" in worker.err
+    assert cluster.process.wait() == 1
+
+
+def test_what_the_command_finds_in_its_environment(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 0)
+    show = "import os; print(sorted(os.environ.items()))"
+    workers = [
+        cluster.worker(
+            *(sys.executable, "-c", show),
+            flags=["--rank", rank],
+            DMLC_ROLE="worker",
+            DMLC_PS_ROOT_URI="127.0.0.1",
+            DMLC_PS_ROOT_PORT="1",
+            DMLC_NUM_WORKER="9",
+            DMLC_NUM_SERVER="9",
+        )
+        for rank in (1, 0)
+    ]
+    assert [one.wait() for one in workers] == [0, 0]
+    seen = [dict(eval(one.out)) for one in reversed(workers)]
+    for rank, one in enumerate(seen):
+        assert one["KVPS_SCHEDULER"] == cluster.endpoint
+        assert one["KVPS_RANK"] == one["RANK"] == one["LOCAL_RANK"] == str(rank)
+        assert one["WORLD_SIZE"] == one["LOCAL_WORLD_SIZE"] == "2"
+        assert int(one["KVPS_INCARNATION"]) > 0
+        assert one["MASTER_ADDR"] == "127.0.0.1"
+        assert not [name for name in one if name.startswith("DMLC_")]
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert cluster.process.wait() == 0
+
+
+def test_nobody_there_ends_with_75(processes: Processes) -> None:
+    nowhere = f"tcp://127.0.0.1:{free_port()}"
+    worker = processes.kvps(
+        "worker", "--scheduler", nowhere, "--", "true", KVPS_JOIN_TIMEOUT="0.5"
+    )
+    plain = processes.python(
+        processes.script(SUM), KVPS_SCHEDULER=nowhere, KVPS_JOIN_TIMEOUT="0.5"
+    )
+    assert worker.wait() == 75
+    assert plain.wait() == 1
+    for one in (worker, plain):
+        assert nowhere in one.err
+        assert "0.5 s" in one.err
+    assert "SchedulerLost" in plain.err
+
+
+def test_a_wrong_address_in_a_plain_worker(processes: Processes) -> None:
+    plain = processes.python(processes.script(SUM), KVPS_SCHEDULER="localhost:9091")
+    assert plain.wait() == 1
+    assert "ConfigError: KVPS_SCHEDULER='localhost:9091'" in plain.err
+
+
+def test_too_many_workers_are_refused(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    first = cluster.worker("true", flags=["--rank", 0])
+    cluster.process.expect("worker 0 joined")
+    twice = cluster.worker("true", flags=["--rank", 0])
+    assert twice.wait() == 78
+    assert "rank 0 is alive" in twice.err
+    assert "started twice" in twice.err
+    beyond = cluster.worker("true", KVPS_RANK="7")
+    assert beyond.wait() == 78
+    assert "there is no worker 7" in beyond.err
+    second = cluster.worker("true")
+    cluster.process.expect("worker 1 joined")
+    third = cluster.worker("true")
+    assert third.wait() == 78
+    assert "already has 2 workers" in third.err
+    plain = cluster.plain(processes.script(SUM))
+    assert plain.wait() == 1
+    assert "ConfigError: the job already has 2 workers" in plain.err
+    server = cluster.server()
+    assert [one.wait() for one in (first, second, server, cluster.process)] == [0, 0, 0, 0]
+
+
+def test_too_few_workers_are_named(processes: Processes) -> None:
+    cluster = processes.scheduler(3, 2)
+    server = cluster.server()
+    script = processes.script(
+        "import kvps\n"
+        "try: kvps.create('dist_sync', timeout=2)\n"
+        "except kvps.Timeout as error: print('late:', error)\n"
+    )
+    plain = cluster.plain(script, KVPS_RANK="1")
+    assert plain.wait() == 0, plain
+    assert "waiting for 2 of 3 workers (ranks 0, 2) and 1 of 2 servers (rank" in plain.out
+    cluster.process.signal(signal.SIGTERM)
+    assert [one.wait() for one in (server, cluster.process)] == [75, 0]
+
+
+def test_roles_may_start_in_any_order(processes: Processes) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    script = processes.script(SUM)
+    plain = processes.python(script, KVPS_SCHEDULER=endpoint)
+    worker = processes.kvps("worker", "--scheduler", endpoint, "--", sys.executable, script)
+    server = processes.kvps("server", KVPS_SCHEDULER=endpoint)
+    until(lambda: len(processes.running()) >= 3, "three processes")
+    scheduler = processes.kvps(
+        "scheduler", "--workers", 2, "--servers", 1, "--bind", endpoint
+    )
+    every = (plain, worker, server, scheduler)
+    assert [one.wait() for one in every] == [0, 0, 0, 0]
+    assert "sum [3.0, 3.0, 3.0, 3.0]" in plain.out
+    assert "sum [3.0, 3.0, 3.0, 3.0]" in worker.out
+
+
+PATIENT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("there", flush=True)
+time.sleep(60)
+"""
+STUBBORN = """
+import signal, sys, time
+for one in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(one, lambda number, _: print("no", number, flush=True))
+print("there", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_signals_are_passed_on(processes: Processes) -> None:
+    for number, code, told in (
+        (signal.SIGTERM, 7, ""),
+        (signal.SIGINT, 130, "KeyboardInterrupt"),
+    ):
+        cluster = processes.scheduler(1, 0)
+        worker = cluster.worker(sys.executable, "-c", PATIENT, flags=["--no-replacement"])
+        worker.expect("there")
+        worker.signal(number)
+        assert worker.wait() == code
+        assert told in worker.err
+        assert cluster.process.wait() == 1
+
+
+def test_a_command_that_does_not_end_is_killed(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 0)
+    worker = cluster.worker(sys.executable, "-c", STUBBORN, flags=["--no-replacement"])
+    worker.expect("there")
+    began = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    worker.expect("no 15")
+    assert worker.wait() == 137
+    assert 4.0 <= time.monotonic() - began <= 10.0
+    assert cluster.process.wait() == 1
+
+
+def test_the_second_signal_kills_at_once(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 0)
+    worker = cluster.worker(sys.executable, "-c", STUBBORN, flags=["--no-replacement"])
+    worker.expect("there")
+    worker.signal(signal.SIGINT)
+    worker.expect("no 2")
+    worker.signal(signal.SIGINT)
+    assert worker.wait(3.0) == 137
+    assert cluster.process.wait() == 1
+
+
+def test_a_signal_while_it_waits_for_others(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 0)
+    worker = cluster.worker("true")
+    cluster.process.expect("worker 0 joined")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(3.0) == 143
+    both = [cluster.worker("true"), cluster.worker("true")]
+    assert [one.wait() for one in (*both, cluster.process)] == [0, 0, 0]
+
+
+FAMILY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; print('grandchild', flush=True); time.sleep(60)"])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill the worker", "kill the command", "end the command"])
+def test_what_the_command_started_ends_with_it(processes: Processes, end: str) -> None:
+    cluster = processes.scheduler(1, 0)
+    text = FAMILY.replace("time.sleep(60)\n", "sys.stdin.read()\n") if end[0] == "e" else FAMILY
+    worker = cluster.worker(sys.executable, processes.script(FAMILY))
+    worker.expect("grandchild")
+    (command,) = processes.pids(r"python\S* \S*train.py")[-1:]
+    assert text
+    if end == "kill the worker":
+        worker.signal(signal.SIGKILL)
+        assert worker.wait() == -signal.SIGKILL
+    else:
+        os.kill(command, signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
+        assert worker.wait() == (137 if end == "kill the command" else 143)
+    cluster.process.expect("worker 0 (lost|.* lost)", 5.0)
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.wait() == 0
+    processes.check_nothing_left()
+
+
+def test_a_replacement_takes_the_rank(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    script = processes.script(
+        SUM + "import os\n"
+        "if 'LAST' in os.environ: kv.resume(['w']), kv.pushpull('w', torch.ones(4))\n"
+        "elif kv.rank: os._exit(9)\n"
+        "else: print('round', kv.pushpull('w', torch.ones(4)).tolist())\n"
+    )
+    stays = cluster.worker(sys.executable, script, flags=["--rank", 0])
+    dies = cluster.worker(sys.executable, script, flags=["--rank", 1])
+    assert dies.wait() == 9
+    replaced = processes.script(
+        "import kvps, torch\n"
+        "kv = kvps.create('dist_sync', timeout=60)\n"
+        "kv.init('w', torch.zeros(4))\n"
+        "print('resumed at', kv.resume(['w']))\n"
+        "print('round', kv.pushpull('w', torch.full((4,), 2.0)).tolist())\n",
+        "replacement.py",
+    )
+    replacement = cluster.worker(sys.executable, replaced, flags=["--rank", 1])
+    assert [one.wait() for one in (stays, replacement)] == [0, 0]
+    assert "resumed at 1" in replacement.out
+    assert "round [3.0, 3.0, 3.0, 3.0]" in replacement.out
+    assert "round [3.0, 3.0, 3.0, 3.0]" in stays.out
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_a_command_may_go_on_after_it_left(processes: Processes, tmp_path: Path) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(
+        SUM + "kvps.shutdown()\n"
+        "import pathlib, sys\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): pass\n"
+        "print('saved')\n"
+    )
+    worker = cluster.worker(sys.executable, script, tmp_path / "go")
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    (tmp_path / "go").touch()
+    assert worker.wait() == 0
+    assert "saved" in worker.out
+
+
+def test_one_command_may_be_several_processes_in_turn(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(SUM)
+    worker = cluster.worker("sh", "-c", f"{sys.executable} {script} && {sys.executable} {script}")
+    assert worker.wait() == 0, worker
+    assert worker.out.count("sum") == 2
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(
+        SUM + "import subprocess, sys\n"
+        "print('second', subprocess.run([sys.executable, '-c', "
+        "'import kvps; kvps.create(\"dist_sync\")'], capture_output=True, text=True).stderr)\n"
+    )
+    worker = cluster.worker(sys.executable, script)
+    assert worker.wait() == 0, worker
+    assert "started twice" in worker.out
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes) -> None:
+    for code in ("import sys; sys.exit(3)", "raise ValueError('no')", "import os; os._exit(3)"):
+        cluster = processes.scheduler(2, 1)
+        server = cluster.server()
+        bad = processes.script(SUM + code, "bad.py")
+        good = processes.script(
+            SUM.replace("timeout=60", "timeout=60, on_worker_lost='fail'")
+            + "kv.pull('w', min_version=9)",
+            "good.py",
+        )
+        workers = [cluster.plain(bad, KVPS_RANK="1"), cluster.plain(good, KVPS_RANK="0")]
+        workers[0].expect("sum")
+        assert workers[0].wait() != 0
+        began = time.monotonic()
+        assert workers[1].wait(5.0) == 1
+        print(f"WorkerLost after {time.monotonic() - began:.1f} s")
+        assert "WorkerLost: worker 1" in workers[1].err
+        cluster.process.signal(signal.SIGTERM)
+        assert cluster.process.wait() == 0
+        assert server.wait() == 75

@@ -1,0 +1,413 @@
+"""A server on a stage: a cluster that is only told to it, workers that speak, a clock.
+
+Every packet goes through the wire format, both ways, so that nothing is tested that could not be
+said. After each step the server's invariants are checked. No effect is performed: a step returns
+what the server said, as :class:`Said`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from kvps import wire
+from kvps.core.effects import Effect, Effects, Send
+from kvps.core.hyper import resolve
+from kvps.core.member import Identity
+from kvps.core.server import Server
+from kvps.messages import (
+    PROTOCOL,
+    Ack,
+    Ask,
+    Declare,
+    Declared,
+    Entry,
+    Envelope,
+    Error,
+    Hello,
+    Load,
+    Member,
+    Message,
+    Open,
+    Optimize,
+    Packet,
+    Piece,
+    Pull,
+    Pulled,
+    Push,
+    Role,
+    Run,
+    View,
+    Welcome,
+)
+from kvps.specs import BY_ID, BY_NAME
+from kvps.tensors import TORCH, dtype_of, from_frame, to_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvps.core.rounds import Span
+    from kvps.core.slab import Buffer, Chunk
+
+JOB = bytes(range(16))
+M = TypeVar("M", bound=Message)
+
+
+class Said(NamedTuple):
+    """One message of the server, and what came with it."""
+
+    to: str | bytes
+    message: Message
+    payload: tuple[memoryview, ...]
+    hold: Buffer | None
+
+    def values(self) -> list[float]:
+        """The numbers in the first payload frame of a PULLED."""
+        assert isinstance(self.message, Pulled)
+        return from_frame(self.payload[0], BY_ID[self.message.dtype].name).tolist()
+
+
+@dataclass
+class Seat:
+    """What the view says of one worker."""
+
+    state: str = "held"
+    incarnation: int = 0
+
+
+@dataclass
+class ServerStage:
+    """One server of a job, all of whose members are there, and the route of each worker."""
+
+    workers: int = 2
+    servers: int = 1
+    rank: int = 0
+    memory_limit: int | None = None
+    greeted: bool = True
+    """Whether the workers have said HELLO."""
+    now: float = 100.0
+    job: bytes = JOB
+    view: int = 0
+    seats: list[Seat] = field(default_factory=list)
+    notes: list[Effect] = field(default_factory=list)
+    """All effects that are no Send, in order."""
+
+    def __post_init__(self) -> None:
+        identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
+        self.server = Server(identity, self.now, self.memory_limit)
+        self.seqs = [0] * self.workers
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self.seats = [Seat("held", 10 + rank) for rank in range(self.workers)]
+        self.take(self.server.start(self.now))
+        self.scheduler(Welcome(self.rank, 1 + self.rank, self.workers, self.servers))
+        self.show()
+        for rank in range(self.workers) if self.greeted else ():
+            self.hello(rank)
+
+    # --- the scheduler ----------------------------------------------------------------------
+
+    def scheduler(self, message: Message) -> list[Said]:
+        """The scheduler says something."""
+        envelope = Envelope(self.job, self.view, Role.SCHEDULER, 0, 0, 0)
+        return self.take(self.server.on_packet("scheduler", over(envelope, message), self.now))
+
+    def show(self, *, servers: Sequence[Seat] | None = None, **states: str) -> list[Said]:
+        """Show a new view, after these changes: ``w1="lost"``."""
+        for name, state in states.items():
+            self.seats[int(name[1:])].state = state
+        self.view += 1
+        listed = [
+            Member(Role.WORKER, rank, seat.incarnation, seat.state, "", "host", 0.0, "")
+            for rank, seat in enumerate(self.seats)
+        ]
+        for rank, seat in enumerate(servers or [Seat("held", 1 + r) for r in range(self.servers)]):
+            endpoint = f"tcp://s{rank}:{seat.incarnation}"
+            listed.append(
+                Member(Role.SERVER, rank, seat.incarnation, seat.state, endpoint, "host", 0.0, "")
+            )
+        return self.scheduler(View(self.view, "running", "", tuple(listed)))
+
+    def replace(self, rank: int) -> list[Said]:
+        """A new process takes worker ``rank``'s seat, and all learn it."""
+        self.seats[rank] = Seat("held", self.seats[rank].incarnation + 100)
+        said = self.show()
+        return said + self.hello(rank)
+
+    # --- workers ----------------------------------------------------------------------------
+
+    def hello(self, rank: int, incarnation: int | None = None, **fields: object) -> list[Said]:
+        """Worker ``rank`` says HELLO."""
+        return self.say(rank, greeting(**fields), seq=0, incarnation=incarnation)
+
+    def say(
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int | None = None,
+        incarnation: int | None = None,
+        route: bytes | None = None,
+        role: Role = Role.WORKER,
+        job: bytes | None = None,
+    ) -> list[Said]:
+        """Worker ``rank`` says something; its newest incarnation along its usual route."""
+        if incarnation is None:
+            incarnation = self.seats[rank].incarnation
+        if seq is None:
+            self.seqs[rank] += 1
+            seq = self.seqs[rank]
+        envelope = Envelope(job or self.job, self.view, role, rank, incarnation, seq)
+        packet = over(envelope, message, *payload)
+        return self.take(self.server.on_packet(route or b"w%d" % rank, packet, self.now))
+
+    def other(self, rank: int, message: Message, incarnation: int | None = None) -> list[Said]:
+        """Server ``rank`` says something."""
+        life = 1 + rank if incarnation is None else incarnation
+        envelope = Envelope(self.job, self.view, Role.SERVER, rank, life, 0)
+        return self.take(self.server.on_packet(b"s%d" % rank, over(envelope, message), self.now))
+
+    def take(self, effects: Effects) -> list[Said]:
+        """Collect what is said, and check the server. Who was handed memory must release it."""
+        said: list[Said] = []
+        for effect in effects:
+            if not isinstance(effect, Send):
+                self.notes.append(effect)
+                continue
+            packet = wire.decode([bytes(one) for one in wire.encode(effect.packet)])
+            assert packet.message == effect.packet.message
+            hold: Buffer | None = effect.hold  # type: ignore[assignment]
+            said.append(Said(effect.to, packet.message, packet.payload, hold))
+            if hold is not None:
+                hold.release()
+        self.server.check()
+        return said
+
+    # --- what workers usually say -----------------------------------------------------------
+
+    def open(self, mode: str = "sync", store: str = "kv", **options: object) -> None:
+        """Open a store, from rank 0."""
+        assert heard(self.say(0, opening(mode, store, **options)), Message)
+
+    def optimizer(self, name: str, call: int = 1, store: str = "kv", **numbers: object) -> None:
+        """Set the optimizer, from rank 0."""
+        said = self.say(0, optimizing(name, call, True, store, **numbers))
+        assert not heard(said, Error), said
+
+    def init(self, key: str, values: Sequence[float] | torch.Tensor, **more: object) -> None:
+        """Create ``key`` with these values, from rank 0: DECLARE and LOAD."""
+        tensor = as_row(values)
+        self.declare(key, tensor, **more)  # type: ignore[arg-type]
+        self.load(key, tensor, **more)  # type: ignore[arg-type]
+
+    def declare(
+        self,
+        key: str,
+        row: torch.Tensor,
+        call: int = 0,
+        store: str = "kv",
+        start: int = 0,
+        shape: tuple[int, ...] | None = None,
+    ) -> list[Said]:
+        """Declare ``key`` from rank 0 and remember where it lies."""
+        entry = Entry(key, dtype_of(row).id, shape or (len(row),), start, len(row))
+        said = self.say(0, Declare(store, True, call, (entry,)))
+        (answer,) = heard(said, Declared)
+        self.pieces[key] = answer.places[0].pieces
+        return said
+
+    def load(
+        self,
+        key: str,
+        row: torch.Tensor,
+        call: int = 0,
+        pieces: Iterable[Piece] | None = None,
+        **_: object,
+    ) -> list[Said]:
+        """Load the value of ``key`` from rank 0, piece by piece."""
+        said, taken = [], 0
+        for piece in self.pieces[key] if pieces is None else pieces:
+            part = row[taken : taken + piece.size]
+            taken += piece.size
+            run = Run(piece.start, piece.size, call)
+            said += self.say(0, Load(piece.chunk, dtype_of(row).id, (run,)), part)
+        return said
+
+    def push(
+        self,
+        rank: int,
+        keys: str | Sequence[str],
+        values: Sequence[float] | torch.Tensor,
+        number: int,
+        *,
+        pull: bool = False,
+        ranks: tuple[int, ...] | None = None,
+        seq: int | None = None,
+        incarnation: int | None = None,
+    ) -> list[Said]:
+        """Push to keys that lie in one chunk, one run for each; ``values`` side by side."""
+        row, places = as_row(values), self.places(keys)
+        runs = tuple(Run(piece.start, piece.size, number) for piece in places)
+        message = Push(places[0].chunk, dtype_of(row).id, ranks or (rank,), 1.0, pull, runs)
+        return self.say(rank, message, row, seq=seq, incarnation=incarnation)
+
+    def pull(
+        self,
+        rank: int,
+        keys: str | Sequence[str],
+        after: int = 0,
+        least: int = 0,
+        *,
+        values: bool = True,
+        seq: int | None = None,
+    ) -> list[Said]:
+        """Pull keys that lie in one chunk, one run for each."""
+        places = self.places(keys)
+        asks = tuple(Ask(piece.start, piece.size, after, least) for piece in places)
+        return self.say(rank, Pull(places[0].chunk, values, asks), seq=seq)
+
+    def places(self, keys: str | Sequence[str]) -> list[Piece]:
+        """Where keys of one piece each lie, in the order of the chunk."""
+        names = [keys] if isinstance(keys, str) else keys
+        return sorted(self.pieces[name][0] for name in names)
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def chunk(self, number: int = 1) -> Chunk:
+        return self.server.requests.engine.chunk(number)
+
+    def span(self, key: str) -> Span:
+        piece = self.pieces[key][0]
+        return next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+
+    def values(self, key: str) -> list[float]:
+        """What the server holds of ``key``."""
+        rows = [
+            self.chunk(one.chunk).buffer.tensor[one.start : one.start + one.size]
+            for one in self.pieces[key]
+        ]
+        return torch.cat(rows).tolist()
+
+    def snapshot(self) -> object:
+        """All that a request could change, apart from which session it came along."""
+        requests = self.server.requests
+        chunks = [
+            (
+                one.number,
+                one.keys,
+                one.bounds,
+                one.buffer.tensor[: one.used].tolist(),
+                {n: t[: one.used].tolist() for n, t in (one.state or {}).items()},
+                sorted(one._blank),
+                one._retired,
+                # How spans are cut means nothing; what they say of each key does.
+                [
+                    (
+                        span.version,
+                        span.step,
+                        span.pushed,
+                        span.head_start,
+                        [(r.number, r.ranks) for r in span.rounds],
+                        [(d.number, d.ranks) for d in span.due],
+                    )
+                    for begin in one.bounds[:-1]
+                    for span in one.spans_in(begin, begin + 1)
+                ],
+            )
+            for one in requests.engine.chunks.by_number.values()
+        ]
+        spaces = {
+            name: (
+                space.opened,
+                {k: repr(v) for k, v in space.shards.items()},
+                space.hyper,
+                space.sent_hyper,
+                space.sent_lr,
+                space.optimize_calls,
+                space.rate_calls,
+            )
+            for name, space in requests.spaces.items()
+        }
+        pending = {rank: sorted(one.pending) for rank, one in requests.sessions.items()}
+        engine = requests.engine
+        return copy.deepcopy(
+            (chunks, spaces, pending, engine.chunks.weight_bytes, sorted(engine.norms, key=repr))
+        )
+
+
+# --- words ------------------------------------------------------------------------------------------
+
+
+def over(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
+    """Return the packet as its receiver gets it."""
+    frames = wire.encode(Packet(envelope, message, tuple(to_frame(one) for one in payload)))
+    return wire.decode([memoryview(bytearray(one)) for one in frames])
+
+
+def greeting(**fields: object) -> Hello:
+    default = {
+        "major": PROTOCOL[0],
+        "minor": PROTOCOL[1],
+        "software": "0.1",
+        "features": 0,
+        "role": int(Role.WORKER),
+        "rank": None,
+        "host": "host",
+        "pid": 7,
+    }
+    return Hello(**(default | fields))  # type: ignore[arg-type]
+
+
+def opening(mode: str = "sync", store: str = "kv", **options: object) -> Open:
+    default = {
+        "staleness": 0,
+        "deterministic": False,
+        "on_worker_lost": "wait",
+        "bigarray_bound": 100_000,
+    }
+    return Open(store, mode, **(default | options))  # type: ignore[arg-type]
+
+
+def optimizing(
+    name: str, call: int = 1, create: bool = True, store: str = "kv", **numbers: object
+) -> Optimize:
+    hyper = resolve(name, numbers)
+    return Optimize(
+        store, call, create, name, dict(hyper.values), dict(hyper.lr_mult), dict(hyper.wd_mult)
+    )
+
+
+def as_row(values: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def zeros(count: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.zeros(count, dtype=TORCH[BY_NAME[dtype].name])
+
+
+def heard(said: Iterable[Said], cls: type[M], to: str | bytes | None = None) -> list[M]:
+    """The messages of one class (to one route)."""
+    return [one.message for one in said if isinstance(one.message, cls) and to in (None, one.to)]
+
+
+def pulled(said: Iterable[Said]) -> dict[int, list[float]]:
+    """The values that were answered, by the number of the request."""
+    return {one.message.seq: one.values() for one in said if isinstance(one.message, Pulled)}
+
+
+def refusal(said: Sequence[Said]) -> str:
+    """The one answer, which must be an ERROR, as ``Class: text``."""
+    (one,) = said
+    assert isinstance(one.message, Error), one
+    from kvps.errors import BY_CODE
+
+    return f"{BY_CODE[one.message.code].__name__}: {one.message.text}"
+
+
+def acked(said: Iterable[Said]) -> list[int]:
+    """The requests that were acknowledged."""
+    return [receipt.seq for one in heard(said, Ack) for receipt in one.receipts]

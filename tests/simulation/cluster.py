@@ -1,0 +1,268 @@
+"""Scheduler, servers and workers on a simulated network, and the scripts that the workers run.
+
+A script is a generator: ``yield from kv.push(…)`` is what ``kv.push(…)`` is to a user, with the same
+moments of return and the same errors. As a user may, it reuses its memory as soon as it may: values
+that were pushed are overwritten at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvps.core import calls
+from kvps.core.effects import Copied, Finish
+from kvps.core.hyper import resolve
+from kvps.core.member import Identity
+from kvps.core.scheduler import Scheduler, Settings
+from kvps.core.server import Server
+from kvps.core.worker import Worker
+from kvps.errors import KvpsError
+from kvps.messages import Open, Role
+from kvps.tensors import spec_of
+from tests.simulation.network import Faults, Network, Process
+
+JOB = bytes(range(16))
+TRASH = 77
+"""Written over values that the caller may reuse."""
+
+
+@dataclass
+class Do:
+    """What a script waits for."""
+
+    call: calls.Call
+    timeout_s: float = 10_000.0
+    until: str = "finished"
+    """``copied`` and ``begun`` return earlier."""
+
+
+Script = Generator[Do, Any, Any]
+Values = dict[str, torch.Tensor]
+
+
+@dataclass
+class Store:
+    """A script's end of one store."""
+
+    name: str = "kv"
+    mode: str = "sync"
+    staleness: int = 0
+    deterministic: bool = False
+    on_worker_lost: str = "wait"
+    bigarray_bound: int = 100_000
+    worker_grace_s: float = 240.0
+    timeout_s: float = 10_000.0
+
+    def open(self) -> Script:
+        opened = Open(
+            self.name,
+            self.mode,
+            self.staleness,
+            self.deterministic,
+            self.on_worker_lost,
+            self.bigarray_bound,
+        )
+        yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
+
+    def init(self, values: Values) -> Script:
+        keys = tuple((name, spec_of(value)) for name, value in values.items())
+        yield self._do(calls.Init(self.name, keys, tuple(values.values())))
+
+    def broadcast(self, values: Values) -> Script:
+        keys = tuple((name, spec_of(value)) for name, value in values.items())
+        sinks = tuple(torch.zeros_like(value) for value in values.values())
+        yield self._do(calls.Broadcast(self.name, keys, tuple(values.values()), sinks))
+        return dict(zip(values, sinks, strict=True))
+
+    def push(self, values: Values, priority: int = 0, wait: bool = False) -> Script:
+        """Push; return when the values are copied, or if ``wait`` when they are taken in."""
+        rows = tuple(value.clone() for value in values.values())
+        call = calls.PushValues(self.name, tuple(values), rows, None, priority, not wait)
+        yield self._do(call, "finished" if wait else "copied")
+        for row in rows:
+            row.fill_(TRASH)
+
+    def pushpull(self, values: Values, priority: int = 0) -> Script:
+        rows = tuple(value.clone() for value in values.values())
+        sinks = tuple(torch.full_like(value, TRASH) for value in rows)
+        yield self._do(calls.PushValues(self.name, tuple(values), rows, sinks, priority, False))
+        for row in rows:
+            row.fill_(TRASH)
+        return dict(zip(values, sinks, strict=True))
+
+    def pull(self, like: Values, priority: int = 0, min_version: int = 0) -> Script:
+        sinks = tuple(torch.full_like(value, TRASH) for value in like.values())
+        yield self._do(calls.PullValues(self.name, tuple(like), sinks, priority, min_version))
+        return dict(zip(like, sinks, strict=True))
+
+    def set_optimizer(self, name: str, **hyper: Any) -> Script:
+        yield self._do(calls.SetOptimizer(self.name, resolve(name, hyper)))
+
+    def set_rate(self, lr: float) -> Script:
+        yield self._do(calls.SetRate(self.name, lr))
+
+    def resume(self, keys: Sequence[str]) -> Script:
+        return (yield self._do(calls.Resume(self.name, tuple(keys))))
+
+    def versions(self, keys: Sequence[str]) -> Script:
+        return (yield self._do(calls.Versions(self.name, tuple(keys))))
+
+    def lookup(self, keys: Sequence[str]) -> Script:
+        return (yield self._do(calls.Lookup(self.name, tuple(keys))))
+
+    def barrier(self, name: str | None = None) -> Script:
+        yield self._do(calls.Stand(self.name, name))
+
+    def flush(self) -> Script:
+        yield self._do(calls.Flush(self.name))
+
+    def _do(self, call: calls.Call, until: str = "finished") -> Do:
+        return Do(call, self.timeout_s, until)
+
+
+class Client:
+    """One worker process and the script that it runs."""
+
+    def __init__(self, cluster: Cluster, process: Process, core: Worker, script: Script) -> None:
+        self.process = process
+        self.core = core
+        self.result: Any = None
+        self.error: KvpsError | None = None
+        self.later: list[KvpsError] = []
+        """Errors of calls that had returned already."""
+        self.done_at: float | None = None
+        self._network = cluster.network
+        self._script = script
+        self._tickets = itertools.count(1)
+        self._ticket = 0
+        self._until = "finished"
+        process.on_finish, process.on_copied = self._finished, self._copied
+
+    def begin(self) -> None:
+        """Join, and then run the script."""
+        self._network.perform(self.process, self.core.start(self._network.now))
+        self._ticket = next(self._tickets)
+        deadline = self._network.now + 10_000.0
+        self._perform(self.core.on_join(self._ticket, deadline, self._network.now))
+
+    def _perform(self, effects: Any) -> None:
+        self._network.perform(self.process, effects)
+
+    def _finished(self, effect: Finish) -> None:
+        if effect.ticket != self._ticket:
+            if effect.error is not None:
+                self.later.append(effect.error)
+            return
+        self._soon(effect.value, effect.error)
+
+    def _copied(self, effect: Copied) -> None:
+        if effect.ticket == self._ticket and self._until == "copied":
+            self._soon(None, None)
+
+    def _soon(self, value: Any, error: KvpsError | None) -> None:
+        """Resume the script a little later: it runs in another thread than the loop."""
+        self._ticket = 0
+        delay = self._network.random.random() * 0.001
+        self._network.at(self._network.now + delay, lambda: self._resume(value, error))
+
+    def _resume(self, value: Any, error: KvpsError | None) -> None:
+        if not self.process.alive:
+            return
+        try:
+            step = self._script.throw(error) if error is not None else self._script.send(value)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except KvpsError as raised:
+            self._end(None, raised)
+        else:
+            now = self._network.now
+            self._ticket, self._until = next(self._tickets), step.until
+            self._perform(self.core.on_call(self._ticket, step.call, now + step.timeout_s, now))
+
+    def _end(self, result: Any, error: KvpsError | None) -> None:
+        self.result, self.error, self.done_at = result, error, self._network.now
+        code = 0 if error is None else 1
+        self._perform(self.core.leave(error is None, code, "the script ended"))
+
+
+class Cluster:
+    """One job: ``clients`` are those that run now or ended by themselves, by rank."""
+
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        script: Callable[[int], Script],
+        seed: int = 0,
+        faults: Faults | None = None,
+    ) -> None:
+        self.network = Network(seed, faults or Faults())
+        self.workers = workers
+        self.script = script
+        self.clients: dict[int, Client] = {}
+        self.servers: list[Process] = []
+        self._pids = itertools.count(100)
+        core = Scheduler(Settings(workers, servers), JOB, 0.0)
+        self.scheduler = self.network.add("scheduler", core, "sim://scheduler")
+        self.network.perform(self.scheduler, iter(()))
+        for rank in range(servers):
+            self.network.at(self._soon(), lambda rank=rank: self.start_server(rank))  # type: ignore[misc]
+        for rank in range(workers):
+            self.network.at(self._soon(), lambda rank=rank: self.start_worker(rank))  # type: ignore[misc]
+
+    def _soon(self) -> float:
+        return self.network.random.random() * 0.1
+
+    def start_server(self, rank: int) -> Process:
+        pid = next(self._pids)
+        endpoint = f"sim://server-{rank}-{pid}"
+        core = Server(self._identity(Role.SERVER, rank, pid, endpoint), self.network.now)
+        process = self.network.add(f"server {rank}", core, endpoint)
+        self.servers[rank:rank] = [process]
+        self.network.perform(process, core.start(self.network.now))
+        return process
+
+    def start_worker(self, rank: int) -> Client:
+        pid = next(self._pids)
+        core = Worker(self._identity(Role.WORKER, rank, pid), self.network.now)
+        process = self.network.add(f"worker {rank}", core, f"sim://worker-{rank}-{pid}")
+        self.clients[rank] = Client(self, process, core, self.script(rank))
+        self.clients[rank].begin()
+        return self.clients[rank]
+
+    def _identity(self, role: Role, rank: int, pid: int, endpoint: str = "") -> Identity:
+        host = f"host-{role}-{rank}"
+        return Identity(role, "sim://scheduler", host, pid, "kvps", rank, endpoint=endpoint)
+
+    def kill(self, rank: int, is_noticed: bool = True) -> None:
+        """End a worker as kill -9 does, unless it has ended by itself."""
+        client = self.clients.get(rank)
+        if client is not None and client.done_at is None:
+            self.network.kill(client.process, is_noticed)
+
+    def replace(self, rank: int) -> None:
+        """Start a replacement for a worker that was killed."""
+        if not self.clients[rank].process.alive and self.clients[rank].done_at is None:
+            self.start_worker(rank)
+
+    def run(self, limit_s: float = 2_000.0) -> None:
+        """Let the job run until every script has ended."""
+        self.network.run(lambda: self.is_done, limit_s)
+
+    def run_for(self, seconds: float) -> None:
+        """Let some time pass."""
+        end = self.network.now + seconds
+        self.network.at(end, lambda: None)
+        self.network.run(lambda: self.network.now >= end, end)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every script has ended."""
+        return len(self.clients) == self.workers and all(
+            one.done_at is not None for one in self.clients.values()
+        )

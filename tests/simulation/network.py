@@ -1,0 +1,225 @@
+"""A whole cluster in one thread: virtual time, one heap of events, one seed.
+
+Every process is its core and a route table; every packet is encoded, lies around for a while, is
+perhaps lost, doubled or overtaken, and is decoded where it arrives. Payload is copied when it
+leaves, which is later than the core's Send, as with ZeroMQ's sends without copying: whoever writes
+to memory that is on its way out is found out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvps import wire
+from kvps.core.effects import (
+    Connect,
+    Copied,
+    Core,
+    Effects,
+    Exit,
+    Finish,
+    Hold,
+    Note,
+    Route,
+    Save,
+    Send,
+)
+from kvps.messages import Packet
+
+
+EVENTS_MAX = 10_000
+"""Events at one moment; more are a deadline that is never met."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What the network does to packets."""
+
+    lose: float = 0.0
+    double: float = 0.0
+    """Probabilities, for each packet."""
+    latency_s: float = 0.001
+    jitter_s: float = 0.0
+    """Over the latency, packets overtake each other."""
+    in_order: bool = False
+    """Keep the order on each connection, as one TCP connection does."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """What one process opened to an endpoint. ``back`` is how the other end calls it."""
+
+    owner: Process
+    name: str
+    endpoint: str
+    back: bytes
+    busy_until: float = 0.0
+
+
+@dataclass(eq=False)
+class Process:
+    """A core, with what a driver and a transport would know."""
+
+    name: str
+    core: Core
+    endpoint: str
+    routes: dict[Route, Connection] = field(default_factory=dict)
+    alive: bool = True
+    rings_at: float | None = None
+    exit: Exit | None = None
+    notes: list[str] = field(default_factory=list)
+    on_finish: Callable[[Finish], None] = lambda effect: None
+    on_copied: Callable[[Copied], None] = lambda effect: None
+
+
+class Network:
+    """All processes, the packets between them, and the clock."""
+
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.now = 0.0
+        self.carried: Counter[str] = Counter()
+        """Packets that were sent, by the name of their message."""
+        self.lose: Callable[[Process, Process, Packet], bool] = lambda source, target, packet: False
+        """Losses besides the random ones."""
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._by_endpoint: dict[str, Process] = {}
+        self._backs = itertools.count(1)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def at(self, time: float, event: Callable[[], None]) -> None:
+        """Have ``event`` happen at ``time``."""
+        heapq.heappush(self._heap, (time, next(self._order), event))
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> None:
+        """Let things happen until ``until()`` holds."""
+        since, events = self.now, 0
+        while not until():
+            assert self._heap, "nothing will ever happen again"
+            self.now, _, event = heapq.heappop(self._heap)
+            assert self.now <= limit_s, f"not done after {limit_s:.0f} s"
+            events = events + 1 if self.now == since else 0
+            assert events < EVENTS_MAX, "time stands still"
+            since = self.now
+            event()
+
+    # --- processes ------------------------------------------------------------------------------
+
+    def add(self, name: str, core: Core, endpoint: str) -> Process:
+        """Start a process; its core's ``start`` is for the caller to perform."""
+        process = Process(name, core, endpoint)
+        self._by_endpoint[endpoint] = process
+        return process
+
+    def kill(self, process: Process, is_noticed: bool = True) -> None:
+        """End a process as kill -9 does, or (not noticed) as a lost host does."""
+        process.alive = False
+        if self._by_endpoint.get(process.endpoint) is process:
+            del self._by_endpoint[process.endpoint]
+        if is_noticed:
+            for connection in process.routes.values():
+                if connection.owner is process:
+                    self.at(self.now + 0.01, lambda one=connection: self._break(one))  # type: ignore[misc]
+
+    def _break(self, connection: Connection) -> None:
+        peer = self._by_endpoint.get(connection.endpoint)
+        if peer is not None and connection.back in peer.routes:
+            self.perform(peer, peer.core.on_drop(connection.back, self.now))
+
+    def perform(self, process: Process, effects: Effects) -> None:
+        """Do what a core asks for."""
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(process, effect.to, effect.packet, effect.hold)
+                case Connect():
+                    back = next(self._backs).to_bytes(4, "big")
+                    process.routes[effect.to] = Connection(process, effect.to, effect.endpoint, back)
+                case Finish():
+                    process.on_finish(effect)
+                case Copied():
+                    process.on_copied(effect)
+                case Exit():
+                    process.exit = process.exit or effect
+                case Note():
+                    process.notes.append(f"{effect.level}: {effect.text}")
+                case Save():
+                    pass
+        if process.exit is not None:
+            self.kill(process)
+            return
+        check = getattr(process.core, "check", None)
+        if check is not None:
+            check()
+        self._wind(process)
+
+    def _wind(self, process: Process) -> None:
+        due = process.core.deadline()
+        if due is None:
+            process.rings_at = None
+        elif process.rings_at is None or due < process.rings_at:
+            process.rings_at = at = max(due, self.now)
+            self.at(at, lambda: self._ring(process, at))
+
+    def _ring(self, process: Process, at: float) -> None:
+        if not process.alive or process.rings_at != at:
+            return
+        process.rings_at = None
+        due = process.core.deadline()
+        if due is not None and due <= self.now:
+            self.perform(process, process.core.on_timer(self.now))
+        else:
+            self._wind(process)
+
+    # --- packets --------------------------------------------------------------------------------
+
+    def _send(self, source: Process, route: Route, packet: Packet, hold: Hold | None) -> None:
+        connection = source.routes.get(route)
+        assert connection is not None, f"{source.name} knows no way to {route!r}"
+        head, *payload = wire.encode(packet)
+        self.carried[type(packet.message).__name__] += 1
+        delay = 1.0 if self.faults.in_order else self.random.random()
+        leaves = self.now + delay * self.faults.latency_s
+        is_lost = self.random.random() < self.faults.lose
+        copies = 1 + (self.random.random() < self.faults.double)
+
+        def leave() -> None:
+            frames = [bytes(head), *(bytes(one) for one in payload)]
+            if hold is not None:
+                hold.release()
+            target = self._other_end(source, connection)
+            if target is None or is_lost or self.lose(source, target, packet):
+                return
+            for _ in range(copies):
+                jitter = self.random.random() * self.faults.jitter_s
+                arrives = self.now + self.faults.latency_s + jitter
+                if self.faults.in_order:
+                    arrives = connection.busy_until = max(arrives, connection.busy_until + 1e-9)
+                self.at(arrives, lambda: self._arrive(source, connection, frames))
+
+        self.at(leaves, leave)
+
+    def _other_end(self, source: Process, connection: Connection) -> Process | None:
+        if connection.owner is source:
+            return self._by_endpoint.get(connection.endpoint)
+        owner = connection.owner
+        return owner if owner.alive and owner.routes.get(connection.name) is connection else None
+
+    def _arrive(self, source: Process, connection: Connection, frames: list[bytes]) -> None:
+        target = self._other_end(source, connection)
+        if target is None or not target.alive:
+            return
+        route: Route = connection.name
+        if connection.owner is source:
+            route = connection.back
+            target.routes.setdefault(route, connection)
+        packet = wire.decode([memoryview(bytearray(one)) for one in frames])
+        self.perform(target, target.core.on_packet(route, packet, self.now))

@@ -1,0 +1,18 @@
+"""Whom a round waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.quorum import Quorum
+
+QUORUM = Quorum(held=frozenset({0, 2}), lost=frozenset({1}))
+
+
+@pytest.mark.parametrize("policy", ["wait", "fail"])
+def test_a_lost_rank_is_waited_for(policy: str) -> None:
+    assert QUORUM.required(policy) == {0, 1, 2}
+
+
+def test_shrink_goes_on_without_it() -> None:
+    assert QUORUM.required("shrink") == {0, 2}

@@ -1,0 +1,221 @@
+"""Spans and their rounds: who counts, what closes, what splits and joins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.rounds import WINDOW, Due, Round, Span, Verdict
+
+ALL = frozenset({0, 1, 2})
+
+
+def span(**pushed: int) -> Span:
+    """A span of ten elements; ``r0=3``: rank 0 has pushed three times."""
+    return Span(0, 10, pushed={int(name[1:]): count for name, count in pushed.items()})
+
+
+def ones(count: int = 10) -> torch.Tensor:
+    return torch.ones(count)
+
+
+def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
+    one.take((rank,), number)
+    one.round(number, 0.0).add((rank,), ones() if gradient is None else gradient, keep=False)
+    one.check()
+
+
+# --- judging ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_pushes_its_numbers_in_order_each_once() -> None:
+    one = span(r0=2)
+    verdicts = [one.judge((0,), number, ordered=True) for number in (0, 1, 2, 3)]
+    assert verdicts == [Verdict.DUPLICATE, Verdict.DUPLICATE, Verdict.COUNTED, Verdict.EARLY]
+
+
+def test_a_round_that_closed_without_a_rank_is_not_owed_any_more() -> None:
+    one = Span(0, 10, version=5)
+    assert one.owed(0, ordered=True) == 5
+    assert one.judge((0,), 4, ordered=True) is Verdict.DUPLICATE
+    assert one.judge((0,), 5, ordered=True) is Verdict.COUNTED
+    assert one.owed(0, ordered=False) == 0
+
+
+def test_a_round_that_is_due_is_closed_already() -> None:
+    one = Span(0, 10, version=5)
+    one.due.append(Due(5, (), ones()))
+    assert one.owed(0, ordered=True) == 6
+    assert one.judge((0,), 5, ordered=True) is Verdict.DUPLICATE
+
+
+def test_at_most_64_rounds_are_open() -> None:
+    one = span()
+    for number in range(WINDOW):
+        assert one.judge((0,), number, ordered=True) is Verdict.COUNTED
+        push(one, 0, number)
+    assert one.judge((0,), WINDOW, ordered=True) is Verdict.EARLY
+    one.version += 1
+    one.rounds.popleft()
+    assert one.judge((0,), WINDOW, ordered=True) is Verdict.COUNTED
+    assert span(r0=500).judge((0,), 500, ordered=False) is Verdict.COUNTED
+
+
+def test_a_push_for_several_ranks_counts_for_all_or_none() -> None:
+    one = span(r0=1, r1=1, r2=0)
+    assert one.judge((0, 1), 1, ordered=True) is Verdict.COUNTED
+    assert one.judge((0, 1), 0, ordered=True) is Verdict.DUPLICATE
+    assert one.judge((0, 2), 0, ordered=True) is Verdict.CONFLICT
+    assert one.judge((0, 2), 1, ordered=True) is Verdict.EARLY
+
+
+# --- rounds -----------------------------------------------------------------------------------------
+
+
+def test_a_round_closes_by_ranks_never_by_pushes() -> None:
+    one = span()
+    assert not one.closable(ALL)
+    push(one, 0, 0)
+    push(one, 1, 0)
+    push(one, 1, 1)
+    assert not one.closable(ALL)
+    assert one.missing(ALL) == (2,)
+    push(one, 2, 0)
+    assert one.closable(ALL)
+    assert one.missing(ALL) == ()
+    assert one.closable(frozenset({0}))
+
+
+def test_an_unopened_round_misses_everybody() -> None:
+    assert span().missing(ALL) == (0, 1, 2)
+
+
+def test_a_sum_is_taken_as_pushes_come() -> None:
+    one = Round(0, 0.0)
+    for rank, value in ((2, 1e8), (0, 1.0), (1, -1e8)):
+        one.add((rank,), torch.tensor([value]), keep=False)
+    assert one.sum().tolist() == [0.0]  # 1e8 + 1 is 1e8 in float32
+
+
+def test_or_in_the_order_of_ranks() -> None:
+    one = Round(0, 0.0)
+    for rank, value in ((2, 1.0), (0, 1e8), (1, -1e8)):
+        one.add((rank,), torch.tensor([value]), keep=True)
+    assert one.ranks == {0, 1, 2}
+    assert one.sum().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keep", [False, True])
+def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> None:
+    one = Round(0, 0.0)
+    for rank in range(3):
+        one.add((rank,), torch.tensor([2048.0 if rank == 0 else 1.0], dtype=dtype), keep)
+    assert one.sum().dtype is torch.float32
+    assert one.sum().item() == 2050.0
+
+
+# --- clocks -----------------------------------------------------------------------------------------
+
+
+def test_ahead_of_the_slowest_live_rank_that_has_pushed() -> None:
+    one = span(r0=7, r1=3, r2=5)
+    assert one.ahead(0, ALL) == 4
+    assert one.slowest(ALL) == 1
+    assert one.ahead(0, ALL - {1}) == 2
+    assert one.ahead(0, frozenset({0})) == 0
+    assert one.ahead(0, frozenset({9})) == 0
+    assert one.ahead(9, ALL) == -3
+
+
+def test_a_push_that_waits_for_norms_is_not_in_the_values() -> None:
+    one = span(r0=7, r1=9)
+    one.due.extend(Due(number, ranks, ones()) for number, ranks in ((8, (1,)), (5, (0, 3))))
+    assert (one.applied(0), one.applied(1), one.applied(3), one.applied(4)) == (5, 8, 5, 0)
+    assert one.ahead(1, ALL) == 4
+    assert [due.rank for due in one.due] == [1, 0]
+
+
+def test_a_replaced_rank_starts_at_the_slowest_live_one() -> None:
+    one = span(r0=7, r1=3, r2=5)
+    one.replace(1, ALL)
+    assert one.ahead(0, ALL) == 2
+    assert one.ahead(1, ALL) == 0
+    one.take((1,), 3)
+    assert one.ahead(1, ALL) == 1
+    assert one.owed(1, ordered=False) == 4
+
+
+@pytest.mark.parametrize(
+    ("one", "rank"),
+    [(span(r0=7, r1=9), 1), (span(r0=7), 1), (span(r1=3), 1)],
+    ids=["it leads", "it never pushed", "nobody else did"],
+)
+def test_a_replaced_rank_is_never_set_back(one: Span, rank: int) -> None:
+    one.replace(rank, ALL)
+    assert not one.head_start.get(rank)
+
+
+# --- cutting and joining ----------------------------------------------------------------------------
+
+
+def test_both_halves_have_the_history() -> None:
+    left = span(r0=1)
+    left.head_start[1] = 4
+    left.due.append(Due(0, (), torch.arange(10.0)))
+    left.round(1, 5.0).add((0,), torch.arange(10.0), keep=False)
+    left.take((0,), 1)
+    left.round(2, 6.0).add((0,), torch.arange(10.0), keep=True)
+    left.take((0,), 2)
+    right = left.cut(4)
+    for half in (left, right):
+        half.check()
+        assert (half.pushed, half.head_start) == ({0: 3}, {1: 4})
+        assert [one.number for one in half.rounds] == [1, 2]
+    assert (left.start, left.stop, right.start, right.stop) == (0, 4, 4, 10)
+    assert right.due[0].gradient.tolist() == [4, 5, 6, 7, 8, 9]
+    assert left.rounds[0].sum().tolist() == [0, 1, 2, 3]
+    assert right.rounds[1].sum().tolist() == [4, 5, 6, 7, 8, 9]
+
+
+def test_halves_move_apart() -> None:
+    left = span()
+    push(left, 0, 0)
+    right = left.cut(4)
+    push(right, 1, 0, ones(6))
+    assert left.missing(ALL) == (1, 2)
+    assert right.missing(ALL) == (2,)
+    assert left.pushed == {0: 1}
+    assert left.rounds[0].sum().tolist() == [1] * 4
+    assert right.rounds[0].sum().tolist() == [2] * 6
+
+
+def test_equal_neighbours_join() -> None:
+    left = span(r0=1)
+    right = left.cut(4)
+    assert left.may_join(right)
+    left.join(right)
+    assert (left.start, left.stop) == (0, 10)
+
+
+def test_neighbours_that_differ_do_not() -> None:
+    def halves(**changes: object) -> tuple[Span, Span]:
+        left = span(r0=1)
+        right = left.cut(4)
+        for name, value in changes.items():
+            setattr(right, name, value)
+        return left, right
+
+    for change in (
+        {"version": 1},
+        {"step": 1},
+        {"pushed": {0: 2}},
+        {"head_start": {0: 1}},
+        {"start": 5},
+    ):
+        left, right = halves(**change)
+        assert not left.may_join(right), change
+    left, right = halves()
+    left.due.append(Due(0, (0,), ones(4)))
+    assert not left.may_join(right)
+    assert not right.may_join(left)
