@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kvps
 
+EPOCHS, BATCH, LR = 12, 64, 5e-3
+
 
 class ConvNet(torch.nn.Sequential):
     """Two convolutions, two layers: 70,000 parameters."""
@@ -119,9 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, test, save; return the exit code."""
     parser = argparse.ArgumentParser(description="Train a ConvNet on handwritten digits.")
     parser.add_argument("--store", default="dist_sync", help="any store of kvps.create")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all workers together")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--batch-size", type=int, default=BATCH, help="of all workers together")
+    parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--save", type=Path, metavar="FILE.safetensors", help="write the weights")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")

@@ -48,6 +48,9 @@ from kvps.tensors import dtype_of, from_frame
 Conversation = Generator[Step, list[Packet], object]
 Rows = list[torch.Tensor]
 
+BROADCAST = "kvps.broadcast"
+"""The barrier at which broadcasts meet."""
+
 
 def start(book: Catalogue, call: calls.Call, rows: Rows) -> Conversation:
     """Return the conversation that carries ``call`` out."""
@@ -114,18 +117,26 @@ def init(book: Catalogue, call: calls.Init, rows: Rows) -> Conversation:
 
 
 def broadcast(book: Catalogue, call: calls.Broadcast, rows: Rows) -> Conversation:
-    """Replace the keys by rank 0's values, hand these to all, and part together.
+    """Replace the keys by rank 0's values and hand these to all.
 
-    The barrier at the end keeps rank 0 from replacing a value that another rank has still to read.
+    All meet before it, so that rank 0 replaces no value that another rank has still to read; and
+    after it where a push of one rank may move the values before another has read them.
     """
     names = tuple(name for name, _ in call.keys)
-    known = {name: book.keys[name] for name in names if name in book.keys}
-    yield from _settle(book, tuple(known))
-    numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
-    yield from _create(book, call.keys, rows, numbers)
-    zeros = [0] * len(names)
-    yield from read(book, book.plan(names), call.sinks, zeros, zeros, 0)
-    yield from barrier(book, "kvps.broadcast")
+    meetings = book.barriers.get(BROADCAST, 0)
+    try:
+        known = {name: book.keys[name] for name in names if name in book.keys}
+        yield from _settle(book, tuple(known))
+        yield from barrier(book, BROADCAST)
+        numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
+        yield from _create(book, call.keys, rows, numbers)
+        zeros = [0] * len(names)
+        yield from read(book, book.plan(names), call.sinks, zeros, zeros, 0)
+        if not book.ordered:
+            yield from barrier(book, BROADCAST)
+    except BaseException:  # made again, it is the same one
+        book.barriers[BROADCAST] = meetings
+        raise
     for name, number in zip(names, numbers, strict=True):
         book.keys[name].broadcasts = number
     return None
@@ -139,13 +150,13 @@ def _create(
     if not create:
         rows.clear()
     fresh, placed = yield from _declare(book, keys, numbers, create)
-    book.place((name, spec, held) for (name, spec), held in zip(keys, placed, strict=True))
     if create:
         stubs = [Key(*key, tuple(held)) for key, held in zip(keys, fresh, strict=True)]
         yield [
             _bulk(share, Load(share.chunk, BY_NAME[share.dtype].id, share.runs(numbers)), rows)
             for share in make(stubs).shares
         ]
+    book.place((name, spec, held) for (name, spec), held in zip(keys, placed, strict=True))
 
 
 def _declare(

@@ -1,4 +1,4 @@
-"""What a server does with values: sum pushes, close rounds, update weights, answer pulls.
+"""What a server does with gradients: sum them, close rounds, update weights.
 
 The engine is asked with elements of a chunk, never with keys: the worker's plan has turned keys
 into runs. A push of a whole chunk is one addition; a closed round of it one fused update.
@@ -26,11 +26,11 @@ from kvps.core.norms import Norm, NormId
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
-from kvps.core.slab import Buffer, Chunk, Chunks
-from kvps.core.updaters import State, Updater
+from kvps.core.slab import Chunk, Chunks
+from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Ask, Push, Stand
-from kvps.specs import BY_ID, BY_NAME
+from kvps.messages import Push
+from kvps.specs import BY_ID
 from kvps.tensors import accumulator
 
 Work = list[tuple[Span, int, torch.Tensor]]
@@ -99,7 +99,7 @@ class Engine:
         if not work:
             return Verdict.DUPLICATE, iter(())
         if space.updater is not None:
-            self._state(space, chunk)  # if it cannot be made, nothing was taken in
+            space.state_of(chunk)  # if it cannot be made, nothing was taken in
         return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now)
 
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
@@ -215,7 +215,7 @@ class Engine:
         due: Due,
         norms: torch.Tensor | None,
     ) -> None:
-        weight, state = chunk.writable(), self._state(space, chunk)
+        weight, state = chunk.writable(), space.state_of(chunk)
         for start, stop, lr, weight_decay in self._segments(space, chunk, span):
             updater.apply(
                 weight[start:stop],
@@ -227,17 +227,6 @@ class Engine:
                 norms=norms,
                 rank=due.rank,
             )
-
-    def _state(self, space: Namespace, chunk: Chunk) -> State:
-        """Return the optimizer's state of ``chunk``, made when it is first needed.
-
-        Raises:
-            ConfigError: if the optimizer cannot update elements of this type.
-        """
-        assert space.updater is not None
-        if chunk.state is None:
-            chunk.state = space.updater.new_state(chunk.buffer.tensor)
-        return chunk.state
 
     def _segments(
         self, space: Namespace, chunk: Chunk, span: Span
@@ -262,7 +251,7 @@ class Engine:
         ((key, start, stop),) = chunk.pieces(span.start, span.stop)
         shard = space.shards[key]
         ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
-        state = self._state(space, chunk)
+        state = space.state_of(chunk)
         sums = updater.partial_norms(
             chunk.buffer.tensor[start:stop],
             due.gradient,
@@ -354,86 +343,6 @@ class Engine:
         for norms in (self.norms, self._told):
             for one in [one for one in norms if one[0] == store and key in (None, one[1])]:
                 del norms[one]
-
-    # --- pulls ------------------------------------------------------------------------------
-
-    def holds(self, space: Namespace, reading: Reading, quorum: Quorum) -> bool:
-        """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
-
-        An element that once had what the reading needs is not looked at again.
-        """
-        chunk = self.chunk(reading.chunk)
-        for index in range(reading.index, len(reading.asks)):
-            ask = reading.asks[index]
-            stop = ask.start + ask.size
-            reading.index = index
-            reading.at = max(reading.at, ask.start)
-            for span in chunk.spans_in(reading.at, stop):
-                reading.at = max(reading.at, span.start)
-                if self._lacks(space, span, ask, reading.session.rank, quorum):
-                    return False
-        chunk.validate(reading.asks)  # a key may have been replaced while it waited
-        return True
-
-    def _lacks(self, space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> str:
-        """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
-        if space.ordered:
-            least = max(ask.after, ask.least)
-            if span.version >= least:
-                return ""
-            if span.due:
-                return f"round {span.version} waits for the norms of other servers"
-            missing = span.missing(quorum.required(space.opened.on_worker_lost))
-            ranks = ", ".join(map(str, missing)) or "none that is left"
-            return f"round {span.version} waits for a push of rank {ranks}"
-        if span.version < ask.least:
-            return f"it is at version {span.version}, asked for is {ask.least}"
-        if span.applied(rank) < ask.after:
-            return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
-        ahead = span.ahead(rank, quorum.held) if space.opened.mode == "ssp" else 0
-        if ahead > space.opened.staleness:
-            return (
-                f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.held)}, "
-                f"staleness allows {space.opened.staleness}"
-            )
-        return ""
-
-    def why(self, space: Namespace, reading: Reading, quorum: Quorum) -> str:
-        """Say what ``reading`` waits for, for the one who waits."""
-        chunk = self.chunk(reading.chunk)
-        span = next(chunk.spans_in(reading.at, reading.at + 1))
-        key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
-        ask = reading.asks[reading.index]
-        lack = self._lacks(space, span, ask, reading.session.rank, quorum)
-        return f"key {key[:64]!r}: {lack}"
-
-    def read(
-        self, space: Namespace, reading: Reading
-    ) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
-        """Return where the asked elements stand, their values, and the buffer to be held.
-
-        The buffer is None where the values are a copy.
-        """
-        chunk, rank = self.chunk(reading.chunk), reading.session.rank
-        stands: list[Stand] = []
-        for ask in reading.asks:
-            stop = ask.start + ask.size
-            for span in chunk.spans_in(ask.start, stop):
-                begin, end = max(span.start, ask.start), min(span.stop, stop)
-                owed = span.owed(rank, space.ordered)
-                stands.append(Stand(begin, end - begin, span.version, owed))
-        if not reading.values:
-            return tuple(stands), None, None
-        weight, updater = chunk.buffer.tensor, space.updater
-        if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
-            state = self._state(space, chunk)
-            for ask in reading.asks:
-                updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
-        if len(reading.asks) == 1:
-            (ask,) = reading.asks
-            return tuple(stands), weight[ask.start : ask.start + ask.size], chunk.buffer.hold()
-        parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
-        return tuple(stands), torch.cat(parts), None
 
     # --- members ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.core.hyper import Hyper
+from kvps.core.rules import MASTER, State
 from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.core.updaters import Updater, create
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
@@ -252,6 +253,51 @@ class Namespace:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
         self.hyper = self.hyper.with_lr(lr)
         self.updater = create(self.hyper)
+
+    def state_of(self, chunk: Chunk) -> State:
+        """Return the optimizer's state of ``chunk``, made when it is first needed.
+
+        Raises:
+            ConfigError: if the optimizer cannot update elements of this type.
+        """
+        assert self.updater is not None
+        if chunk.state is None:
+            chunk.state = self.updater.new_state(chunk.buffer.tensor)
+        return chunk.state
+
+    def restore(
+        self, chunk: Chunk, start: int, stop: int, step: int, rows: dict[str, torch.Tensor]
+    ) -> None:
+        """Put an optimizer's state, which it had after ``step`` updates, from ``start`` to
+        ``stop``.
+
+        Raises:
+            ConfigError: if there is no optimizer.
+            Mismatch: if its state looks otherwise; nothing is changed.
+        """
+        updater = self.updater
+        if updater is None:
+            raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
+        weight = chunk.buffer.tensor
+        state = chunk.state if chunk.state is not None else updater.new_state(weight)
+        # An entry that appears on the way begins as the weights; adopt() drops what is foreign.
+        basis = state.get(MASTER, weight)
+        late = {name: basis.clone() for name in rows if name not in state}
+        if late:
+            state = updater.adopt(weight, state | late)
+        for name, row in rows.items():
+            target = state.get(name)
+            if target is None or target.dtype != row.dtype or len(row) != stop - start:
+                raise Mismatch(
+                    f"optimizer {updater.hyper.name!r} has no state {name!r:.40} of {row.dtype}"
+                    f"[{len(row)}] for {stop - start} elements of {chunk.dtype}; the states are "
+                    "those of another optimizer"
+                )
+        for name, row in rows.items():
+            state[name][start:stop].copy_(row)
+        chunk.state = state
+        for span in chunk.cut(start, stop):
+            span.step = step
 
     def _forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
         """Begin the optimizer's state of these elements anew: their weights are new."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvps.core import pulls
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
@@ -16,7 +17,6 @@ from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
 from kvps.core.rounds import Verdict
-from kvps.core.rules import MASTER
 from kvps.core.sessions import Reading, Session, Waiting
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
@@ -185,15 +185,15 @@ class Requests:
             return
         space, session = self.spaces[reading.store], reading.session
         try:
-            if not self.engine.holds(space, reading, self.member.quorum()):
-                self.engine.chunk(reading.chunk).wait(reading)
+            chunk = self.engine.chunk(reading.chunk)
+            if not pulls.holds(space, chunk, reading, self.member.quorum()):
+                chunk.wait(reading)
                 return
         except KvpsError as error:
             yield self._refuse(session, reading.seq, error)
             return
         del session.pending[reading.seq]
-        stands, values, hold = self.engine.read(space, reading)
-        chunk = self.engine.chunk(reading.chunk)
+        stands, values, hold = pulls.read(space, chunk, reading)
         answer = Pulled(
             reading.seq, chunk.number, BY_NAME[chunk.dtype].id, values is not None, stands
         )
@@ -359,7 +359,8 @@ class Requests:
             if one is None:
                 missing.append(seq)
             elif isinstance(one, Reading):
-                why = self.engine.why(self.spaces[one.store], one, self.member.quorum())
+                space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
+                why = pulls.why(space, chunk, one, self.member.quorum())
                 pending.append(Pending(seq, why))
             else:
                 pending.append(Pending(seq, one.why()))
@@ -406,30 +407,11 @@ class Requests:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         chunk.validate([Run(message.start, message.size, 0)])
-        stop = message.start + message.size
-        updater = space.updater
-        if updater is None:
-            raise ConfigError(f"store {space.name!r} has no optimizer; call set_optimizer() first")
-        weight = chunk.buffer.tensor
-        state = chunk.state if chunk.state is not None else updater.new_state(weight)
-        # An entry that appears on the way begins as the weights; adopt() drops what is foreign.
-        basis = state.get(MASTER, weight)
-        lazy = {one.name: basis.clone() for one in message.fields if one.name not in state}
-        if lazy:
-            state = updater.adopt(weight, state | lazy)
-        for one in message.fields:
-            target = state.get(one.name)
-            if target is None or dtype_of(target).id != one.dtype or one.size != message.size:
-                raise Mismatch(
-                    f"optimizer {updater.hyper.name!r} has no state {one.name!r:.40} of "
-                    f"{BY_ID[one.dtype].name}[{one.size}] for {message.size} elements of "
-                    f"{chunk.dtype}; the states are those of another optimizer"
-                )
-        for one, frame in zip(message.fields, payload, strict=True):
-            state[one.name][message.start : stop].copy_(from_frame(frame, BY_ID[one.dtype].name))
-        chunk.state = state
-        for span in chunk.cut(message.start, stop):
-            span.step = message.step
+        rows = {
+            one.name: from_frame(frame, BY_ID[one.dtype].name)
+            for one, frame in zip(message.fields, payload, strict=True)
+        }
+        space.restore(chunk, message.start, message.start + message.size, message.step, rows)
         return Done(seq)
 
     # --- norms of whole tensors -----------------------------------------------------------------------

@@ -151,7 +151,7 @@ class Server:
             )
         welcome = self.member.welcome
         if welcome is None:
-            raise ConfigError(f"{self._me} is not a member of a job yet; ask again")
+            raise ConfigError("this server is not a member of a job yet; ask again")
         self._check_place(envelope)
         rank, incarnation = envelope.rank, envelope.incarnation
         if envelope.role is Role.WORKER:

@@ -166,8 +166,8 @@ class Worker:
         """The scheduler or a server said something."""
         if route == SCHEDULER:
             yield from self._on_scheduler(packet, now)
-        elif packet.envelope.role is Role.SERVER and packet.envelope.rank < len(self.links):
-            link = self.links[packet.envelope.rank]
+        elif packet.envelope.role is Role.SERVER:
+            link = self.links[_server(route)]  # a server that has no seat yet knows no rank
             link.heard_at = now
             yield from self._on_server(link, packet, now)
             yield from self._flow(link, now)
@@ -571,6 +571,11 @@ class Worker:
 
 def _route(link: Link) -> str:
     return f"server {link.server}"
+
+
+def _server(route: Route) -> int:
+    assert isinstance(route, str)
+    return int(route.removeprefix("server "))
 
 
 def _name(call: calls.Call) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 
@@ -45,8 +44,7 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: str
         began = time.monotonic()
         assert processes.kvps(command, "--help").wait() == 0
         times.append(time.monotonic() - began)
-    print(f"kvps-{command} --help: median {statistics.median(times):.3f} s")
-    # 0.3 s on a machine of which a test may take both cores; another test may run beside it
+    # The best of them: other tests may run beside this one.
     assert min(times) <= 0.3
 
 

@@ -18,13 +18,12 @@ EXAMPLES = Path(digits.__file__).parent
 STORES = ["dist_sync", "dist_sync_device", "dist_async", "dist_async_device"]
 STORES += ["dist_ssp", "dist_ssp_device"]
 DATA, UNSEEN = digits.load()
-EPOCHS, BATCH, LR = 12, 64, 2e-3
 
 
 def train(kv: kvps.KVStoreBase) -> float:
     """Train as the example does; return the accuracy on unseen images."""
     model = digits.ConvNet()
-    for _ in digits.train(kv, model, DATA, EPOCHS, BATCH, LR):
+    for _ in digits.train(kv, model, DATA, digits.EPOCHS, digits.BATCH, digits.LR):
         pass
     return digits.accuracy(model, UNSEEN)
 

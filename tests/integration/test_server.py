@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import time
 
 from tests.integration.processes import Cluster, Process, Processes, free_port
 
@@ -68,9 +67,7 @@ def test_it_announces_an_address_that_workers_reach(processes: Processes) -> Non
     cluster = processes.scheduler(1, 2)
     servers = [
         cluster.server("--bind", "tcp://0.0.0.0:0", "--insecure"),
-        cluster.server(
-            "--bind", "tcp://0.0.0.0:0", "--insecure", KVPS_ADVERTISE="127.0.0.1"
-        ),
+        cluster.server("--bind", "tcp://0.0.0.0:0", "--insecure", KVPS_ADVERTISE="127.0.0.1"),
     ]
     finish(cluster, *servers)
 
@@ -146,9 +143,7 @@ def test_a_server_that_is_killed_is_told_to_the_workers(processes: Processes) ->
     for worker in workers:
         worker.expect("sum")
     servers[1].signal(signal.SIGKILL)
-    began = time.monotonic()
     assert [one.wait(5.0) for one in workers] == [1, 1]
-    print(f"ServerLost after {time.monotonic() - began:.1f} s")
     for worker in workers:
         assert "ServerLost: server 1" in worker.err
     cluster.process.signal(signal.SIGTERM)
@@ -178,14 +173,10 @@ def test_a_server_that_is_stopped_before_the_job_begins_is_replaced(processes: P
     finish(cluster, cluster.server())
 
 
-def test_a_server_that_cannot_hear_its_scheduler_any_more_is_killed_by_nobody(
-    processes: Processes,
-) -> None:
-    """A scheduler that is suspended loses nobody: members beat on, and it hears them at once."""
+def test_a_scheduler_that_was_suspended_loses_nobody(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
-    server_is_up = cluster.process.expect("server 0 joined")
-    assert server_is_up
+    cluster.process.expect("server 0 joined")
     cluster.process.signal(signal.SIGSTOP)
     worker = cluster.worker(sys.executable, processes.script(SUM))
     cluster.process.signal(signal.SIGCONT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +15,6 @@ import kvps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 Weights = list[torch.Tensor]
 
@@ -317,3 +319,41 @@ def test_in_async_every_push_is_a_step(store: str) -> None:
         assert kv.pull("w").item() == -3.0
 
     run(2, work)
+
+
+# --- a replacement --------------------------------------------------------------------------------------
+
+LAUNCH = Path(sys.executable).with_name("kvps-launch")
+CRASHING = """
+import os, sys, torch, kvps
+kv = kvps.create("dist_sync", deterministic=True)
+torch.manual_seed(kv.rank)
+model = torch.nn.Linear(3, 1)
+trainer = kvps.Trainer(model, "sgd", {"lr": 0.1, "momentum": 0.9}, kv)
+start = kv.resume(["weight", "bias"])
+for step in range(start, 6):
+    if kv.rank == 1 and start == 0 and step == 3 and sys.argv[1] == "crash":
+        os._exit(1)
+    model.zero_grad()
+    model(torch.full((2, 3), step / 6)).sum().backward()
+    trainer.step(4 + step % 2)
+print(f"from {start}: {model.weight.tolist()}", flush=True)
+"""
+
+
+def test_a_replacement_goes_on_where_the_lost_worker_was(tmp_path: Path) -> None:
+    script = tmp_path / "crashing.py"
+    script.write_text(CRASHING)
+
+    def ends(how: str) -> list[str]:
+        command = [LAUNCH, "-n", "2", "-s", "1", "--max-restarts", "1", "--"]
+        ended = subprocess.run(
+            [*command, sys.executable, script, how], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        return sorted(line.partition("from ")[2] for line in ended.stdout.splitlines())
+
+    smooth, crashed = ends("go"), ends("crash")
+    weights_of = [line.partition(": ")[2] for line in (*smooth, *crashed)]
+    assert len(set(weights_of)) == 1
+    assert [line[0] for line in crashed] == ["0", "3"]

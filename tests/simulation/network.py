@@ -31,7 +31,6 @@ from kvps.core.effects import (
 )
 from kvps.messages import Packet
 
-
 EVENTS_MAX = 10_000
 """Events at one moment; more are a deadline that is never met."""
 
@@ -142,7 +141,9 @@ class Network:
                     self._send(process, effect.to, effect.packet, effect.hold)
                 case Connect():
                     back = next(self._backs).to_bytes(4, "big")
-                    process.routes[effect.to] = Connection(process, effect.to, effect.endpoint, back)
+                    process.routes[effect.to] = Connection(
+                        process, effect.to, effect.endpoint, back
+                    )
                 case Finish():
                     process.on_finish(effect)
                 case Copied():

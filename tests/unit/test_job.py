@@ -104,6 +104,52 @@ def test_a_replacement_keeps_the_job_alive() -> None:
     assert exits(stage.leave("w1")) == [Exit(0, "every worker left (1 of 1)")]
 
 
+class TestFarewell:
+    """A member whose connection is broken when the job ends hears of it, if it comes back soon."""
+
+    def restarted(self) -> Stage:
+        stage = Stage(1, 2, persist=True)
+        for route in ("s0", "s1", "w0"):
+            stage.hello(route)
+        stage.restart()
+        return stage
+
+    def test_after_a_restart_those_who_have_not_spoken_are_waited_for(self) -> None:
+        stage = self.restarted()
+        stage.beat("s0")
+        effects = stage.leave("w0")
+        assert told(effects, Stop) == ["s0", "w0"]
+        assert not exits(effects)
+        assert not exits(stage.beat("s0"))
+        effects = stage.beat("s1")
+        assert told(effects, Stop) == ["s1"]
+        assert exits(effects) == [Exit(0, "every worker left (1 of 1)")]
+
+    def test_but_not_for_long(self) -> None:
+        stage = self.restarted()
+        assert not exits(stage.leave("w0"))
+        assert not exits(stage.wait(2.9))
+        assert exits(stage.wait(0.2)) == [Exit(0, "every worker left (1 of 1)")]
+        assert not exits(stage.wait(10))
+        assert not exits(stage.beat("s0"))
+
+    def test_also_if_the_operator_ends_it(self) -> None:
+        stage = self.restarted()
+        assert not exits(stage.stop())
+        for route in ("w0", "s0"):
+            assert not exits(stage.beat(route))
+        assert [end.code for end in exits(stage.beat("s1"))] == [0]
+
+    def test_a_server_that_has_just_broken_off(self) -> None:
+        stage = Stage(1, 1)
+        stage.hello("s0")
+        stage.hello("w0")
+        stage.drop("s0")
+        assert not exits(stage.leave("w0"))
+        assert told(effects := stage.beat("s0"), Stop) == ["s0"]
+        assert exits(effects)
+
+
 class TestForming:
     def test_ends_when_one_is_gone_for_good(self) -> None:
         stage = Stage(2, 1)

@@ -23,7 +23,12 @@ def test_a_large_key_is_cut_into_aligned_parts_over_all_servers() -> None:
 
 def test_the_hash_is_stable_for_ever() -> None:
     """Checkpoints and processes of other versions rely on it."""
-    assert [home(key, 7) for key in ("w", "layer1.0.conv1.weight", "0", "Schlüssel")] == [0, 5, 2, 6]
+    assert [home(key, 7) for key in ("w", "layer1.0.conv1.weight", "0", "Schlüssel")] == [
+        0,
+        5,
+        2,
+        6,
+    ]
 
 
 def test_one_server_holds_all() -> None:

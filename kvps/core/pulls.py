@@ -1,0 +1,95 @@
+"""When a pull is answered, and with what.
+
+A pull waits at the first element that lacks something. An element that once had what the pull
+needs is not looked at again: so however many keys one pull names, and however often it is woken,
+each is looked at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvps.core.namespace import Namespace
+from kvps.core.quorum import Quorum
+from kvps.core.rounds import Span
+from kvps.core.sessions import Reading
+from kvps.core.slab import Buffer, Chunk
+from kvps.messages import Ask, Stand
+from kvps.specs import BY_NAME
+
+
+def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> bool:
+    """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
+
+    Raises:
+        ProtocolError: if a key was replaced while it waited.
+    """
+    for index in range(reading.index, len(reading.asks)):
+        ask = reading.asks[index]
+        reading.index, reading.at = index, max(reading.at, ask.start)
+        for span in chunk.spans_in(reading.at, ask.start + ask.size):
+            reading.at = max(reading.at, span.start)
+            if _lack(space, span, ask, reading.session.rank, quorum):
+                return False
+    chunk.validate(reading.asks)
+    return True
+
+
+def why(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> str:
+    """Say what ``reading`` waits for, for the one who waits."""
+    span = next(chunk.spans_in(reading.at, reading.at + 1))
+    key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
+    lack = _lack(space, span, reading.asks[reading.index], reading.session.rank, quorum)
+    return f"key {key[:64]!r}: {lack}"
+
+
+def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> str:
+    """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
+    if space.ordered:
+        if span.version >= max(ask.after, ask.least):
+            return ""
+        if span.due:
+            return f"round {span.version} waits for the norms of other servers"
+        missing = span.missing(quorum.required(space.opened.on_worker_lost))
+        ranks = ", ".join(map(str, missing)) or "none that is left"
+        return f"round {span.version} waits for a push of rank {ranks}"
+    if span.version < ask.least:
+        return f"it is at version {span.version}, asked for is {ask.least}"
+    if span.applied(rank) < ask.after:
+        return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
+    ahead = span.ahead(rank, quorum.held) if space.opened.mode == "ssp" else 0
+    if ahead > space.opened.staleness:
+        return (
+            f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.held)}, "
+            f"staleness allows {space.opened.staleness}"
+        )
+    return ""
+
+
+def read(
+    space: Namespace, chunk: Chunk, reading: Reading
+) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
+    """Return where the asked elements stand, their values, and the buffer to be held.
+
+    The buffer is None where the values are a copy.
+    """
+    rank = reading.session.rank
+    stands: list[Stand] = []
+    for ask in reading.asks:
+        stop = ask.start + ask.size
+        for span in chunk.spans_in(ask.start, stop):
+            begin, end = max(span.start, ask.start), min(span.stop, stop)
+            owed = span.owed(rank, space.ordered)
+            stands.append(Stand(begin, end - begin, span.version, owed))
+    if not reading.values:
+        return tuple(stands), None, None
+    weight, updater = chunk.buffer.tensor, space.updater
+    if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
+        state = space.state_of(chunk)
+        for ask in reading.asks:
+            updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
+    if len(reading.asks) == 1:
+        (ask,) = reading.asks
+        return tuple(stands), weight[ask.start : ask.start + ask.size], chunk.buffer.hold()
+    parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
+    return tuple(stands), torch.cat(parts), None

@@ -1,0 +1,290 @@
+"""kvps-launch as a process: a cluster on one machine that begins and ends as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import BIN, Process, Processes, until
+
+SUM = """
+import os, sys
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.init("w", torch.zeros(4))
+print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
+"""
+
+
+def launch(processes: Processes, script: Path, *flags: object, **env: str) -> Process:
+    return processes.kvps("launch", *flags, "--", sys.executable, script, **env)
+
+
+def test_all_of_it_in_one(processes: Processes) -> None:
+    script = processes.script(
+        SUM + "import torch.distributed as dist\n"
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')\n"
+        "print('env', *(os.environ[name] for name in names), os.environ['COLOUR'])\n"
+        "dist.init_process_group('gloo')\n"
+        "one = torch.ones(1); dist.all_reduce(one); print('gloo', one.item())\n"
+        "print('to stderr', file=sys.stderr)\n"
+    )
+    launched = launch(processes, script, "-n", 3, "-s", 2, "--env", "COLOUR=blue=green")
+    assert launched.wait() == 0, launched
+    lines = launched.out.splitlines()
+    for rank in range(3):
+        assert f"[worker {rank}] sum [6.0, 6.0, 6.0, 6.0]" in lines
+        assert f"[worker {rank}] env {rank} {rank} 3 3 127.0.0.1 blue=green" in lines
+        assert f"[worker {rank}] gloo 3.0" in lines
+        assert f"[worker {rank}] to stderr" in launched.err.splitlines()
+    assert len(lines) == 9, "silence when all is well"
+    assert "kvps" not in launched.err
+    processes.check_nothing_left(0.5)
+
+
+def test_threads_are_shared_out(processes: Processes) -> None:
+    script = processes.script(SUM + "print('threads', os.environ['OMP_NUM_THREADS'])")
+    cores = len(os.sched_getaffinity(0))
+    launched = launch(processes, script, "-n", 1)
+    assert launched.wait() == 0, launched
+    assert f"threads {max(1, cores // 2)}" in launched.out
+    launched = launch(processes, script, "-n", 1, OMP_NUM_THREADS="5")
+    assert launched.wait() == 0
+    assert "threads 5" in launched.out
+
+
+def test_variables_of_another_cluster_do_not_mislead(processes: Processes, tmp_path: Path) -> None:
+    launched = launch(
+        processes,
+        processes.script(SUM),
+        *("-n", 1),
+        KVPS_SCHEDULER="tcp://127.0.0.1:1",
+        KVPS_BIND="tcp://127.0.0.1:1",
+        KVPS_RANK="7",
+        KVPS_STATE=str(tmp_path / "state"),
+        DMLC_ROLE="server",
+    )
+    assert launched.wait() == 0, launched
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("raise ValueError('no')", 1),
+        ("os._exit(3)", 3),
+        ("os.kill(os.getpid(), 9)", 137),
+    ],
+)
+def test_a_failing_worker_ends_everything(processes: Processes, how: str, code: int) -> None:
+    """Worker 1 waits in pull when worker 0 fails."""
+    script = processes.script(
+        SUM + "from pathlib import Path\n"
+        "if kv.rank: Path('waits').touch(); kv.pull('w', min_version=9)\n"
+        "while not Path('waits').exists(): pass\n" + how
+    )
+    launched = launch(processes, script, "-n", 2, "-s", 1)
+    until((processes.folder / "waits").exists, "worker 1 in pull")
+    launched.expect(r"\[worker 1\] kvps.errors.WorkerLost: worker 0", 5.0)
+    assert launched.wait(5.0) == code
+    assert f"kvps-launch: error: worker 0 ended with exit code {code}" in launched.err
+    assert "worker 1 ended" not in launched.err
+    processes.check_nothing_left()
+
+
+def test_a_server_that_is_killed_ends_everything(processes: Processes) -> None:
+    script = processes.script(SUM + "kv.pull('w', min_version=9)")
+    launched = launch(processes, script, "-n", 2, "-s", 2)
+    until(lambda: launched.out.count("sum") == 2, "both sums")
+    (server,) = processes.pids(r"kvps\.cli\.server .*--rank 1")
+    os.kill(server, signal.SIGKILL)
+    launched.expect(r"\[worker 0\] kvps.errors.ServerLost: server 1", 5.0)
+    assert launched.wait(8.0) == 1, "the workers' exit code"
+    assert "kvps-launch: error: server 1 ended with exit code 137" in launched.err
+    processes.check_nothing_left()
+
+
+def test_a_scheduler_that_is_killed_ends_everything(processes: Processes) -> None:
+    script = processes.script(SUM + "import time; time.sleep(60)")
+    launched = launch(processes, script, "-n", 1)
+    launched.expect("sum")
+    (scheduler,) = processes.pids(r"kvps\.cli\.scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    launched.expect("scheduler ended with exit code 137")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() in (137, 143)
+    processes.check_nothing_left()
+
+
+def test_a_worker_that_does_not_notice_is_ended(processes: Processes) -> None:
+    script = processes.script(SUM + "import time\nif kv.rank: time.sleep(60)\nelse: sys.exit(5)\n")
+    launched = launch(processes, script, "-n", 2, "-s", 1)
+    assert launched.wait(40.0) == 5
+    assert "still running: " in launched.err
+    processes.check_nothing_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_everything(processes: Processes, number: int, code: int) -> None:
+    script = processes.script(SUM + "kv.pull('w', min_version=9)")
+    launched = launch(processes, script, "-n", 2)
+    until(lambda: launched.out.count("sum") == 2, "both sums")
+    launched.signal(number)
+    assert launched.wait(8.0) == code
+    assert launched.err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
+    processes.check_nothing_left()
+
+
+def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
+    launched = launch(processes, processes.script(SUM), "-n", 2)
+    until(lambda: processes.pids(r"kvps\.cli\.scheduler"), "scheduler")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait(8.0) == 143
+    processes.check_nothing_left()
+
+
+def test_the_second_ctrl_c_kills_at_once(processes: Processes) -> None:
+    script = processes.script(
+        SUM + "import signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\n"
+        "print('there', flush=True)\n"
+        "while True: time.sleep(60)\n"
+    )
+    launched = launch(processes, script, "-n", 1)
+    launched.expect("there")
+    launched.signal(signal.SIGINT)
+    launched.expect("no")
+    launched.signal(signal.SIGINT)
+    assert launched.wait(2.0) == 130
+    processes.check_nothing_left(2.0)
+
+
+def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
+    script = processes.script(
+        "import subprocess\n" + SUM + "subprocess.Popen(['sleep', '60'])\n"
+        "kv.pull('w', min_version=9)\n"
+    )
+    launched = launch(processes, script, "-n", 2)
+    until(lambda: len(processes.pids("^sleep 60")) == 2, "grandchildren")
+    launched.signal(signal.SIGKILL)
+    assert launched.wait() == -signal.SIGKILL
+    processes.check_nothing_left(3.0)
+
+
+def test_a_reader_that_goes_away_ends_everything(processes: Processes) -> None:
+    script = processes.script(SUM + "while True: print('line')\n")
+    argv = [BIN / "kvps-launch", "-n", "1", "--", sys.executable, script]
+    with subprocess.Popen(
+        argv,
+        env=processes.env,
+        cwd=processes.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as popen:
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        assert popen.stdout.readline().startswith(b"[worker 0] ")
+        popen.stdout.close()
+        assert popen.wait(15.0) == 128 + signal.SIGPIPE
+        assert b"Traceback" not in popen.stderr.read()
+    processes.check_nothing_left()
+
+
+RESUMING = """
+import os, sys
+from pathlib import Path
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.set_optimizer("test", rescale_grad=1.0)
+kv.init("w", torch.zeros(1000))
+kv.init("big", torch.zeros(300_000))
+start = kv.resume(["w", "big"])
+print("from round", start, flush=True)
+for step in range(start, 8):
+    if kv.rank == int(sys.argv[1]) and step == 3 and not Path("died").exists():
+        Path("died").touch()
+        kv.push("w", torch.full((1000,), kv.rank + 1.0))
+        os.kill(os.getpid(), 9)
+    kv.push(["w", "big"], [torch.full((n,), kv.rank + 1.0) for n in (1000, 300_000)])
+    w, big = kv.pull(["w", "big"])
+    want = 3.0 * (step + 1)
+    assert w.eq(want).all() and big.eq(want).all(), (step, w, big)
+print("exact", kv.version("w"), kv.version("big"))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_started_again_resumes(processes: Processes, rank: int) -> None:
+    script = processes.script(RESUMING)
+    argv = (sys.executable, script, rank)
+    launched = processes.kvps("launch", "-n", 2, "--max-restarts", 1, "--", *argv)
+    assert launched.wait(60.0) == 0, launched
+    assert launched.out.count("exact 8 8") == 2
+    assert launched.out.count("from round 0") == 2
+    assert f"[worker {rank}] from round 3" in launched.out
+    assert (
+        f"kvps-launch: warning: worker {rank} ended with exit code 137; starting it again (1 of 1)"
+        in launched.err
+    )
+    processes.check_nothing_left(0.5)
+
+
+def test_restarts_are_used_up(processes: Processes) -> None:
+    script = processes.script(
+        "import os\nimport kvps\nkv = kvps.create('dist_sync', timeout=60)\n"
+        "if kv.rank == 0: os._exit(4)\n"
+        "kv.barrier()\n"
+    )
+    launched = launch(processes, script, "-n", 2, "-s", 1, "--max-restarts", 2)
+    assert launched.wait(60.0) == 4
+    assert launched.err.count("starting it again") == 2
+    assert "worker 0 ended with exit code 4; ending the job" in launched.err
+    assert "[worker 1] kvps.errors.WorkerLost: " in launched.err
+    processes.check_nothing_left()
+
+
+def test_a_wrong_configuration_is_not_started_again(processes: Processes) -> None:
+    script = processes.script("import sys; sys.exit(78)")
+    launched = launch(processes, script, "-n", 1, "--max-restarts", 5)
+    assert launched.wait() == 78
+    assert "starting it again" not in launched.err
+
+
+def test_progress_bars_are_lines(processes: Processes) -> None:
+    script = processes.script(
+        SUM + "for step in range(101): print(f'\\r{step} %', end='', flush=True)\n"
+        "print()\nprint('done', end='')\n"
+    )
+    launched = launch(processes, script, "-n", 2)
+    assert launched.wait() == 0, launched
+    lines = launched.out.splitlines()
+    for rank in range(2):
+        assert [one for one in lines if one.startswith(f"[worker {rank}]")][-2:] == [
+            f"[worker {rank}] 100 %",
+            f"[worker {rank}] done",
+        ]
+
+
+MANY = """
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.barrier()
+print("past the barrier", flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_seven_workers_and_seven_servers_are_soon_up(processes: Processes) -> None:
+    began = time.monotonic()
+    launched = launch(processes, processes.script(MANY), "-n", 7)
+    until(lambda: launched.out.count("past the barrier") == 7, "seven workers", 100.0)
+    assert time.monotonic() - began <= 40.0
+    assert launched.wait() == 0
+    processes.check_nothing_left(0.5)

@@ -1,0 +1,225 @@
+"""kvps-worker's side of a seat: when its command starts, how it is ended, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
+from kvps.core.guardian import (
+    ASK,
+    END_MAX_S,
+    KILL,
+    LEAVE_MAX_S,
+    OVER_MAX_S,
+    START,
+    Guardian,
+)
+from kvps.core.member import Identity
+from kvps.errors import ConfigError, Fenced
+from kvps.messages import (
+    Beat,
+    Envelope,
+    Error,
+    Hello,
+    Leave,
+    Left,
+    Member,
+    Message,
+    Packet,
+    Role,
+    Stop,
+    View,
+    Welcome,
+)
+
+JOB = b"job of the tests"
+AT = "tcp://127.0.0.1:9091"
+WELCOME = Welcome(2, 7, 4, 1, 0, 2, "10.0.0.1:29500")
+
+
+class Stage:
+    """A guardian, its clock, and a scheduler that says what the test wants."""
+
+    def __init__(self, is_replaceable: bool = True) -> None:
+        identity = Identity(Role.WORKER, AT, "host", 9, "kvps", 2, guardian=True, master="m:1")
+        self.now = 100.0
+        self.guardian = Guardian(identity, self.now, is_replaceable)
+        self.started = list(self.guardian.start(self.now))
+
+    def hear(self, message: Message) -> list[Effect]:
+        packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), message)
+        return list(self.guardian.on_packet("scheduler", packet, self.now))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Let time pass; return what was done, but for beats."""
+        until, effects = self.now + seconds, list[Effect]()
+        while (due := self.guardian.deadline()) is not None and due <= until:
+            assert due >= self.now or not effects, "a deadline that does not move on"
+            self.now = max(self.now, due)
+            effects += self.guardian.on_timer(self.now)
+        self.now = until
+        return [one for one in effects if not isinstance(one, Send) or said(one) != Beat(0)]
+
+    def signal(self, number: int) -> list[Effect]:
+        return list(self.guardian.on_signal(number, self.now))
+
+    def end(self, code: int, reason: str = "it ended") -> list[Effect]:
+        return list(self.guardian.on_end(code, reason, self.now))
+
+
+def running(is_replaceable: bool = True) -> Stage:
+    stage = Stage(is_replaceable)
+    assert Finish(START, WELCOME) in stage.hear(WELCOME)
+    return stage
+
+
+def view(state: str, incarnation: int = 7) -> View:
+    return View(3, "running", "", (Member(2, 2, incarnation, state, "", "host", 0.0, ""),))
+
+
+def said(effect: Effect) -> Message:
+    assert isinstance(effect, Send)
+    assert effect.to == "scheduler"
+    return effect.packet.message
+
+
+def leaves(effects: Iterable[Effect]) -> list[Leave]:
+    sends = [said(one) for one in effects if isinstance(one, Send)]
+    return [one for one in sends if isinstance(one, Leave)]
+
+
+def exits(effects: Iterable[Effect]) -> list[Exit]:
+    return [one for one in effects if isinstance(one, Exit)]
+
+
+class TestJoining:
+    def test_says_hello_as_a_guardian(self) -> None:
+        connect, hello = Stage().started
+        assert connect == Connect("scheduler", AT)
+        message = said(hello)
+        assert isinstance(message, Hello)
+        assert (message.rank, message.guardian, message.master) == (2, True, "m:1")
+
+    def test_waits_as_long_as_the_scheduler_says_so(self) -> None:
+        stage = Stage()
+        for _ in range(10):
+            assert not exits(stage.wait(30))
+            assert stage.hear(Beat(0, "waiting for 1 of 4 workers")) == []
+        (end,) = exits(stage.wait(61))
+        assert end.code == 75
+        assert f"no answer from the scheduler at {AT} for 60 s" in end.reason
+
+    def test_is_refused(self) -> None:
+        stage = Stage()
+        assert [one.code for one in exits(stage.hear(Error(0, ConfigError.code, "full")))] == [78]
+        assert stage.guardian.deadline() is None
+
+    def test_comes_too_late(self) -> None:
+        for code, exit_code in ((0, 75), (1, 1), (75, 75)):
+            assert exits(Stage().hear(Stop(code, "every worker left"))) == [
+                Exit(exit_code, "the job is over: every worker left")
+            ]
+
+    def test_is_asked_to_stop(self) -> None:
+        assert Stage().signal(signal.SIGTERM) == [Exit(143, "asked to stop by SIGTERM")]
+
+    def test_nobody_connects_to_it(self) -> None:
+        stage = Stage()
+        assert list(stage.guardian.on_drop(b"x", stage.now)) == []
+
+
+class TestRunning:
+    def test_starts_the_command_once(self) -> None:
+        assert Finish(START, WELCOME) not in running().hear(WELCOME)
+
+    def test_says_that_the_command_is_done(self) -> None:
+        stage = running()
+        assert leaves(stage.end(0, "done")) == [Leave(True, 0, True, "done")]
+        assert stage.hear(Left()) == [Exit(0, "done")]
+
+    def test_says_how_the_command_failed(self) -> None:
+        for is_replaceable in (True, False):
+            stage = running(is_replaceable)
+            assert leaves(stage.end(3, "why")) == [Leave(False, 3, is_replaceable, "why")]
+            assert stage.hear(Left()) == [Exit(3, "why")]
+
+    def test_says_it_again_but_not_for_ever(self) -> None:
+        stage = running()
+        stage.end(3)
+        effects = stage.wait(LEAVE_MAX_S + 1)
+        assert len(leaves(effects)) == LEAVE_MAX_S - 1
+        assert [one.text for one in effects if isinstance(one, Note)] == [
+            "the scheduler did not answer LEAVE in 5 s"
+        ]
+        assert exits(effects)[0] == Exit(3, "it ended")
+
+    def test_passes_a_signal_on_and_kills_what_does_not_heed_it(self) -> None:
+        stage = running()
+        assert stage.signal(signal.SIGINT) == [Finish(ASK, signal.SIGINT)]
+        assert stage.wait(END_MAX_S - 0.1) == []
+        assert stage.wait(0.2) == [Finish(KILL)]
+        assert leaves(stage.end(137)) == [Leave(False, 137, True, "it ended")]
+        assert not [one for one in stage.wait(60) if isinstance(one, Finish)]
+
+    def test_kills_at_the_second_signal(self) -> None:
+        stage = running()
+        stage.signal(signal.SIGTERM)
+        assert stage.signal(signal.SIGTERM) == [Finish(KILL)]
+
+    def test_a_signal_while_leaving(self) -> None:
+        stage = running()
+        stage.end(3)
+        assert exits(stage.signal(signal.SIGTERM)) == [Exit(3, "asked to stop by SIGTERM")]
+
+    def test_is_fenced(self) -> None:
+        stage = running()
+        note, ask = stage.hear(Error(0, Fenced.code, "another has your rank"))
+        assert note == Note("error", "another has your rank; ending the command")
+        assert ask == Finish(ASK, signal.SIGTERM)
+        assert stage.wait(END_MAX_S + 0.1) == [Finish(KILL)]
+        assert exits(stage.end(137)) == [Exit(137, "it ended")]
+
+    def test_another_error_is_only_noted(self) -> None:
+        stage = running()
+        assert stage.hear(Error(0, ConfigError.code, "well")) == [Note("warning", "well")]
+
+
+class TestTheJobIsOver:
+    def test_a_command_has_time_to_notice(self) -> None:
+        stage = running()
+        assert stage.hear(Stop(75, "the scheduler was asked to stop")) == []
+        assert stage.wait(OVER_MAX_S - 1) == []
+        assert exits(stage.end(1)) == [Exit(1, "it ended")]
+
+    def test_a_command_that_does_not_notice_is_ended(self) -> None:
+        stage = running()
+        stage.hear(Stop(75, "stopped"))
+        assert stage.hear(Stop(75, "stopped")) == []
+        effects = stage.wait(OVER_MAX_S + END_MAX_S + 1)
+        assert effects == [
+            Note("error", "the job is over: stopped, and the command goes on; ending it"),
+            Finish(ASK, signal.SIGTERM),
+            Finish(KILL),
+        ]
+        assert stage.hear(Stop(75, "stopped")) == []
+
+    def test_a_command_that_has_left_goes_on(self) -> None:
+        stage = running()
+        stage.hear(view("left"))
+        stage.hear(Stop(1, "worker 0 is gone"))
+        assert stage.wait(1000) == []
+        assert exits(stage.end(0)) == [Exit(0, "it ended")]
+
+    def test_the_former_holder_of_the_seat_had_left(self) -> None:
+        stage = running()
+        stage.hear(view("left", incarnation=6))
+        stage.hear(Stop(1, "worker 0 is gone"))
+        assert Finish(ASK, signal.SIGTERM) in stage.wait(1000)
+
+    def test_every_worker_left(self) -> None:
+        stage = running()
+        stage.hear(Stop(0, "every worker left"))
+        assert stage.wait(1000) == []
+        assert not leaves(effects := stage.end(0))
+        assert exits(effects) == [Exit(0, "it ended")]

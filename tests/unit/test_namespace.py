@@ -1,0 +1,360 @@
+"""A store on one server: its keys come into being, are replaced, and get an optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvps.core.hyper import resolve
+from kvps.core.namespace import Namespace
+from kvps.core.rounds import Due
+from kvps.core.slab import Chunks
+from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
+from kvps.messages import Entry, Load, Place, Run
+from kvps.specs import BY_NAME
+from tests.server_stage import opening
+
+LIFE = 10
+
+
+def make(limit: int | None = None, **options: object) -> Namespace:
+    return Namespace(opening(**options), Chunks(), limit)  # type: ignore[arg-type]
+
+
+def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: int = -1) -> Entry:
+    count = math.prod(shape) if size < 0 else size
+    return Entry(key, BY_NAME[dtype].id, shape, start, count)
+
+
+def create(space: Namespace, *entries: Entry, call: int = 0, life: int = LIFE) -> list[Place]:
+    places, replaced = space.create(entries, call, life)
+    for old in replaced:
+        space._chunks.retire(old.pieces)
+    return list(places)
+
+
+def load(
+    space: Namespace, key: str, value: float, call: int = 0, pieces: slice = slice(None)
+) -> bool:
+    """Load ``value`` into all elements of ``key``; say whether that made it ready."""
+    ready = False
+    for piece in space.shards[key].pieces[pieces]:
+        chunk = space._chunks.by_number[piece.chunk]
+        message = Load(piece.chunk, 1, (Run(piece.start, piece.size, call),))
+        ready |= space.load(chunk, message, torch.full((piece.size,), value))
+    return ready
+
+
+def value(space: Namespace, key: str) -> set[float]:
+    return {
+        number
+        for piece in space.shards[key].pieces
+        for number in space._chunks.by_number[piece.chunk]
+        .buffer.tensor[piece.start : piece.start + piece.size]
+        .unique()
+        .tolist()
+    }
+
+
+# --- options ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"mode": "eventual"}, {"on_worker_lost": "panic"}])
+def test_unknown_options_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="must be of sync, async, ssp and of wait, shrink, fail"):
+        make(**options)
+
+
+@pytest.mark.spec("R42")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "async"),
+        ("staleness", 3),
+        ("deterministic", True),
+        ("on_worker_lost", "fail"),
+        ("bigarray_bound", 5),
+    ],
+)
+def test_all_must_mean_the_same_store(name: str, value: object) -> None:
+    space = make()
+    space.agree(opening())
+    ours = getattr(opening(), name)
+    with pytest.raises(Mismatch, match=f"opened with {name}={ours!r} .* with {name}={value!r}"):
+        space.agree(opening(**{name: value}))  # type: ignore[arg-type]
+
+
+# --- keys -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R44", "R48")
+def test_a_key_is_there_when_all_its_pieces_are_loaded() -> None:
+    space = make()
+    big = entry("w", 3, 2**18)
+    assert space.find(big, 0) is None
+    (place,) = create(space, big)
+    assert place.fresh
+    assert len(place.pieces) == 3
+    assert not load(space, "w", 1.0, pieces=slice(0, 2))
+    assert space.find(big, 0) is None
+    assert load(space, "w", 1.0, pieces=slice(2, 3))
+    assert space.find(big, 0) == Place(False, place.pieces)
+    assert create(space, big) == [Place(False, place.pieces)]
+
+
+@pytest.mark.spec("R45")
+def test_a_key_of_another_type_or_shape() -> None:
+    space = make()
+    create(space, entry("w", 2, 3))
+    for wrong, says in (
+        (entry("w", 3, 2), r"key 'w' of store 'kv' is float32\[2,3\] .* as float32\[3,2\]"),
+        (entry("w", 2, 3, dtype="int32"), r"is float32\[2,3\] .* as int32\[2,3\]"),
+        (entry("w", 2, 3, start=1, size=5), "holds 6 elements from 0, not 5 from 1"),
+    ):
+        with pytest.raises(Mismatch, match=says):
+            create(space, wrong)
+        assert space.find(wrong, 0) is None  # it has no value yet: that is found out later
+    load(space, "w", 1.0)
+    with pytest.raises(Mismatch):
+        space.find(entry("w", 3, 2), 0)
+
+
+def test_all_keys_of_a_declare_or_none() -> None:
+    space = make(limit=100)
+    create(space, entry("a", 10))
+    for entries, error in (
+        ([entry("b", 1), entry("a", 11)], Mismatch),
+        ([entry("b", 10), entry("c", 10)], Overload),
+        ([entry("b", 1), entry("b", 1)], ProtocolError),
+    ):
+        with pytest.raises(error):
+            create(space, *entries)
+        assert list(space.shards) == ["a"]
+        assert space._chunks.weight_bytes == 40
+
+
+def test_a_scalar_and_a_key_without_elements() -> None:
+    space = make()
+    places = create(space, entry("scalar"), entry("nothing", 0, 5))
+    assert [len(one.pieces) for one in places] == [1, 0]
+    assert not space.shards["scalar"].ready
+    assert space.shards["nothing"].ready
+    assert space.find(entry("nothing", 0, 5), 0) == Place(False, ())
+
+
+def test_the_memory_limit_counts_weights() -> None:
+    space = make(limit=100)
+    create(space, entry("a", 20), entry("b", 5))
+    with pytest.raises(
+        Overload, match=r"no room for key 'c' and 1 more \(8 bytes\): 100 of the 100 bytes"
+    ):
+        create(space, entry("c", 1), entry("d", 1))
+    create(space, entry("b", 5))
+    load(space, "a", 1.0)
+    create(space, entry("a", 10, dtype="float64"), call=1)  # in the room of the old one
+    with pytest.raises(Overload, match=r"no room for key 'a' \(84 bytes\): 20 of"):
+        create(space, entry("a", 21), call=2)
+
+
+# --- values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R49")
+def test_a_value_that_is_loaded_again_changes_nothing() -> None:
+    space = make()
+    create(space, entry("w", 4))
+    assert load(space, "w", 1.0)
+    assert not load(space, "w", 2.0)
+    assert value(space, "w") == {1.0}
+
+
+@pytest.mark.spec("R48")
+def test_a_value_that_nobody_declared() -> None:
+    space = make()
+    create(space, entry("w", 4), entry("v", 4))
+    load(space, "w", 1.0)
+    both = Load(1, 1, (Run(0, 4, 1), Run(4, 4, 0)))
+    for call in (1, 2):
+        with pytest.raises(
+            ProtocolError, match=f"key 'w': value {call} was loaded, declared was 0"
+        ):
+            load(space, "w", 5.0, call)
+    with pytest.raises(ProtocolError):
+        space.load(space._chunks.by_number[1], both, torch.ones(8))
+    assert value(space, "w") == {1.0}
+    assert not space.shards["v"].ready
+
+
+def test_a_late_value_of_an_older_broadcast_is_not_taken_for_the_newer_one() -> None:
+    space = make()
+    create(space, entry("w", 4))
+    load(space, "w", 1.0)
+    create(space, entry("w", 4), call=1)
+    create(space, entry("w", 4), call=2)
+    with pytest.raises(ProtocolError, match="value 1 was loaded, declared was 2"):
+        load(space, "w", 5.0, call=1)
+    assert load(space, "w", 6.0, call=2)
+    assert value(space, "w") == {6.0}
+
+
+def test_a_declare_that_comes_again_does_not_forget_what_was_loaded() -> None:
+    space = make()
+    big = entry("w", 2, 2**18)
+    create(space, big)
+    load(space, "w", 1.0, pieces=slice(0, 1))
+    create(space, big)
+    assert load(space, "w", 1.0, pieces=slice(1, 2))
+
+
+def test_a_replacement_of_rank_0_loads_all_of_its_own_value() -> None:
+    space = make()
+    big = entry("w", 2, 2**18)
+    create(space, big)
+    load(space, "w", 1.0, pieces=slice(0, 1))
+    create(space, big, life=LIFE + 1)
+    assert not load(space, "w", 2.0, pieces=slice(1, 2))
+    assert load(space, "w", 2.0, pieces=slice(0, 1))
+    assert value(space, "w") == {2.0}
+
+
+def test_one_message_may_load_several_keys() -> None:
+    space = make()
+    create(space, entry("a", 2), entry("b", 1), entry("c", 3))
+    chunk = space._chunks.by_number[1]
+    message = Load(1, 1, (Run(0, 3, 0), Run(3, 3, 0)))
+    assert space.load(chunk, message, torch.arange(6.0))
+    assert chunk.buffer.tensor[:6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert all(shard.ready for shard in space.shards.values())
+
+
+# --- broadcasts -------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_gives_a_key_its_next_value() -> None:
+    space = make()
+    w = entry("w", 4)
+    create(space, w)
+    load(space, "w", 1.0)
+    (place,) = create(space, w, call=1)
+    assert place.fresh
+    assert space.find(w, 0) is not None  # it still has the value of its init
+    assert space.find(w, 1) is None
+    assert load(space, "w", 2.0, call=1)
+    assert space.find(w, 1) == Place(False, place.pieces)
+    assert create(space, w, call=1) == [Place(False, place.pieces)]
+    assert create(space, w, call=0) == [Place(False, place.pieces)]
+    assert value(space, "w") == {2.0}
+
+
+def test_a_broadcast_may_be_the_first_value() -> None:
+    space = make()
+    create(space, entry("w", 4), call=1)
+    assert load(space, "w", 1.0, call=1)
+    assert space.find(entry("w", 4), 0) is not None
+
+
+@pytest.mark.spec("R45")
+def test_a_broadcast_of_another_shape_replaces_the_key() -> None:
+    space = make()
+    create(space, entry("w", 4))
+    load(space, "w", 1.0)
+    places, (old,) = space.create([entry("w", 5)], 1, LIFE)
+    assert (places[0].fresh, old.count, space.shards["w"].count) == (True, 4, 5)
+    assert not space.shards["w"].ready
+    assert load(space, "w", 2.0, call=1)
+    with pytest.raises(Mismatch, match=r"is float32\[5\] .* as float32\[4\]"):
+        space.find(entry("w", 4), 0)
+
+
+# --- the optimizer ----------------------------------------------------------------------------------
+
+
+def trained(name: str, **numbers: object) -> Namespace:
+    """A store whose optimizer has state."""
+    space = make()
+    create(space, entry("a", 2), entry("b", 2))
+    load(space, "a", 1.0)
+    load(space, "b", 1.0)
+    space.optimize(resolve(name, numbers))
+    chunk = space._chunks.by_number[1]
+    assert space.updater is not None
+    chunk.state = space.updater.new_state(chunk.buffer.tensor)
+    for tensor in chunk.state.values():
+        tensor.fill_(7)
+    chunk.spans[0].step = 3
+    return space
+
+
+def test_the_same_rule_keeps_its_state() -> None:
+    space = trained("sgd", momentum=0.9)
+    space.optimize(resolve("sgd", {"momentum": 0.5}))
+    chunk = space._chunks.by_number[1]
+    assert chunk.state["momentum_buffer"][0] == 7
+    assert chunk.spans[0].step == 3
+    assert space.hyper.number("momentum") == 0.5
+
+
+def test_another_rule_begins_anew() -> None:
+    space = trained("sgd", momentum=0.9)
+    space.optimize(resolve("adam", {}))
+    chunk = space._chunks.by_number[1]
+    assert (chunk.state, chunk.spans[0].step) == (None, 0)
+
+
+def test_another_store_is_not_touched() -> None:
+    space = trained("sgd", momentum=0.9)
+    other = Namespace(opening(store="other"), space._chunks, None)
+    create(other, entry("x", 2))
+    other.optimize(resolve("adam", {}))
+    assert space._chunks.by_number[1].state is not None
+
+
+@pytest.mark.parametrize("rule", ["test", "sgd"])
+def test_an_optimizer_that_cannot_update_what_is_pushed_is_refused(rule: str) -> None:
+    space = make()
+    create(space, entry("n", 2, dtype="int32"))
+    space.optimize(resolve("test", {"rescale_grad": 2}))
+    before = (space.hyper, space.updater)
+    chunk = space._chunks.by_number[1]
+    chunk.state = {} if rule == "test" else None
+    chunk.spans[0].due.append(Due(0, (), torch.zeros(2, dtype=torch.int32)))
+    with pytest.raises(ConfigError, match=r"torch\.int32"):
+        space.optimize(resolve(rule, {"rescale_grad": 0.5}))
+    assert (space.hyper, space.updater) == before
+
+
+def test_an_optimizer_may_be_set_beside_integers_that_nobody_pushes() -> None:
+    space = make()
+    create(space, entry("steps", dtype="int64"))
+    space.optimize(resolve("sgd", {}))
+
+
+def test_a_new_value_has_no_history() -> None:
+    space = trained("dcasgd", momentum=0.9, multi_precision=True)
+    chunk = space._chunks.by_number[1]
+    chunk.state["read.1"] = chunk.buffer.tensor + 6
+    create(space, entry("b", 2), call=1)
+    load(space, "b", 5.0, call=1)
+    assert chunk.state["velocity"][:4].tolist() == [7, 7, 0, 0]
+    assert chunk.state["read.1"][:4].tolist() == [7, 7, 5, 5]
+    assert [(span.start, span.stop, span.step) for span in chunk.spans] == [(0, 2, 3), (2, 4, 0)]
+
+
+def test_the_learning_rate_keeps_all_else() -> None:
+    space = trained("adam")
+    state = space._chunks.by_number[1].state
+    space.set_rate(0.25)
+    assert space.hyper.number("lr") == 0.25
+    assert space.updater.hyper is space.hyper
+    assert space._chunks.by_number[1].state is state
+    with pytest.raises(ConfigError, match="lr"):
+        space.set_rate(-1.0)
+    assert space.hyper.number("lr") == 0.25
+
+
+@pytest.mark.spec("R65")
+def test_a_learning_rate_needs_an_optimizer() -> None:
+    with pytest.raises(ConfigError, match="store 'kv' has no optimizer"):
+        make().set_rate(0.1)

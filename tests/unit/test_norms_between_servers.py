@@ -1,0 +1,333 @@
+"""LARS and LAMB over several servers: three cores and a post office that may lose what it likes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvps.core.placement import parts
+from kvps.core.server import TELL_NORMS_EVERY_S
+from kvps.messages import Error, Norms, Probe, Probed, Pulled, Push, Run
+from tests.server_stage import Said, ServerStage, heard, optimizing, refusal
+
+COUNT = 1000
+RULES = {"lars": {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}, "lamb": {"lr": 0.1}}
+
+
+@dataclass
+class Cluster:
+    """Servers that hold one key, w, together; a push of it goes to each of them by itself."""
+
+    servers: int
+    mode: str = "sync"
+    workers: int = 2
+    rule: str = "lars"
+    policy: str = "wait"
+    post: list[tuple[int, Said]] = field(default_factory=list)
+    """What servers have said to each other and was not delivered: (sender, what)."""
+
+    def __post_init__(self) -> None:
+        self.where = parts("w", COUNT, self.servers, bound=1)
+        self.stages = [ServerStage(self.workers, self.servers, part.server) for part in self.where]
+        weight = torch.linspace(-1, 1, COUNT)
+        for part, stage in zip(self.where, self.stages, strict=True):
+            stage.open(self.mode, bigarray_bound=1, on_worker_lost=self.policy)
+            row = weight[part.start : part.start + part.size]
+            stage.declare("w", row, start=part.start, shape=(COUNT,))
+            stage.load("w", row)
+            stage.optimizer(self.rule, **RULES[self.rule])
+
+    def push(self, server: int, rank: int, number: int) -> list[Said]:
+        """One server gets its part of a push; what it tells others is posted."""
+        part, stage = self.where[server], self.stages[server]
+        row = gradient(rank, number)[part.start : part.start + part.size]
+        (piece,) = stage.pieces["w"]
+        run = (Run(piece.start, piece.size, number),)
+        return self.hand_over(
+            server, stage.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
+        )
+
+    def hand_over(self, server: int, said: list[Said]) -> list[Said]:
+        assert not heard(said, Error), said
+        to_servers = [one for one in said if isinstance(one.message, Norms)]
+        self.post.extend((server, one) for one in to_servers)
+        return [one for one in said if one not in to_servers]
+
+    def deliver(self, index: int = 0, *, keep: bool = False) -> list[Said]:
+        """Deliver one letter."""
+        sender, letter = self.post[index] if keep else self.post.pop(index)
+        to = int(str(letter.to).removeprefix("server "))
+        return self.hand_over(to, self.stages[to].other(sender, letter.message))
+
+    def deliver_all(self) -> list[Said]:
+        said = []
+        while self.post:
+            said += self.deliver()
+        return said
+
+    def tick(self) -> None:
+        """Let the second pass after which servers tell again."""
+        for server, stage in enumerate(self.stages):
+            stage.now += TELL_NORMS_EVERY_S
+            self.hand_over(server, stage.take(stage.server.on_timer(stage.now)))
+
+    def values(self) -> torch.Tensor:
+        return torch.tensor([number for stage in self.stages for number in stage.values("w")])
+
+    def versions(self) -> list[int]:
+        return [stage.span("w").version for stage in self.stages]
+
+
+def gradient(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def trained_alone(rule: str, mode: str, order: list[tuple[int, int]], workers: int = 2):
+    one = Cluster(1, mode, workers, rule)
+    for rank, number in order:
+        one.push(0, rank, number)
+    return one.values()
+
+
+# --- equal to one server ----------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R66")
+@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_tensor_on_several_servers_is_updated_as_on_one(
+    mode: str, rule: str, servers: int
+) -> None:
+    cluster = Cluster(servers, mode, rule=rule)
+    order = [(rank, number) for number in range(4) for rank in (0, 1)]
+    for rank, number in order:
+        for server in range(servers):
+            cluster.push(server, rank, number)
+        cluster.deliver_all()
+    alone = trained_alone(rule, mode, order)
+    torch.testing.assert_close(cluster.values(), alone, rtol=1e-6, atol=1e-7)
+    assert len(set(cluster.versions())) == 1
+
+
+@pytest.mark.spec("R66")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_the_post_does(rule: str, seed: int) -> None:
+    """Letters are lost, doubled and shuffled; pushes reach the servers in any order, some early.
+    Rounds are sums of two, so there is one result, and it is that of one server, bit for bit of
+    what a quiet post gives."""
+    quiet, wild = Cluster(3, rule=rule), Cluster(3, rule=rule)
+    order = [(rank, number) for number in range(5) for rank in (0, 1)]
+    for rank, number in order:
+        for server in range(3):
+            quiet.push(server, rank, number)
+        quiet.deliver_all()
+    chance = random.Random(seed)
+    left = [[(rank, number) for rank, number in order] for _ in range(3)]
+    while any(left):
+        server = chance.choice([index for index, some in enumerate(left) if some])
+        rank = chance.choice([rank for rank, _ in left[server]])
+        number = min(number for other, number in left[server] if other == rank)
+        left[server].remove((rank, number))
+        cluster_said = wild.push(server, rank, number)
+        assert cluster_said
+        while wild.post and chance.random() < 0.7:
+            index = chance.randrange(len(wild.post))
+            fate = chance.random()
+            if fate < 0.3:
+                wild.post.pop(index)
+            else:
+                wild.deliver(index, keep=fate < 0.5)
+    for _ in range(20):
+        wild.tick()
+        wild.deliver_all()
+    assert wild.versions() == [5, 5, 5]
+    assert torch.equal(wild.values(), quiet.values())
+    for stage in wild.stages:
+        assert not stage.server.requests.engine.norms
+
+
+@pytest.mark.spec("R66")
+@pytest.mark.parametrize("seed", range(10))
+def test_servers_that_see_pushes_in_different_orders_never_wait_for_each_other(seed: int) -> None:
+    cluster = Cluster(3, "async", workers=3, rule="lars")
+    chance = random.Random(seed)
+    for server in range(3):
+        queues = {rank: list(range(4)) for rank in range(3)}
+        while queues:
+            rank = chance.choice(list(queues))
+            cluster.push(server, rank, queues[rank].pop(0))
+            queues = {rank: left for rank, left in queues.items() if left}
+        if chance.random() < 0.5:
+            cluster.post.clear()  # all is lost
+    chance.shuffle(cluster.post)
+    cluster.deliver_all()
+    for _ in range(3):
+        cluster.tick()
+        cluster.deliver_all()
+    assert cluster.versions() == [12, 12, 12]
+    assert bool(cluster.values().isfinite().all())
+
+
+# --- one step at a time -----------------------------------------------------------------------------
+
+
+def test_a_round_waits_for_the_norms_of_the_others_and_says_so() -> None:
+    cluster = Cluster(2, workers=1)
+    first, second = cluster.stages
+    cluster.push(0, 0, 0)
+    assert first.pull(0, "w", after=1, seq=50) == []
+    (answer,) = heard(first.say(0, Probe((50,))), Probed)
+    assert answer.pending[0].reason == "key 'w': round 0 waits for the norms of other servers"
+    cluster.push(1, 0, 0)
+    assert second.pull(0, "w", after=1, seq=50) == []
+    said = cluster.deliver_all()
+    assert len(heard(said, Pulled)) == 2
+
+
+def test_rounds_that_queue_up_are_applied_one_by_one() -> None:
+    """And who waits for a version gets this one, though the next is complete already."""
+    cluster = Cluster(2, workers=1)
+    first = cluster.stages[0]
+    for number in range(3):
+        cluster.push(0, 0, number)
+        first.pull(0, "w", after=number + 1, seq=50 + number)
+    cluster.post.clear()
+    for number in range(3):
+        cluster.push(1, 0, number)
+        said = cluster.deliver_all()
+        cluster.tick()
+        said += cluster.deliver_all()
+        answers = [one for one in heard(said, Pulled) if one.seq >= 50]
+        assert [(one.seq, one.runs[0].version) for one in answers] == [(50 + number, number + 1)]
+
+
+def test_an_async_push_is_not_in_the_values_before_its_norms_are_there() -> None:
+    cluster = Cluster(2, "async")
+    first = cluster.stages[0]
+    for number in (0, 1):
+        cluster.push(0, 0, number)
+    assert first.pull(0, "w", after=1, seq=50) == []
+    cluster.post.clear()
+    # The second server's sums for push 1 come before those for push 0.
+    for number in (0, 1):
+        cluster.push(1, 0, number)
+    assert heard(cluster.deliver(1), Pulled) == []
+    assert first.span("w").version == 1
+    assert [one.seq for one in heard(cluster.deliver(0), Pulled)] == [50]
+
+
+def test_norms_of_what_is_not_there() -> None:
+    cluster = Cluster(2)
+    stage = cluster.stages[0]
+    before = stage.snapshot()
+    ask = ("kv", "w", None, 0, (1.0, 2.0), False)
+    for index, wrong, says in (
+        (0, "other", "ProtocolError: server 0: store 'other' was not opened"),
+        (1, "v", "KeyNotFound: server 0 holds no part of 'v'"),
+        (2, 1, "ProtocolError: store 'kv' is sync"),
+    ):
+        fields = [*ask]
+        fields[index] = wrong
+        assert says in refusal(stage.other(1, Norms(*fields)))  # type: ignore[arg-type]
+    for number in (64, 2**62):  # so far ahead that it will have to be told again
+        assert stage.other(1, Norms("kv", "w", None, number, (1.0, 2.0), True)) == []
+    assert stage.snapshot() == before
+    stage.declare("nothing", torch.zeros(0), shape=(0,))
+    assert "KeyNotFound" in refusal(stage.other(1, Norms("kv", "nothing", None, 0, (), True)))
+
+
+def test_sums_that_do_not_fit_change_nothing() -> None:
+    cluster = Cluster(2, workers=1)
+    cluster.push(0, 0, 0)
+    stage = cluster.stages[0]
+    before = stage.snapshot()
+    said = stage.other(1, Norms("kv", "w", None, 0, (1.0,), False))
+    assert "Mismatch: key 'w': server 1 told 1 sums of squares, expected 2" in refusal(said)
+    assert stage.snapshot() == before
+
+
+def test_who_only_asks_is_answered_when_there_is_an_answer() -> None:
+    cluster = Cluster(2, workers=1)
+    stage = cluster.stages[0]
+    ask = Norms("kv", "w", None, 0, (), True)
+    assert stage.other(1, ask) == []
+    cluster.push(0, 0, 0)
+    ((_, told),) = cluster.post
+    (answer,) = stage.other(1, ask)
+    assert answer.message.sums == told.message.sums
+    cluster.push(1, 0, 0)
+    cluster.deliver_all()
+    (answer,) = stage.other(1, ask)  # also after the update
+    assert answer.message.sums == told.message.sums
+
+
+def test_what_was_forgotten_or_never_measured_counts_as_nothing() -> None:
+    """A rank far ahead on one server, and a change of the rule, must not stop the other one."""
+    cluster = Cluster(2, "async")
+    stage = cluster.stages[0]
+    stage.say(0, optimizing("test", call=2))
+    cluster.push(0, 0, 0)
+    assert cluster.post == []
+    cluster.push(1, 0, 0)
+    cluster.deliver_all()
+    assert cluster.versions() == [1, 1]
+
+
+# --- changes on the way -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_another_rule_does_not_wait_for_the_norms_of_the_old_one(mode: str) -> None:
+    cluster = Cluster(2, mode, workers=1)
+    stage = cluster.stages[0]
+    for number in (0, 1):
+        cluster.push(0, 0, number)
+    stage.pull(0, "w", after=1, seq=50)
+    stage.pull(0, "w", after=2, seq=51)
+    assert cluster.versions() == [0, 0]
+    said = stage.say(0, optimizing("sgd", call=2))
+    assert [one.runs[0].version for one in heard(said, Pulled)] == [1, 2]
+    assert not stage.server.requests.engine.norms
+    cluster.deliver_all()
+    cluster.push(0, 0, 2)
+    assert cluster.versions() == [3, 0]
+
+
+def test_a_replaced_key_takes_its_norms_along() -> None:
+    cluster = Cluster(2, workers=1)
+    stage = cluster.stages[0]
+    cluster.push(0, 0, 0)
+    assert stage.server.requests.engine.norms
+    row = torch.zeros(7)
+    stage.declare("w", row, call=1, shape=(14,))
+    stage.load("w", row, call=1)
+    assert not stage.server.requests.engine.norms
+    cluster.tick()
+    assert len(cluster.post) == 1
+
+
+def test_an_open_round_that_shrinks_is_measured_piece_by_piece() -> None:
+    cluster = Cluster(2, policy="shrink")
+    for server in (0, 1):
+        cluster.push(server, 0, 0)
+    for server, stage in enumerate(cluster.stages):
+        cluster.hand_over(server, stage.show(w1="lost"))
+    cluster.deliver_all()
+    assert cluster.versions() == [1, 1]
+
+
+def test_the_memory_of_norms_is_bounded() -> None:
+    cluster = Cluster(2, workers=1)
+    for number in range(70):
+        for server in (0, 1):
+            cluster.push(server, 0, number)
+        cluster.deliver_all()
+    for stage in cluster.stages:
+        engine = stage.server.requests.engine
+        assert (len(engine.norms), len(engine._told)) == (0, 64)
+    assert cluster.versions() == [70, 70]

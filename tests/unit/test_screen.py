@@ -1,0 +1,160 @@
+"""How the output of several processes becomes one, and how a leash is used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from kvps.cli.leash import kill
+from kvps.cli.screen import LINE_MAX, Lines, Screen
+
+
+class Terminal(BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestLines:
+    def test_a_line_is_whole_or_not_there(self) -> None:
+        lines = Lines()
+        assert lines.feed(b"one\ntw") == [b"one"]
+        assert lines.unfinished == b"tw"
+        assert lines.feed(b"o\n\nthree") == [b"two", b""]
+        assert lines.end() == [b"three"]
+        assert lines.end() == []
+
+    def test_windows_ends(self) -> None:
+        assert Lines().feed(b"one\r\ntwo\r\n") == [b"one", b"two"]
+
+    @pytest.mark.parametrize(
+        "parts", [[b"\r10 %", b"\r20", b" %", b"\n"], [b"10 %\r", b"20 %\r", b"\n"]]
+    )
+    def test_what_is_written_over_is_not_kept(self, parts: list[bytes]) -> None:
+        lines = Lines()
+        seen = [(lines.feed(part), lines.unfinished) for part in parts]
+        assert seen[0] == ([], b"10 %")
+        assert seen[-1] == ([b"20 %"], b"")
+
+    def test_a_bar_that_never_ends_takes_no_memory(self) -> None:
+        lines = Lines()
+        for step in range(1000):
+            assert lines.feed(b"\r%d" % step * 100) == []
+            assert len(lines._rest) < 1000
+
+    def test_a_line_that_never_ends_is_ended(self) -> None:
+        lines = Lines()
+        assert lines.feed(b"x" * (LINE_MAX + 1)) == [b"x" * LINE_MAX]
+        assert lines.end() == [b"x"]
+
+
+class TestScreen:
+    def test_lines_have_a_name(self) -> None:
+        out, error = BytesIO(), BytesIO()
+        screen = Screen(out, error, colour=True)
+        screen.write(0, screen.prefix("worker 0", 0, 0), [b"one", b"two"], b"thr")
+        screen.write(1, screen.prefix("server 1", 3, 1), [b"bad"])
+        screen.close()
+        assert out.getvalue() == b"[worker 0] one\n[worker 0] two\n"
+        assert error.getvalue() == b"[server 1] bad\n"
+
+    def test_colour_is_for_terminals(self) -> None:
+        for colour, out, has_colour in (
+            (True, Terminal(), True),
+            (False, Terminal(), False),
+            (True, BytesIO(), False),
+        ):
+            prefix = Screen(out, BytesIO(), colour).prefix("worker 0", 0, 0)
+            assert (b"\x1b[" in prefix) == has_colour
+            assert b"[worker 0]" in prefix
+
+    def test_a_bar_stands_below_the_lines(self) -> None:
+        out = Terminal()
+        screen = Screen(out, BytesIO(), colour=False)
+        clear = b"\r\x1b[2K"
+        for lines, unfinished, shown in (
+            ([], b"10 %", b"[a] 10 %"),
+            ([], b"20 %", clear + b"[a] 20 %"),
+            ([], b"20 %", b""),
+        ):
+            before = len(out.getvalue())
+            screen.write(0, b"[a] ", lines, unfinished)
+            assert out.getvalue()[before:] == shown
+        before = len(out.getvalue())
+        screen.write(0, b"[b] ", [b"line"])
+        assert out.getvalue()[before:] == clear + b"[b] line\n[a] 20 %"
+        before = len(out.getvalue())
+        screen.write(0, b"[a] ", [b"30 %"])
+        screen.close()
+        assert out.getvalue()[before:] == clear + b"[a] 30 %\n"
+
+    def test_a_bar_is_no_wider_than_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "10")
+        out = Terminal()
+        screen = Screen(out, BytesIO(), colour=False)
+        screen.write(0, b"[a] ", [], b"x" * 20)
+        assert out.getvalue() == b"[a] xxxxx"
+
+    def test_a_reader_that_goes_away_is_told_once(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sink: BinaryIO
+        with os.fdopen(writer, "wb") as sink:
+            screen = Screen(sink, BytesIO(), colour=False)
+            with pytest.raises(BrokenPipeError):
+                screen.write(0, b"", [b"line"])
+            screen.write(0, b"", [b"line"])
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts a process in a group of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+OWNER = """
+import os, subprocess, sys
+from kvps.cli.leash import Leash
+leash = Leash()
+for _ in range(2):
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    leash.hold(child.pid)
+print(child.pid, flush=True)
+leash.forget(child.pid)
+os.kill(os.getpid(), 9)
+"""
+
+
+class TestLeash:
+    def test_an_owner_that_is_killed_takes_what_it_holds_along(self, tmp_path: Path) -> None:
+        script = tmp_path / "owner.py"
+        script.write_text(OWNER)
+        # communicate() returns when the last process that has the pipe is gone
+        owner = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE)
+        assert owner.stdout is not None
+        forgotten = int(owner.stdout.readline())
+        assert owner.wait() == -signal.SIGKILL
+        os.kill(forgotten, signal.SIGKILL)
+        assert owner.communicate(timeout=10)[0] == b""
+
+    def test_a_signal_to_nobody(self, sleeper: Callable[[], subprocess.Popen[bytes]]) -> None:
+        one = sleeper()
+        kill(one.pid, signal.SIGTERM)
+        assert one.wait() == -signal.SIGTERM
+        kill(one.pid)

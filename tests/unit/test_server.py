@@ -1,0 +1,348 @@
+"""Whom a server listens to: jobs, ranks, lives, routes, other servers, and the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.effects import Connect, Exit, Note, Send
+from kvps.core.member import Identity
+from kvps.core.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
+from kvps.errors import Fenced
+from kvps.messages import (
+    Beat,
+    Declare,
+    Entry,
+    Envelope,
+    Error,
+    Find,
+    FoundAll,
+    Hello,
+    Norms,
+    Probe,
+    Probed,
+    Pulled,
+    Role,
+    Status,
+    StatusIs,
+    Stop,
+    Welcome,
+)
+from tests.server_stage import (
+    JOB,
+    Seat,
+    ServerStage,
+    acked,
+    greeting,
+    heard,
+    opening,
+    over,
+    pulled,
+    refusal,
+)
+
+OTHER_JOB = bytes(16 * [7])
+
+
+def stage(**options: object) -> ServerStage:
+    """Two workers, and a key a of two elements in a sync store."""
+    one = ServerStage(**({"workers": 2} | options))  # type: ignore[arg-type]
+    one.open()
+    one.init("a", [0.0, 0.0])
+    return one
+
+
+# --- HELLO ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R26")
+def test_a_member_is_welcomed_as_what_it_is() -> None:
+    one = ServerStage(workers=3, servers=2, rank=1, greeted=False)
+    (said,) = one.hello(2)
+    assert (said.to, said.message) == (b"w2", Welcome(2, 12, 3, 2))
+    assert one.other(0, greeting(role=int(Role.SERVER)))[0].message == Welcome(0, 1, 3, 2)
+
+
+@pytest.mark.spec("R18")
+def test_another_major_version() -> None:
+    text = refusal(stage().hello(0, major=2, minor=5, software="9.1"))
+    assert text == (
+        "ProtocolError: protocol 2.5 (kvps 9.1) cannot talk to 1.0 at server 0; install one "
+        "version everywhere"
+    )
+
+
+@pytest.mark.spec("R17")
+def test_who_has_not_said_hello_is_not_heard() -> None:
+    one = ServerStage(greeted=False)
+    assert "expects HELLO first" in refusal(one.say(0, opening()))
+    one.hello(0)
+    one.open()
+    # The view names a newer life of rank 0, but it has not spoken yet.
+    one.seats[0].incarnation += 1
+    one.show()
+    assert "expects HELLO first" in refusal(one.say(0, opening()))
+    # A life that no view has named yet says HELLO like any other.
+    assert "expects HELLO first" in refusal(one.say(1, opening(), incarnation=99))
+    one.hello(1, incarnation=99)
+    assert not heard(one.say(1, opening(), incarnation=99), Error)
+
+
+@pytest.mark.spec("R3", "R17")
+def test_a_member_may_come_back_along_another_route() -> None:
+    one = stage()
+    one.push(0, "a", [1, 1], 0)
+    one.pull(0, "a", after=1, seq=50)
+    one.take(one.server.on_drop(b"w0", one.now))
+    one.say(0, Probe((50,)), route=b"new")
+    (answer,) = [said for said in one.push(1, "a", [1, 1], 0) if isinstance(said.message, Pulled)]
+    assert answer.to == b"new"
+
+
+@pytest.mark.spec("R19")
+def test_another_job() -> None:
+    one = stage()
+    before = one.snapshot()
+    for message in (greeting(), opening()):
+        text = refusal(one.say(0, message, job=OTHER_JOB))
+        assert "Mismatch: server 0 serves job 00010203, not 07070707" in text
+    assert one.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("role", "rank"), [(Role.WORKER, 2), (Role.SERVER, 1), (Role.SCHEDULER, 0)]
+)
+def test_a_place_that_this_job_does_not_have(role: Role, rank: int) -> None:
+    one = stage()
+    for message in (greeting(role=int(role)), opening()):
+        text = refusal(one.say(rank, message, role=role, incarnation=99, seq=1))
+        assert f"ProtocolError: no {role} {rank} of this job talks to server 0" in text
+
+
+def test_before_it_is_a_member_it_serves_nobody() -> None:
+    one = ServerStage(greeted=False)
+    one.server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), one.now)
+    assert "ConfigError: this server is not a member of a job yet" in refusal(one.hello(0))
+    for job in (bytes(16), JOB):
+        assert "Mismatch: server 0 serves job" in refusal(one.say(0, opening(), job=job))
+
+
+# --- lives ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R21")
+@pytest.mark.parametrize("learned_by", ["its HELLO", "the view"])
+def test_an_older_life_is_fenced(learned_by: str) -> None:
+    one = stage()
+    old = one.seats[0].incarnation
+    one.seats[0].incarnation += 1
+    if learned_by == "its HELLO":
+        one.hello(0)
+    else:
+        one.show()
+    before = one.snapshot()
+    for said in (
+        one.hello(0, incarnation=old),
+        one.push(0, "a", [5, 5], 0, incarnation=old),
+        one.say(0, Status("kv"), incarnation=old),
+    ):
+        assert refusal(said).startswith(f"{Fenced.__name__}: worker 0 incarnation {old} was repl")
+    assert one.snapshot() == before
+
+
+@pytest.mark.spec("R22")
+@pytest.mark.parametrize("learned_by", ["its HELLO", "the view"])
+def test_a_newer_life_drops_what_the_older_one_had_pending_and_keeps_its_pushes(
+    learned_by: str,
+) -> None:
+    one = stage()
+    one.push(0, "a", [1, 1], 0)
+    one.pull(0, "a", after=1, seq=50)
+    one.say(0, Declare("kv", False, 0, (Entry("later", 1, (1,), 0, 1),)), seq=51)
+    one.seats[0].incarnation += 1
+    if learned_by == "the view":
+        one.show()
+    one.hello(0)
+    one.seqs[0] = 0
+    # The new life has its own requests, under the same numbers.
+    assert one.pull(0, "a", after=1, seq=51) == []
+    (answer,) = heard(one.say(0, Probe((50, 51)), seq=60), Probed)
+    assert (answer.missing, [seq for seq, _ in answer.pending]) == ((50,), [51])
+    said = one.push(1, "a", [2, 2], 0)
+    assert pulled(said) == {51: [3, 3]}
+    assert len(heard(said, Pulled)) == 1
+
+
+def test_what_rank_0_waits_for_ends_with_its_life() -> None:
+    one = stage()
+    one.say(1, Declare("kv", False, 0, (Entry("later", 1, (2,), 0, 2),)), seq=50)
+    one.replace(1)
+    one.declare("later", torch.zeros(2))
+    assert not [said for said in one.load("later", torch.zeros(2)) if said.to == b"w1"]
+
+
+@pytest.mark.spec("R23")
+def test_a_repeated_hello_changes_nothing() -> None:
+    one = stage()
+    one.pull(0, "a", least=1, seq=50)
+    before = one.snapshot()
+    assert heard(one.hello(0), Welcome)
+    assert one.snapshot() == before
+
+
+# --- answers are not answered -----------------------------------------------------------------------
+
+
+@pytest.mark.spec("R2", "R38")
+@pytest.mark.parametrize("job", [JOB, OTHER_JOB])
+def test_an_answer_is_never_answered(job: bytes) -> None:
+    """Two servers that refuse each other's refusals would never stop."""
+    one = stage(servers=2)
+    for message in (Error(0, 10, "no"), Error(7, 999, "new"), Welcome(0, 1, 2, 2)):
+        envelope = Envelope(job, 1, Role.SERVER, 1, 2, 0)
+        packet = over(envelope, message)
+        assert one.take(one.server.on_packet("server 1", packet, one.now)) == []
+        assert one.take(one.server.on_packet(b"s1", packet, one.now)) == []
+
+
+# --- other servers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R2")
+def test_it_connects_to_every_other_server_and_says_hello() -> None:
+    one = ServerStage(servers=3, rank=1, greeted=False)
+    assert [effect for effect in one.notes if isinstance(effect, Connect)][1:] == [
+        Connect("server 0", "tcp://s0:1"),
+        Connect("server 2", "tcp://s2:3"),
+    ]
+    assert one.show() == []  # once
+    one.notes.clear()
+    said = one.show(servers=[Seat("held", 1), Seat("held", 2), Seat("held", 9)])
+    assert one.notes == [Connect("server 2", "tcp://s2:9")]  # it listens elsewhere now
+    assert [(each.to, type(each.message)) for each in said] == [("server 2", Hello)]
+    assert one.show(servers=[Seat("lost", 1), Seat("held", 2), Seat("empty", 0)]) == []
+
+
+@pytest.mark.spec("R2", "R16")
+def test_another_server_may_tell_norms_and_nothing_else() -> None:
+    one = stage(servers=2)
+    norms = Norms("kv", "a", None, 0, (1.0, 2.0), True)
+    assert one.other(1, norms) == []
+    assert "ProtocolError: a server may not send Status" in refusal(one.other(1, Status("kv")))
+    assert "Fenced: server 1 incarnation 1" in refusal(one.other(1, norms, incarnation=1))
+    assert "Fenced" in refusal(one.other(1, greeting(role=int(Role.SERVER)), incarnation=1))
+    assert "does not know this server 1 yet" in refusal(one.other(1, norms, incarnation=9))
+
+
+def test_before_the_first_view_it_knows_no_other_server() -> None:
+    one = stage(servers=2)
+    one.server.member.view = None
+    assert "does not know this server 1 yet" in refusal(
+        one.other(1, Norms("kv", "a", None, 0, (), True))
+    )
+
+
+# --- the scheduler ----------------------------------------------------------------------------------
+
+
+def test_it_joins_and_beats() -> None:
+    server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
+    connect, hello = server.start(0.0)
+    assert connect == Connect("scheduler", "tcp://s:1")
+    assert isinstance(hello, Send)
+    assert isinstance(hello.packet.message, Hello)
+    assert server.deadline() == 0.0
+    list(server.on_timer(0.0))
+    assert server.deadline() == 1.0
+
+
+def test_it_beats_every_second_and_tells_norms_by_a_clock_of_its_own() -> None:
+    one = stage()
+    one.now += 0.25
+    assert one.take(one.server.on_timer(one.now)) == []
+    for beat in range(1, 4):
+        due = one.server.deadline()
+        assert due == 100.0 + beat
+        one.now = due
+        said = one.take(one.server.on_timer(one.now))
+        assert [type(each.message) for each in said] == [Beat]
+        due = one.server.deadline()
+        assert due == 100.25 + beat * TELL_NORMS_EVERY_S
+        one.now = due
+        assert one.take(one.server.on_timer(one.now)) == []
+
+
+@pytest.mark.spec("R37")
+@pytest.mark.parametrize("code", [0, 1])
+def test_stop_is_the_end(code: int) -> None:
+    one = stage()
+    one.notes.clear()
+    assert one.scheduler(Stop(code, "the job is over")) == []
+    assert one.notes == [Exit(code, "the job is over")]
+    assert one.server.deadline() is None
+
+
+def test_a_scheduler_that_is_silent_for_long_is_the_end_too() -> None:
+    one = stage()
+    one.notes.clear()
+    limit_s = SILENCES_MAX * one.server.member.identity.silence_max_s
+    one.now += limit_s
+    one.take(one.server.on_timer(one.now))
+    assert one.notes == []
+    one.now += 1
+    one.take(one.server.on_timer(one.now))
+    assert one.notes == [Exit(75, "the scheduler has been silent for 60 s")]
+
+
+def test_pushes_and_pulls_go_on_without_the_scheduler() -> None:
+    one = stage()
+    one.now += 30
+    one.take(one.server.on_timer(one.now))
+    for rank in (0, 1):
+        assert acked(one.push(rank, "a", [1, 1], 0))
+    assert one.values("a") == [2, 2]
+
+
+def test_a_view_wakes_who_waits() -> None:
+    one = stage()
+    one.push(0, "a", [1, 1], 0)
+    one.pull(0, "a", after=1, seq=50)
+    assert pulled(one.show(w1="lost")) == {}
+    assert pulled(one.show()) == {}
+    assert pulled(one.show(w1="left")) == {50: [1, 1]}
+
+
+@pytest.mark.spec("R28")
+def test_an_old_view_wakes_nobody() -> None:
+    one = stage()
+    one.push(0, "a", [1, 1], 0)
+    one.pull(0, "a", after=1, seq=50)
+    one.view = 0
+    assert one.show(w1="left") == []
+
+
+def test_the_next_job_begins_with_nothing() -> None:
+    one = stage()
+    one.pull(0, "a", least=1, seq=50)
+    one.notes.clear()
+    one.job, one.view = OTHER_JOB, 0
+    one.seats = [Seat("held", 1), Seat("held", 2)]  # even if incarnations began anew
+    said = one.show()
+    assert said == []
+    assert one.notes == [
+        Note("info", "the next job begins; the stores of the last one are dropped")
+    ]
+    assert "Mismatch" in refusal(one.say(0, Status("kv"), job=JOB, incarnation=10))
+    assert "expects HELLO first" in refusal(one.say(0, Status("kv")))
+    one.hello(0)
+    assert "store 'kv' was not opened" in refusal(one.say(0, Status("kv")))
+    one.open("async")
+    assert heard(one.say(0, Find("kv", ("a",))), FoundAll)[0].found == ((0, ()),)
+    assert heard(one.say(0, Status("kv")), StatusIs)
+
+
+def test_a_beat_of_the_scheduler_changes_nothing() -> None:
+    one = stage()
+    before = one.snapshot()
+    assert one.scheduler(Beat(0, "all is well")) == []
+    assert one.snapshot() == before

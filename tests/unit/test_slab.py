@@ -1,0 +1,253 @@
+"""Chunks: where keys lie, how spans are cut, who may read and write, who waits where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.sessions import Reading, Session
+from kvps.core.slab import CHUNK_BYTES, OPEN_CHUNKS, Buffer, Chunk, Chunks, Slab
+from kvps.errors import KeyNotFound, ProtocolError
+from kvps.messages import RUNS_MAX, Piece, Run
+
+
+def chunk(*sizes: int, filled: bool = True) -> Chunk:
+    """A chunk with keys ``k0``, ``k1`` … of these sizes."""
+    one = Chunk(1, "kv", "float32", 100)
+    for index, size in enumerate(sizes):
+        piece = one.append(f"k{index}", size)
+        if filled:
+            one.fill(piece.start)
+    return one
+
+
+def shape(one: Chunk) -> list[tuple[int, int]]:
+    one.check()
+    return [(span.start, span.stop) for span in one.spans]
+
+
+# --- keys and spans ---------------------------------------------------------------------------------
+
+
+def test_keys_lie_side_by_side_in_one_span() -> None:
+    one = chunk(10, 20, 30)
+    assert shape(one) == [(0, 60)]
+    assert list(one.pieces(0, 60)) == [("k0", 0, 10), ("k1", 10, 30), ("k2", 30, 60)]
+    assert list(one.pieces(10, 30)) == [("k1", 10, 30)]
+    assert (one.used, one.capacity) == (60, 100)
+
+
+def test_a_new_key_does_not_join_one_that_has_moved() -> None:
+    one = chunk(10)
+    one.spans[0].version = 1
+    one.append("late", 10)
+    assert shape(one) == [(0, 10), (10, 20)]
+
+
+def test_a_narrow_push_cuts_and_a_wide_one_joins() -> None:
+    one = chunk(10, 20, 30)
+    (middle,) = one.cut(10, 30)
+    assert shape(one) == [(0, 10), (10, 30), (30, 60)]
+    middle.version = 1
+    assert [(s.start, s.stop) for s in one.cut(0, 60)] == [(0, 10), (10, 30), (30, 60)]
+    middle.version = 0
+    assert [(s.start, s.stop) for s in one.cut(0, 60)] == [(0, 60)]
+    one.cut(0, 10)
+    one.cut(30, 60)
+    assert [(s.start, s.stop) for s in one.cut(10, 60)] == [(10, 60)]
+    assert [(s.start, s.stop) for s in one.cut_by_piece(0, 60)] == [(0, 10), (10, 30), (30, 60)]
+
+
+def test_spans_of_a_range() -> None:
+    one = chunk(10, 20, 30)
+    one.cut(10, 30)
+    assert [span.start for span in one.spans_in(0, 60)] == [0, 10, 30]
+    assert [span.start for span in one.spans_in(10, 11)] == [10]
+    assert [span.start for span in one.spans_in(29, 31)] == [10, 30]
+
+
+# --- what peers may ask for -------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R54")
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([], "a request for no elements"),
+        ([(0, 0)], "0 to 0 is no range"),
+        ([(50, 20)], "chunk 1 has 60 elements; 50 to 70 is no range"),
+        ([(0, 2**63)], "is no range"),
+        ([(5, 5)], "5 is not the edge of a key"),
+        ([(0, 15)], "15 is not the edge of a key"),
+        ([(10, 20), (0, 10)], "0 to 10 is no range of them behind 30"),
+        ([(0, 10), (0, 10)], "0 to 10 is no range of them behind 10"),
+        ([(0, 30), (10, 50)], "10 to 60 is no range of them behind 30"),
+    ],
+)
+def test_runs_are_whole_keys_in_order(runs: list[tuple[int, int]], says: str) -> None:
+    one = chunk(10, 20, 30)
+    with pytest.raises(ProtocolError, match=says):
+        one.validate([Run(start, size, 0) for start, size in runs])
+    one.validate([Run(0, 10, 0), Run(30, 30, 0)])
+    one.validate([Run(0, 60, 0)])
+
+
+def test_a_key_without_a_value_cannot_be_used() -> None:
+    one = chunk(10, 20, filled=False)
+    one.fill(0)
+    one.check_filled([Run(0, 10, 0)])
+    with pytest.raises(KeyNotFound, match="key 'k1' of store 'kv' has no value yet"):
+        one.check_filled([Run(0, 30, 0)])
+    one.fill(10)
+    one.check_filled([Run(0, 30, 0)])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_retired_piece_is_gone_for_ever(index: int) -> None:
+    one = chunk(10, 20, 30)
+    starts = [0, 10, 30, 60]
+    start, stop = starts[index], starts[index + 1]
+    one.retire(Piece(1, start, stop - start))
+    one.check()
+    for run in (Run(start, stop - start, 0), Run(0, 60, 0)):
+        with pytest.raises(ProtocolError, match="holds a key that was replaced"):
+            one.validate([run])
+    assert all(span.stop <= start or span.start >= stop for span in one.spans_in(0, 60))
+    assert sum(span.stop - span.start for span in one.spans_in(0, 60)) == 60 - (stop - start)
+    for other in {0, 1, 2} - {index}:
+        one.validate([Run(starts[other], starts[other + 1] - starts[other], 0)])
+    assert list(one.spans_in(start, stop)) == []
+
+
+def test_retiring_a_key_without_a_value() -> None:
+    one = chunk(10, 20, filled=False)
+    one.retire(Piece(1, 0, 10))
+    one.check_filled([Run(0, 10, 0)])
+
+
+# --- readers and writers ----------------------------------------------------------------------------
+
+
+def test_an_update_is_made_in_place_when_nobody_reads() -> None:
+    one = chunk(10)
+    before = one.buffer
+    assert one.writable() is before.tensor
+
+
+@pytest.mark.spec("R62")
+def test_and_in_a_copy_when_somebody_does() -> None:
+    one = chunk(10)
+    one.writable().fill_(1)
+    held = one.buffer.hold().hold()
+    one.writable().fill_(2)
+    one.writable().add_(1)
+    assert held.tensor[0] == 1
+    assert one.buffer.tensor[0] == 3
+    assert one.buffer.holds == 0
+    held.release()
+    held.release()
+    assert held.holds == 0
+
+
+def test_a_buffer_is_in_place_again_once_all_have_read_it() -> None:
+    one = chunk(10)
+    one.buffer.hold().release()
+    before = one.buffer.tensor
+    assert one.writable() is before
+
+
+def test_releasing_too_often_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="released more often than held"):
+        Buffer(torch.empty(1)).release()
+
+
+def reading(at: int) -> Reading:
+    return Reading(Session(0, b"w0", 1), at, "kv", 1, True, (), at=at)
+
+
+def test_readings_wait_at_an_element() -> None:
+    one = chunk(10, 20, 30)
+    first, second, third, fourth = (reading(at) for at in (30, 0, 30, 10))
+    for each in (first, second, third, fourth):
+        one.wait(each)
+    one.check()
+    assert one.woken(30, 60) == [first, third]
+    assert one.woken(30, 60) == []
+    assert one.woken(1, 10) == []
+    one.cut(10, 30)  # cutting moves nobody
+    assert one.woken(0, 60) == [second, fourth]
+    one.check()
+
+
+def test_retiring_wakes_who_waits_there() -> None:
+    one = chunk(10, 20)
+    first, second = reading(0), reading(10)
+    one.wait(first)
+    one.wait(second)
+    assert one.retire(Piece(1, 10, 20)) == [second]
+    one.check()
+
+
+# --- places -----------------------------------------------------------------------------------------
+
+
+def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "float32", chunks)
+    most = CHUNK_BYTES // 4 - 100
+    assert slab.place("a", most) == (Piece(1, 0, most),)
+    assert slab.place("b", 200) == (Piece(2, 0, 200),)
+    assert slab.place("c", 100) == (Piece(1, most, 100),)
+    assert slab.place("d", 1) == (Piece(2, 200, 1),)
+    assert chunks.weight_bytes == 4 * (most + 301)
+    assert {one.store for one in chunks.of_store("kv")} == {"kv"}
+    assert chunks.of_store("other") == []
+
+
+def test_a_key_without_elements_needs_no_place() -> None:
+    chunks = Chunks()
+    assert Slab("kv", "int8", chunks).place("nothing", 0) == ()
+    assert chunks.by_number == {}
+
+
+def test_a_chunk_has_no_more_keys_than_a_message_has_runs() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks)
+    places = [slab.place(str(index), 1)[0].chunk for index in range(RUNS_MAX + 1)]
+    assert places == [1] * RUNS_MAX + [2]
+    chunks.by_number[1].check()
+
+
+def test_few_chunks_are_searched_for_room() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks)
+    for index in range(2 * OPEN_CHUNKS):
+        slab.place(str(index), CHUNK_BYTES - 1)
+    (piece,) = slab.place("last", 1)
+    assert piece.chunk == OPEN_CHUNKS + 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
+@pytest.mark.parametrize("beyond", [1, 15, 16, 1000])
+@pytest.mark.parametrize("times", [1, 2, 3, 7])
+def test_a_large_key_gets_chunks_of_its_own(dtype: str, beyond: int, times: int) -> None:
+    chunks = Chunks()
+    most = CHUNK_BYTES // {"uint8": 1, "float32": 4, "float64": 8}[dtype]
+    for count in (times * most + beyond, times * most + most - 1):
+        pieces = Slab("kv", dtype, chunks).place("big", count)
+        assert sum(one.size for one in pieces) == count
+        assert len({one.chunk for one in pieces}) == len(pieces) == times + 1
+        assert all(0 < one.size <= most and one.start == 0 for one in pieces)
+        assert all(one.size % 16 == 0 for one in pieces[:-1])
+
+
+def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "float32", chunks)
+    first, second = slab.place("a", 10), slab.place("b", 10)
+    waits = Reading(Session(0, b"w0", 1), 1, "kv", 1, True, (), at=10)
+    chunks.by_number[1].wait(waits)
+    assert chunks.retire(first) == []
+    assert chunks.retire(second) == [waits]
+    assert (chunks.by_number, chunks.weight_bytes) == ({}, 0)
+    assert slab.place("c", 10) == (Piece(2, 0, 10),)
