@@ -26,7 +26,8 @@ class Lines:
         """Return the lines that end in ``more``, without their ends."""
         *lines, self._rest = (self._rest + more).split(b"\n")
         if b"\r" in self._rest:
-            self._rest = b"\r" + self.unfinished
+            is_written_over = self._rest.endswith(b"\r")
+            self._rest = self.unfinished + b"\r" if is_written_over else b"\r" + self.unfinished
         while len(self._rest) > LINE_MAX:
             lines.append(self._rest[:LINE_MAX])
             self._rest = self._rest[LINE_MAX:]

@@ -40,7 +40,6 @@ END_MAX_S = 5.0
 """How long a command may take to end when it is asked to."""
 OVER_MAX_S = 30.0
 """How long it may take to notice that its job is over."""
-LEAVE_EVERY_S = 1.0
 LEAVE_MAX_S = 5.0
 """How long the scheduler may take to hear how the command ended."""
 
@@ -65,8 +64,7 @@ class Guardian:
         self._reason = ""
         self._ask_at: float | None = None
         self._kill_at: float | None = None
-        self._leave_at = now
-        self._leave_until = now
+        self._leave_until: float | None = None
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -82,13 +80,12 @@ class Guardian:
                 yield from self._ask(signal.SIGTERM, now)
             else:
                 yield effect
-        match self.stage:
-            case Stage.JOINING:
-                yield from self._begin()
-            case Stage.RUNNING:
-                self._heed_stop(now)
-            case Stage.LEAVING:
-                yield from self._end()
+        if self.stage is Stage.JOINING:
+            yield from self._begin()
+        elif self.stage is Stage.RUNNING:
+            self._heed_stop(now)
+        else:
+            yield from self._end()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """Nobody connects to a guardian."""
@@ -108,14 +105,15 @@ class Guardian:
     def on_end(self, exit_code: int, reason: str, now: float) -> Effects:
         """The command ended."""
         self.stage, self.exit_code, self._reason = Stage.LEAVING, exit_code, reason
-        self._leave_at, self._leave_until = now, now + LEAVE_MAX_S
         self._ask_at = self._kill_at = None
+        self._leave_until = now + LEAVE_MAX_S
         yield from self._end()
         if not self.member.stopped:
-            yield from self._leave(now)
+            is_done = exit_code == 0
+            yield from self.member.leave(is_done, exit_code, self._is_replaceable, reason)
 
     def on_timer(self, now: float) -> Effects:
-        """Beat, ask or kill the command, or say again how it ended."""
+        """Beat, ask or kill the command, say again how it ended, or give up saying it."""
         yield from self.member.on_timer(now)
         if self._ask_at is not None and now >= self._ask_at:
             yield Note("error", f"{self._reason}, and the command goes on; ending it")
@@ -123,13 +121,13 @@ class Guardian:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + END_MAX_S
             yield Finish(KILL)
-        yield from self._leave(now)
+        if self._leave_until is not None and now >= self._leave_until:
+            yield Note("warning", f"the scheduler did not answer LEAVE in {LEAVE_MAX_S:.0f} s")
+            yield Exit(self.exit_code, self._reason)
 
     def deadline(self) -> float | None:
         """When the next of that is due."""
-        times = [self.member.deadline(), self._ask_at, self._kill_at]
-        if self.stage is Stage.LEAVING:
-            times += [min(self._leave_at, self._leave_until)]
+        times = (self.member.deadline(), self._ask_at, self._kill_at, self._leave_until)
         return min((time for time in times if time is not None), default=None)
 
     # --- what follows -------------------------------------------------------------------------
@@ -164,20 +162,6 @@ class Guardian:
     def _ask(self, number: int, now: float) -> Effects:
         self._ask_at, self._kill_at = None, now + END_MAX_S
         yield Finish(ASK, number)
-
-    def _leave(self, now: float) -> Effects:
-        """Say how the command ended, as often as it takes."""
-        if self.stage is not Stage.LEAVING or self.member.left:
-            return
-        if now >= self._leave_until:
-            yield Note("warning", f"the scheduler did not answer LEAVE in {LEAVE_MAX_S:.0f} s")
-            yield Exit(self.exit_code, self._reason)
-        elif now >= self._leave_at:
-            self._leave_at = now + LEAVE_EVERY_S
-            is_done = self.exit_code == 0
-            yield from self.member.leave(
-                is_done, self.exit_code, self._is_replaceable, self._reason
-            )
 
     def _end(self) -> Effects:
         """End with the command's exit code, if there is nobody to tell it or all is told."""

@@ -145,18 +145,17 @@ class Requests:
     ) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
+        gradient = from_frame(frame, BY_ID[message.dtype].name)
+        verdict, woken = self.engine.push(space, message, gradient, self.member.quorum(), now)
+        if verdict is Verdict.EARLY:
+            return  # not taken in: the worker will probe, and send it again
         reading = None
-        if seq not in session.pending:  # else it is in, and its values are on their way
-            gradient = from_frame(frame, BY_ID[message.dtype].name)
-            verdict, woken = self.engine.push(space, message, gradient, self.member.quorum(), now)
-            if verdict is Verdict.EARLY:
-                return  # not taken in: the worker will probe, and send it again
-            if message.pull:
-                asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
-                reading = Reading(session, seq, space.name, chunk.number, True, asks)
-                session.pending[seq] = reading
-            yield from self._wake(woken)
-            yield from self._tell_norms()
+        if message.pull:
+            asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
+            reading = Reading(session, seq, space.name, chunk.number, True, asks)
+            session.pending[seq] = reading
+        yield from self._wake(woken)
+        yield from self._tell_norms()
         if reading is not None:
             yield from self._read(reading)
             if not reading.is_pending:
@@ -169,8 +168,6 @@ class Requests:
         yield self._send(session, Ack((Receipt(seq, version),)))
 
     def _pull(self, session: Session, seq: int, message: Pull) -> Effects:
-        if seq in session.pending:
-            return
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         chunk.validate(message.runs)
@@ -439,8 +436,7 @@ class Requests:
     def tell_again(self) -> Effects:
         """Tell the sums again to those who may have missed them, and ask for theirs."""
         for norm in self.engine.norms.values():
-            if norm.mine:
-                yield from self._tell(norm, norm.unheard)
+            yield from self._tell(norm, norm.unheard)
 
     def _tell(self, norm: Norm, servers: Iterable[int]) -> Effects:
         for server in sorted(servers):

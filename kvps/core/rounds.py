@@ -179,8 +179,9 @@ class Span:
     def ahead(self, rank: int, live: frozenset[int]) -> int:
         """By how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
         clocks = [self._clock(one) for one in live if self.pushed.get(one)]
-        mine = self.pushed.get(rank, 0) + self.head_start.get(rank, 0)
-        return mine - min(clocks) if clocks else 0
+        # A head start keeps the others from waiting for what a replacement has still to push
+        # again; it does not make the replacement wait for them.
+        return self.pushed.get(rank, 0) - min(clocks) if clocks else 0
 
     def slowest(self, live: frozenset[int]) -> int:
         """The live rank that has pushed, and least."""

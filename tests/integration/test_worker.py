@@ -323,8 +323,8 @@ def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes, code: str)
 
 def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) -> None:
     cluster = processes.scheduler(1, 0)
-    worker = cluster.worker("sleep", 60, flags=["--no-replacement"])
-    cluster.process.expect("worker 0 joined")
+    worker = cluster.worker("sh", "-c", "echo there; sleep 60", flags=["--no-replacement"])
+    worker.expect("there")
     cluster.process.signal(signal.SIGSTOP)
     worker.signal(signal.SIGTERM)
     late = cluster.worker("echo", "ran", KVPS_JOIN_TIMEOUT="2")

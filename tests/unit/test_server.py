@@ -333,6 +333,7 @@ def test_the_next_job_begins_with_nothing() -> None:
         Note("info", "the next job begins; the stores of the last one are dropped")
     ]
     assert "Mismatch" in refusal(one.say(0, Status("kv"), job=JOB, incarnation=10))
+    assert "Fenced" in refusal(one.say(0, Status("kv"), incarnation=0))
     assert "expects HELLO first" in refusal(one.say(0, Status("kv")))
     one.hello(0)
     assert "store 'kv' was not opened" in refusal(one.say(0, Status("kv")))

@@ -1,0 +1,156 @@
+"""Chunks under random use: values that are held never change, and spans always fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvps.core.sessions import Reading, Session
+from kvps.core.slab import CHUNK_BYTES, Chunk, Chunks, Slab
+from kvps.messages import Piece
+
+SIZES = st.integers(1, 9)
+
+
+class Held(RuleBasedStateMachine):
+    """Writers and readers of one chunk; a reader lets go at some later time, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk = Chunk(1, "kv", "int64", 8)
+        self.chunk.buffer.tensor.zero_()
+        self.now = [0] * 8
+        self.readers: list[tuple[object, torch.Tensor, list[int]]] = []
+
+    @rule(start=st.integers(0, 7), value=st.integers(1, 1000))
+    def write(self, start: int, value: int) -> None:
+        held = self.chunk.buffer.holds > 0
+        before = self.chunk.buffer
+        self.chunk.writable()[start:].add_(value)
+        assert (self.chunk.buffer is before) is not held
+        self.now = self.now[:start] + [one + value for one in self.now[start:]]
+
+    @rule(start=st.integers(0, 7))
+    def read(self, start: int) -> None:
+        buffer = self.chunk.buffer.hold()
+        self.readers.append((buffer, buffer.tensor[start:], self.now[start:]))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.readers) - 1))
+        buffer, _, _ = self.readers.pop(index)
+        buffer.release()  # type: ignore[attr-defined]
+
+    @invariant()
+    def nothing_that_is_held_changes(self) -> None:
+        assert self.chunk.buffer.tensor.tolist() == self.now
+        for _, view, seen in self.readers:
+            assert view.tolist() == seen
+
+
+TestHeld = pytest.mark.spec("R62")(Held.TestCase)
+TestHeld.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+class Cuts(RuleBasedStateMachine):
+    """Keys come and go, spans are cut and move, readings wait: against a list of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk = Chunk(1, "kv", "uint8", 200)
+        self.pieces: list[Piece] = []
+        self.versions: dict[int, int] = {}
+        self.waiting: list[Reading] = []
+
+    @precondition(lambda self: self.chunk.used < 180)
+    @rule(size=SIZES)
+    def append(self, size: int) -> None:
+        piece = self.chunk.append(f"k{len(self.chunk.keys)}", size)
+        self.pieces.append(piece)
+        self.versions |= dict.fromkeys(range(piece.start, piece.start + size), 0)
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data(), moves=st.booleans())
+    def push(self, data: st.DataObject, moves: bool) -> None:
+        """Cut a run of neighbouring keys, and perhaps move it."""
+        first = data.draw(st.integers(0, len(self.pieces) - 1))
+        last = first
+        while (
+            last + 1 < len(self.pieces)
+            and self.pieces[last].start + self.pieces[last].size == self.pieces[last + 1].start
+            and data.draw(st.booleans())
+        ):
+            last += 1
+        start, stop = self.pieces[first].start, self.pieces[last].start + self.pieces[last].size
+        spans = self.chunk.cut(start, stop)
+        assert spans == list(self.chunk.spans_in(start, stop))
+        assert (spans[0].start, spans[-1].stop) == (start, stop)
+        if moves:
+            for span in spans:
+                span.version += 1
+                for element in range(span.start, span.stop):
+                    self.versions[element] += 1
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        piece = data.draw(st.sampled_from(self.pieces))
+        reading = Reading(Session(0, b"", 1), 1, "kv", 1, True, (), at=piece.start)
+        self.chunk.wait(reading)
+        self.waiting.append(reading)
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, 200), st.integers(0, 200))))
+        woken = self.chunk.woken(start, stop)
+        expected = [one for one in self.waiting if start <= one.at < stop]
+        assert sorted(map(id, woken)) == sorted(map(id, expected))
+        self.waiting = [one for one in self.waiting if one not in woken]
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        piece = data.draw(st.sampled_from(self.pieces))
+        self.pieces.remove(piece)
+        gone = range(piece.start, piece.start + piece.size)
+        woken = self.chunk.retire(piece)
+        assert all(one.at in gone for one in woken)
+        self.waiting = [one for one in self.waiting if one.at not in gone]
+        for element in gone:
+            del self.versions[element]
+
+    @invariant()
+    def spans_tell_the_history_of_each_element(self) -> None:
+        self.chunk.check()
+        told = {
+            element: span.version
+            for span in self.chunk.spans
+            for element in range(span.start, span.stop)
+        }
+        assert told == self.versions
+
+
+TestCuts = Cuts.TestCase
+TestCuts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(counts=st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_places_do_not_overlap_and_hold_all(counts: list[int]) -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks)
+    places = [slab.place(f"k{index}", count) for index, count in enumerate(counts)]
+    assert [sum(piece.size for piece in place) for place in places] == counts
+    assert chunks.weight_bytes == sum(counts)
+    taken: dict[int, int] = {}
+    for piece in sorted(piece for place in places for piece in place):
+        assert piece.start == taken.get(piece.chunk, 0)
+        taken[piece.chunk] = piece.start + piece.size
+    for chunk in chunks.by_number.values():
+        chunk.check()
+        assert chunk.capacity <= CHUNK_BYTES
