@@ -48,6 +48,8 @@ STOP_MAX_S = 10.0
 """How long anybody may take to end who is asked to; over what kvps-worker gives its command."""
 DONE_MAX_S = 10.0
 """How long servers and scheduler may take to end when every worker has."""
+LATE_MAX_S = 1.0
+"""How long servers may take when the scheduler has: one that still runs came after the job."""
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
 worker is a kvps-worker that runs COMMAND."""
@@ -397,7 +399,9 @@ class Launch:
 
     def _on_other_end(self, child: Child, code: int) -> None:
         """A server or the scheduler has ended; with 0, the job was over for it."""
-        if code == 0:
+        if child.role == "scheduler" and self._stage is Stage.DONE:
+            self._enter(Stage.DONE, LATE_MAX_S)
+        if code == 0 or self._stage >= Stage.STOPPING:  # by then everybody is asked to end
             return
         self._other_code = self._other_code or code
         if self._stage is Stage.GOING:
@@ -430,12 +434,13 @@ class Launch:
     def _go_on(self) -> None:
         """The time of this stage is over."""
         names = ", ".join(one.name for one in self._children.values())
-        log.warning("still running: %s", names)
+        is_late = self._stage is Stage.DONE and "scheduler" not in names
+        log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
         if self._stage is Stage.ENDING:
             self._enter(Stage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM, "worker")
         elif self._stage is Stage.DONE:
-            self._other_code = self._other_code or 1
+            self._other_code = self._other_code or (0 if is_late else 1)
             self._enter(Stage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM)
         else:

@@ -48,6 +48,15 @@ def test_all_of_it_in_one(processes: Processes) -> None:
     processes.check_nothing_left(0.5)
 
 
+def test_a_command_that_needs_no_cluster(processes: Processes) -> None:
+    """It ends before the servers have joined, and that is no fault of theirs."""
+    launched = processes.kvps("launch", "-n", 2, "--", "echo", "hello")
+    assert launched.wait() == 0, launched
+    assert sorted(launched.out.splitlines()) == ["[worker 0] hello", "[worker 1] hello"]
+    assert launched.err == ""
+    processes.check_nothing_left(0.5)
+
+
 def test_threads_are_shared_out(processes: Processes) -> None:
     script = processes.script(SUM + "print('threads', os.environ['OMP_NUM_THREADS'])")
     cores = len(os.sched_getaffinity(0))
