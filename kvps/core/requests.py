@@ -226,7 +226,9 @@ class Requests:
             for shard in replaced:
                 for reading in self.engine.replace(space, shard):
                     if reading.is_pending:
-                        gone = KeyNotFound(f"key {shard.key!r} was replaced by another shape")
+                        gone = KeyNotFound(
+                            f"key {shard.key!r} was replaced by another shape; read it anew"
+                        )
                         yield self._refuse(reading.session, reading.seq, gone)
             yield self._send(session, Declared(seq, places))
             yield from self._retry()  # a key without elements needs no LOAD

@@ -591,14 +591,19 @@ def test_shrink_goes_on_without_the_lost(seed: int, request: pytest.FixtureReque
             assert set(pulled["w"].tolist()) <= {111.0, 11.0}, pulled["w"].unique()
         return pulled["w"].unique().tolist()
 
+    def lose() -> None:
+        if cluster.clients[2].core.books:
+            cluster.kill(2)
+        else:  # the job has not begun
+            cluster.network.at(cluster.network.now + 0.5, lose)
+
     with replayable(request, job):
         cluster = Cluster(3, job.servers, script, seed, job.faults)
-        at = random.Random(seed).random() * 0.5 + 0.3
-        cluster.network.at(at, lambda: cluster.kill(2))
-        ended = [cluster.clients]
+        cluster.network.at(0.3 + random.Random(seed).random() / 2, lose)
         cluster.network.run(
             lambda: all(
-                rank in one and one[rank].done_at is not None for one in ended for rank in (0, 1)
+                rank in cluster.clients and cluster.clients[rank].done_at is not None
+                for rank in (0, 1)
             ),
             1_000,
         )

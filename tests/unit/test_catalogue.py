@@ -1,0 +1,83 @@
+"""What a worker knows of a store."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.catalogue import Catalogue
+from kvps.core.plan import Held
+from kvps.errors import KeyNotFound
+from tests.workbench import opened, spec
+
+
+def book(**options: object) -> Catalogue:
+    return Catalogue(opened(**options), 0, 2, 240.0)
+
+
+def place(one: Catalogue, *names: str, chunk: int = 1) -> None:
+    one.place((name, spec(4), [Held(0, chunk, 4 * at, 4, 0)]) for at, name in enumerate(names))
+
+
+@pytest.mark.parametrize(
+    ("mode", "on_worker_lost", "ordered", "waits"),
+    [
+        ("sync", "wait", True, True),
+        ("sync", "fail", True, True),
+        ("sync", "shrink", True, False),
+        ("async", "wait", False, False),
+        ("ssp", "wait", False, False),
+    ],
+)
+def test_what_the_options_mean(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:
+    one = book(mode=mode, on_worker_lost=on_worker_lost)
+    assert (one.ordered, one.waits_for_lost) == (ordered, waits)
+
+
+def test_a_plan_is_made_once() -> None:
+    one = book()
+    place(one, "a", "b")
+    plan = one.plan(("b", "a"))
+    assert [key.name for key in plan.keys] == ["b", "a"]
+    assert one.plan(("b", "a")) is plan
+    assert one.plan(("a", "b")) is not plan
+
+
+def test_until_keys_move() -> None:
+    one = book()
+    place(one, "a")
+    plan = one.plan(("a",))
+    place(one, "a", chunk=2)
+    assert plan.shares[0].chunk == 1
+    assert one.plan(("a",)).shares[0].chunk == 2
+
+
+def test_plans_do_not_grow_without_end() -> None:
+    one = book()
+    names = [f"k{index}" for index in range(10)]
+    place(one, *names)
+    for first in names:
+        for second in names:
+            one.plan((first, second))
+    assert len(one._plans) <= 4 * 10 + 16
+
+
+def test_what_was_counted_of_a_key_stays_unless_it_is_another() -> None:
+    one = book()
+    place(one, "a")
+    key = one.key("a")
+    key.number = 7
+    place(one, "a", chunk=3)
+    assert one.key("a") is key
+    assert key.pieces == (Held(0, 3, 0, 4, 0),)
+    one.place([("a", spec(5), [])])
+    assert (one.key("a").number, one.key("a").spec) == (0, spec(5))
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.raises(KeyNotFound, match=r"'w' of store 'kv' was never initialised; call init"):
+        book().plan(("w",))
+
+
+def test_large_keys_are_cut() -> None:
+    assert [part.server for part in book().parts("w", spec(31))] in ([0], [1])
+    assert [part.server for part in book().parts("w", spec(32))] == [0, 1]

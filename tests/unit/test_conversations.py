@@ -1,0 +1,686 @@
+"""What each call asks of the servers, in which order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls, conversations
+from kvps.core.hyper import resolve
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.messages import (
+    ENTRIES_MAX,
+    Ask,
+    Barrier,
+    Declare,
+    Declared,
+    Done,
+    Entry,
+    Error,
+    Field,
+    Find,
+    Found,
+    FoundAll,
+    GetState,
+    Load,
+    Message,
+    Open,
+    Optimize,
+    Piece,
+    Place,
+    Pull,
+    Pulled,
+    Push,
+    Rate,
+    Released,
+    Run,
+    SetState,
+    Stand,
+    StateIs,
+    Status,
+    StatusIs,
+)
+from kvps.specs import BY_NAME, Spec
+from tests.workbench import Bench, opened, part_servers, pull, push, server_of, spec, values_of
+
+FLOAT = BY_NAME["float32"].id
+HOT = torch.arange(40.0)
+"""A value that is cut over both servers."""
+
+
+def bench(rank: int = 0, **options: object) -> Bench:
+    one = Bench(rank=rank)
+    one.open(**options)
+    return one
+
+
+def ready(rank: int = 0, **options: object) -> Bench:
+    """With one key, ``w``, of which server 0 has 16 elements and server 1 the other 24."""
+    one = bench(rank, **options)
+    one.init({"w": HOT})
+    return one
+
+
+def chunk(one: Bench, server: int) -> int:
+    """The chunk of ``w`` on a server."""
+    return one.core.books["kv"].key("w").pieces[server].chunk
+
+
+def stood(one: Bench, seq: int, server: int, version: int, owed: int = 0) -> None:
+    """Answer a pull of ``w`` without values."""
+    size = (16, 24)[server]
+    runs = (Stand(0, size, version, owed),)
+    one.server(server, Pulled(seq, chunk(one, server), FLOAT, False, runs))
+
+
+def pulled(one: Bench, seq: int, server: int, version: int, value: float = 0.0) -> None:
+    """Answer a pull of ``w``."""
+    size = (16, 24)[server]
+    runs = (Stand(0, size, version, 0),)
+    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs)
+    one.server(server, answer, torch.full((size,), value))
+
+
+def answer_all(one: Bench, cls: type[Message], make: type[Done]) -> None:
+    """Answer the newest request of a class on each server."""
+    for server in range(one.servers):
+        one.server(server, make(one.seqs(cls, server)[-1]))
+
+
+class TestOpen:
+    def test_tells_every_server(self) -> None:
+        one = Bench(servers=3)
+        ticket = one.call(calls.OpenStore("kv", opened(), 60.0))
+        assert one.sent(Open) == [opened()] * 3
+        one.server(0, Done(1))
+        one.server(1, Done(1))
+        assert one.finish(ticket) is None
+        one.server(2, Done(1))
+        assert one.is_done(ticket)
+
+    def test_again_keeps_what_was_counted(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.open(worker_grace_s=5.0)
+        assert one.core.books["kv"].key("w").number == 1
+        assert one.core.books["kv"].worker_grace_s == 5.0
+
+    def test_refused_options_do_not_stick(self) -> None:
+        one = bench()
+        ticket = one.call(calls.OpenStore("kv", opened(mode="async"), 60.0))
+        one.server(0, Error(one.seqs(Open, 0)[-1], Mismatch.code, "mode differs"))
+        assert isinstance(one.error(ticket), Mismatch)
+        assert one.core.books["kv"].ordered
+
+
+class TestInit:
+    def test_rank_0_declares_and_loads(self) -> None:
+        one = bench()
+        home = part_servers("b", 2)[0]
+        values = {"w": HOT, "b": torch.tensor([7.0, 8.0])}
+        keys = (("w", spec(40)), ("b", spec(2)))
+        ticket = one.call(calls.Init("kv", keys, tuple(values.values())))
+        entries = [
+            [Entry("w", FLOAT, (40,), 0, 16)],
+            [Entry("w", FLOAT, (40,), 16, 24)],
+        ]
+        entries[home].append(Entry("b", FLOAT, (2,), 0, 2))
+        for server in (0, 1):
+            assert one.sent(Declare, server) == [Declare("kv", True, 0, tuple(entries[server]))]
+        for server in (0, 1):
+            size = (16, 24)[server]
+            places = [Place(True, (Piece(5, 0, 8), Piece(6, 0, size - 8)))]
+            places += [Place(True, (Piece(6, size - 8, 2),))] * (server == home)
+            one.server(server, Declared(one.seqs(Declare, server)[0], tuple(places)))
+        loads = one.sends(Load)
+        assert {(server_of(it), it.packet.message.chunk) for it in loads} == {  # type: ignore[attr-defined]
+            (0, 5),
+            (1, 5),
+            (0, 6),
+            (1, 6),
+        }
+        (last,) = [it for it in loads if it.packet.message.chunk == 6 and server_of(it) == home]  # type: ignore[attr-defined]
+        size = (16, 24)[home] - 8
+        assert last.packet.message == Load(6, FLOAT, (Run(0, size + 2, 0),))
+        begin = (8, 24)[home]
+        assert values_of(last) == [*range(begin, begin + size), 7, 8]
+        for server in (0, 1):
+            assert one.finish(ticket) is None
+            one.ack(server, *one.seqs(Load, server))
+        assert one.is_done(ticket)
+
+    def test_a_key_is_not_known_before_its_value_is_in(self) -> None:
+        """Else an init that is made again after a Timeout would be done too soon."""
+        one = bench()
+        init = calls.Init("kv", (("w", spec(40)),), (HOT,))
+        one.call(init)
+        for server in (0, 1):
+            place = Place(True, (Piece(1, 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[0], (place,)))
+        assert len(one.sent(Load)) == 2
+        again = one.call(init)
+        assert len(one.sent(Declare)) == 4
+        assert one.finish(again) is None
+
+    def test_others_wait_until_it_is_there(self) -> None:
+        one = bench(rank=1)
+        ticket = one.call(calls.Init("kv", (("w", spec(40)),), (HOT,)))
+        assert {message.create for message in one.sent(Declare)} == {False}
+        for server in (0, 1):
+            place = Place(False, (Piece(1, 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[0], (place,)))
+        assert one.is_done(ticket)
+        assert not one.sent(Load)
+
+    def test_a_known_key_is_left_alone(self) -> None:
+        one = ready()
+        before = len(one.effects)
+        assert one.is_done(one.call(calls.Init("kv", (("w", spec(40)),), (HOT,))))
+        other = one.call(calls.Init("kv", (("w", spec(9)),), (HOT,)))
+        assert isinstance(one.error(other), Mismatch)
+        assert "is float32[40] and cannot be initialised as float32[9]" in str(one.error(other))
+        assert len(one.effects) == before + 2
+
+    def test_new_keys_go_with_their_own_values(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Init("kv", (("w", spec(40)), ("v", spec(2))), (HOT, torch.ones(2))))
+        home = part_servers("v", 2)[0]
+        place = Place(True, (Piece(9, 0, 2),))
+        one.server(home, Declared(one.seqs(Declare, home)[-1], (place,)))
+        (load,) = one.sends(Load)
+        assert values_of(load) == [1, 1]
+        one.ack(home, *one.seqs(Load))
+        assert one.is_done(ticket)
+
+    def test_many_keys_are_declared_in_batches(self) -> None:
+        one = Bench(servers=1)
+        one.open()
+        keys = {f"k{index}": torch.zeros(1) for index in range(ENTRIES_MAX + 1)}
+        one.init(keys)
+        assert [len(message.entries) for message in one.sent(Declare)] == [ENTRIES_MAX, 1]
+        assert len(one.core.books["kv"].keys) == ENTRIES_MAX + 1
+
+    def test_a_key_without_elements_is_declared_too(self) -> None:
+        one = bench()
+        one.init({"nothing": torch.zeros(0)})
+        assert one.is_done(one.call(push({"nothing": torch.zeros(0)})))
+        assert one.is_done(one.call(pull({"nothing": torch.zeros(0)})))
+        versions = one.call(calls.Versions("kv", ("nothing",)))
+        assert one.finish(versions).value == [0]  # type: ignore[union-attr]
+
+
+class TestPush:
+    def test_one_message_for_each_chunk(self) -> None:
+        one = ready()
+        ticket = one.call(push({"w": HOT}))
+        assert one.sent(Push) == [
+            Push(chunk(one, 0), FLOAT, (0,), 1.0, False, (Run(0, 16, 0),)),
+            Push(chunk(one, 1), FLOAT, (0,), 1.0, False, (Run(0, 24, 0),)),
+        ]
+        assert [values_of(send) for send in one.sends(Push)] == [
+            [*range(16)],
+            [*range(16, 40)],
+        ]
+        one.ack(0, *one.seqs(Push, 0))
+        assert one.finish(ticket) is None
+        one.ack(1, *one.seqs(Push, 1))
+        assert one.is_done(ticket)
+
+    def test_is_numbered_key_by_key(self) -> None:
+        one = ready()
+        for _ in range(3):
+            one.call(push({"w": HOT}))
+        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 1, 2]
+
+    def test_a_thousand_keys_are_a_handful_of_messages(self) -> None:
+        one = bench()
+        names = [f"k{index}" for index in range(1000)]
+        ticket = one.call(calls.Lookup("kv", tuple(names)))
+        for server in (0, 1):
+            found = tuple(Found(FLOAT, (1,)) for _ in one.sent(Find, server)[0].keys)
+            one.server(server, FoundAll(one.seqs(Find, server)[0], found))
+        for server in (0, 1):
+            entries = one.sent(Declare, server)[0].entries
+            places = tuple(Place(False, (Piece(1, at, 1),)) for at in range(len(entries)))
+            one.server(server, Declared(one.seqs(Declare, server)[0], places))
+        assert one.is_done(ticket)
+        one.call(push({name: torch.zeros(1) for name in names}))
+        one.call(pull({name: torch.zeros(1) for name in names}))
+        assert [len(one.sent(Push)), len(one.sent(Pull))] == [2, 2]
+        assert {len(message.runs) for message in one.sent(Push)} == {1}
+
+    def test_with_sinks_it_reads_what_comes_of_it(self) -> None:
+        one = ready()
+        sink = torch.zeros(40)
+        ticket = one.call(push({"w": HOT}, sinks=(sink,), eager=False))
+        assert {message.pull for message in one.sent(Push)} == {True}
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+            assert one.finish(ticket) is None
+            pulled(one, one.seqs(Push, server)[0], server, 1, 5.0)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [5.0] * 40
+
+    def test_and_reads_again_what_lags(self) -> None:
+        one = ready()
+        sink = torch.zeros(40)
+        ticket = one.call(push({"w": HOT}, sinks=(sink,), eager=False))
+        pulled(one, one.seqs(Push, 0)[0], 0, 2, 5.0)
+        pulled(one, one.seqs(Push, 1)[0], 1, 1, 4.0)
+        assert one.sent(Pull) == [Pull(chunk(one, 1), True, (Ask(0, 24, 1, 2),))]
+        pulled(one, one.seqs(Pull, 1)[0], 1, 2, 5.0)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [5.0] * 40
+
+    def test_an_unknown_key_is_an_error(self) -> None:
+        one = bench()
+        assert isinstance(one.error(one.call(push({"w": HOT}))), KeyNotFound)
+
+
+class TestWindow:
+    """64 rounds of a key may be under way; the next push waits."""
+
+    def test_of_rounds(self) -> None:
+        one = ready()
+        for _ in range(64):
+            assert one.is_copied(one.call(push({"w": HOT})))
+        values = HOT.clone()
+        ticket = one.call(push({"w": values}))
+        assert len(one.sent(Push, 0)) == 64
+        assert not one.is_copied(ticket)
+        assert one.sent(Pull) == [
+            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 1),)),
+            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 1),)),
+        ]
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert one.is_copied(ticket)
+        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 64),)
+        next_one = one.call(push({"w": HOT}))
+        assert not one.is_copied(next_one)
+        assert one.sent(Pull)[-1].runs[0].least == 2
+
+    def test_is_counted_from_what_is_known_to_be_applied(self) -> None:
+        one = ready()
+        one.core.books["kv"].key("w").applied = 1
+        for _ in range(65):
+            assert one.is_copied(one.call(push({"w": HOT})))
+
+    def test_of_pushes_that_are_applied_one_by_one(self) -> None:
+        """Versions say nothing here: other ranks move them too."""
+        one = ready(mode="async")
+        for _ in range(64):
+            one.call(push({"w": HOT}))
+        ticket = one.call(push({"w": HOT}))
+        assert not one.is_copied(ticket)
+        assert not one.sent(Pull)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert one.is_copied(ticket)
+        assert one.core.books["kv"].key("w").applied == 64
+        for _ in range(63):
+            assert one.is_copied(one.call(push({"w": HOT})))
+        assert not one.is_copied(one.call(push({"w": HOT})))
+
+    def test_the_values_are_those_of_the_call(self) -> None:
+        """However long an eager push waits for room, its copy was made before."""
+        one = ready()
+        for _ in range(64):
+            one.call(push({"w": HOT}))
+        values = HOT.clone()
+        one.call(push({"w": values}))
+        values.fill_(-1)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert values_of(one.sends(Push, 0)[-1]) == [*range(16)]
+
+
+class TestRefused:
+    """A push that was refused changed nothing, so its number is owed still."""
+
+    def refuse(self, one: Bench) -> int:
+        ticket = one.call(push({"w": HOT}))
+        one.server(0, Error(one.seqs(Push, 0)[-1], ConfigError.code, "no optimizer"))
+        assert isinstance(one.error(ticket), ConfigError)
+        return ticket
+
+    @pytest.mark.parametrize("owed", [0, 1])
+    def test_the_next_push_asks_for_its_number(self, owed: int) -> None:
+        """The other server may have taken its part in."""
+        one = ready(mode="async")
+        self.refuse(one)
+        ticket = one.call(push({"w": HOT}))
+        assert one.sent(Pull) == [
+            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 0),)),
+            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 0),)),
+        ]
+        assert not one.is_copied(ticket)
+        stood(one, one.seqs(Pull, 0)[0], 0, 0, owed)
+        stood(one, one.seqs(Pull, 1)[0], 1, 0, 1)
+        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, owed]
+        one.call(push({"w": HOT}))
+        assert one.sent(Push, 0)[-1].runs[0].number == owed + 1
+
+    def test_two_that_ask_do_not_get_the_same(self) -> None:
+        one = ready(mode="async")
+        self.refuse(one)
+        for _ in range(2):
+            one.call(push({"w": HOT}))
+        for at in (0, 1):
+            for server in (0, 1):
+                stood(one, one.seqs(Pull, server)[at], server, 0)
+        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 0, 1]
+
+    def test_a_pull_does_not_wait_for_it(self) -> None:
+        one = ready(mode="async")
+        self.refuse(one)
+        one.call(pull({"w": torch.zeros(40)}))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 0)
+        assert one.sent(Pull)[-1] == Pull(chunk(one, 1), True, (Ask(0, 24, 0, 0),))
+
+
+class TestPull:
+    def test_is_of_what_this_rank_pushed_at_least(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        sink = torch.zeros(40)
+        ticket = one.call(pull({"w": sink}, least=7))
+        assert one.sent(Pull, 1) == [Pull(chunk(one, 1), True, (Ask(0, 24, 1, 7),))]
+        for server in (0, 1):
+            pulled(one, one.seqs(Pull, server)[0], server, 7, 3.0)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [3.0] * 40
+
+    def test_versions_are_those_of_the_part_that_is_behind(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        ticket = one.call(calls.Versions("kv", ("w",)))
+        assert one.sent(Pull, 1) == [Pull(chunk(one, 1), False, (Ask(0, 24, 1, 0),))]
+        stood(one, one.seqs(Pull, 0)[0], 0, 9)
+        stood(one, one.seqs(Pull, 1)[0], 1, 8)
+        assert one.finish(ticket).value == [8]  # type: ignore[union-attr]
+
+
+class TestLookup:
+    def test_finds_what_others_initialised(self) -> None:
+        one = bench(rank=1)
+        names = ("w", "b", "c")
+        ticket = one.call(calls.Lookup("kv", names))
+        shapes = {"w": (40,), "b": (2,)}
+        for send in one.sends(Find):
+            keys = send.packet.message.keys  # type: ignore[attr-defined]
+            found = tuple(
+                Found(FLOAT, shapes[name]) if name in shapes else Found(0, ()) for name in keys
+            )
+            one.server(server_of(send), FoundAll(send.packet.envelope.seq, found))
+        for send in one.sends(Declare):
+            message = send.packet.message
+            assert isinstance(message, Declare)
+            assert not message.create
+            places = tuple(Place(False, (Piece(1, 0, it.size),)) for it in message.entries)
+            one.server(server_of(send), Declared(send.packet.envelope.seq, places))
+        assert one.finish(ticket).value == {  # type: ignore[union-attr]
+            "w": spec(40),
+            "b": spec(2),
+            "c": None,
+        }
+        assert len(one.core.books["kv"].key("w").pieces) == 2
+
+    def test_does_not_ask_for_what_it_knows(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Lookup("kv", ("w",)))
+        assert one.finish(ticket).value == {"w": spec(40)}  # type: ignore[union-attr]
+        assert not one.sent(Find)
+
+
+class TestResume:
+    def test_numbers_from_the_lowest_that_is_owed_on_any_part(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Resume("kv", ("w",)))
+        stood(one, one.seqs(Pull, 0)[0], 0, 3, owed=5)
+        stood(one, one.seqs(Pull, 1)[0], 1, 3, owed=4)
+        assert one.finish(ticket).value == 4  # type: ignore[union-attr]
+        one.call(push({"w": HOT}))
+        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 4),)
+
+    def test_waits_for_this_ranks_own_pushes(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.call(calls.Resume("kv", ("w",)))
+        assert not one.sent(Pull)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert len(one.sent(Pull)) == 2
+
+    def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Resume("kv", ("w", "new")))
+        (find,) = one.sends(Find)
+        one.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 3, owed=5)
+        assert one.finish(ticket).value == 0  # type: ignore[union-attr]
+
+
+class TestBroadcast:
+    def call(self, one: Bench, value: torch.Tensor, sink: torch.Tensor) -> int:
+        key = ("w", Spec("float32", tuple(value.shape)))
+        return one.call(calls.Broadcast("kv", (key,), (value,), (sink,)))
+
+    def meet(self, one: Bench) -> None:
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("mode", ["sync", "async"])
+    def test_all_meet_and_read_the_value_of_rank_0(self, rank: int, mode: str) -> None:
+        one = ready(rank, mode=mode)
+        sink = torch.zeros(40)
+        ticket = self.call(one, HOT, sink)
+        before = len(one.sent(Declare))
+        self.meet(one)
+        assert [message.call for message in one.sent(Declare)[before:]] == [1, 1]
+        for server in (0, 1):
+            place = Place(rank == 0, (Piece(chunk(one, server), 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+        assert len(one.sent(Load)) == 2 * (rank == 0)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Load, server))
+        for server in (0, 1):
+            assert one.sent(Pull, server)[0].runs[0].after == 0
+            pulled(one, one.seqs(Pull, server)[0], server, 0, 6.0)
+        assert sink.tolist() == [6.0] * 40
+        if mode == "async":  # a push of another rank could move it before all have read it
+            assert one.finish(ticket) is None
+            self.meet(one)
+        assert one.is_done(ticket)
+        assert one.core.books["kv"].key("w").broadcasts == 1
+
+    def test_waits_for_the_rounds_that_this_rank_has_pushed(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        self.call(one, HOT, torch.zeros(40))
+        assert one.sent(Pull)[0].runs[0].after == 1
+        assert not one.sent(Barrier)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+            one.ack(server, *one.seqs(Push, server))
+        assert len(one.sent(Barrier)) == 1
+
+    def test_a_new_shape_begins_the_key_anew(self) -> None:
+        one = ready(rank=1)
+        one.call(push({"w": HOT}))
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        one.core.books["kv"].key("w").applied = 1
+        self.call(one, torch.zeros(50), torch.zeros(50))
+        self.meet(one)
+        for server in (0, 1):
+            place = Place(False, (Piece(77, 0, (16, 34)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+        key = one.core.books["kv"].key("w")
+        assert (key.number, key.spec) == (0, spec(50))
+
+    def test_one_that_failed_may_be_made_again(self) -> None:
+        one = ready()
+        ticket = self.call(one, HOT, torch.zeros(40))
+        self.meet(one)
+        one.server(0, Error(one.seqs(Declare, 0)[-1], Mismatch.code, "no"))
+        assert isinstance(one.error(ticket), Mismatch)
+        self.call(one, HOT, torch.zeros(40))
+        assert [message.number for message in one.sent(Barrier)] == [0, 0]
+        self.meet(one)
+        assert [message.call for message in one.sent(Declare, 0)] == [0, 1, 1]
+
+    def test_creates_a_key(self) -> None:
+        one = bench()
+        self.call(one, HOT, torch.zeros(40))
+        self.meet(one)
+        assert [message.call for message in one.sent(Declare)] == [1, 1]
+
+
+class TestOptimizer:
+    HYPER = resolve("sgd", {"lr": 0.5, "lr_mult": {"w": 2.0}, "wd_mult": {"w": 3.0}})
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_reaches_every_server_and_rank_0_sets_it(self, rank: int) -> None:
+        one = ready(rank)
+        ticket = one.call(calls.SetOptimizer("kv", self.HYPER))
+        (first, second) = one.sent(Optimize)
+        assert first == second
+        assert (first.store, first.call, first.create, first.name) == ("kv", 1, rank == 0, "sgd")
+        assert (first.numbers["lr"], first.lr_mult, first.wd_mult) == (0.5, {"w": 2}, {"w": 3})
+        answer_all(one, Optimize, Done)
+        assert one.is_done(ticket)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate) == [Rate("kv", 1, rank == 0, 0.25)] * 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_waits_for_this_ranks_own_rounds(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.call(call)
+        assert one.sent(Pull)[0] == Pull(chunk(one, 0), False, (Ask(0, 16, 1, 0),))
+        assert not one.sent(cls)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert len(one.sent(cls)) == 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_or_for_its_pushes_to_be_taken_in(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready(mode="async")
+        one.call(push({"w": HOT}))
+        one.call(call)
+        one.ack(0, *one.seqs(Push, 0))
+        assert not one.sent(cls)
+        one.ack(1, *one.seqs(Push, 1))
+        assert len(one.sent(cls)) == 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_a_refused_one_is_not_counted(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready(rank=1)
+        ticket = one.call(call)
+        one.server(1, Error(one.seqs(cls, 1)[0], Mismatch.code, "rank 0 set another"))
+        assert str(one.error(ticket)) == "rank 0 set another"
+        one.call(call)
+        assert [message.call for message in one.sent(cls, 1)] == [1, 1]  # type: ignore[attr-defined]
+
+
+class TestState:
+    def test_is_collected_from_where_keys_lie(self) -> None:
+        one = ready()
+        ticket = one.call(calls.SaveState("kv"))
+        assert one.sent(GetState) == [
+            GetState(chunk(one, 0), 0, 16),
+            GetState(chunk(one, 1), 0, 24),
+        ]
+        for server, size in enumerate((16, 24)):
+            fields = (Field("momentum", FLOAT, size), Field("extra", FLOAT, size))[: 2 - server]
+            rows = [torch.full((size,), 1.0 + server)] * len(fields)
+            one.server(server, StateIs(one.seqs(GetState, server)[0], 5, fields), *rows)
+        states = one.finish(ticket).value  # type: ignore[union-attr]
+        assert isinstance(states, dict)
+        step, rows = states["w"]
+        assert step == 5
+        assert rows.keys() == {"momentum"}, "a part without it was never updated"
+        assert rows["momentum"].tolist() == [1.0] * 16 + [2.0] * 24
+
+    def test_is_put_back_there(self) -> None:
+        one = ready()
+        ticket = one.call(calls.LoadState("kv", {"w": (5, {"m": HOT, "v": HOT + 100})}))
+        for server, (begin, size) in enumerate(((0, 16), (16, 24))):
+            (send,) = one.sends(SetState, server)
+            fields = (Field("m", FLOAT, size), Field("v", FLOAT, size))
+            assert send.packet.message == SetState(chunk(one, server), 0, size, 5, fields)
+            assert len(send.packet.payload) == 2
+            assert send.packet.payload[1].cast("f")[0] == 100 + begin
+            one.server(server, Done(one.seqs(SetState, server)[0]))
+        assert one.is_done(ticket)
+
+
+class TestTogether:
+    @pytest.mark.spec("R33")
+    def test_barriers_are_numbered_by_store_and_name(self) -> None:
+        one = bench()
+        one.open("other")
+        for store, name in (("kv", None), ("kv", "x"), ("other", None), ("kv", None)):
+            one.call(calls.Stand(store, name))
+            one.scheduler(Released(one.seqs(Barrier)[-1]))
+        assert one.sent(Barrier) == [
+            Barrier("kv", "", 0),
+            Barrier("kv", "x", 0),
+            Barrier("other", "", 0),
+            Barrier("kv", "", 1),
+        ]
+
+    def test_a_barrier_waits_until_this_stores_pushes_are_taken_in(self) -> None:
+        one = ready()
+        one.open("other")
+        one.call(push({"w": HOT}))
+        one.call(calls.Stand("other", None))
+        one.call(calls.Stand("kv", None))
+        assert [message.store for message in one.sent(Barrier)] == ["other"]
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert [message.store for message in one.sent(Barrier)] == ["other", "kv"]
+
+    def test_a_flush_too(self) -> None:
+        one = ready()
+        assert one.is_done(one.call(calls.Flush("kv")))
+        one.call(push({"w": HOT}))
+        ticket = one.call(calls.Flush("kv"))
+        later = one.call(push({"w": HOT}))
+        for server in (0, 1):
+            assert one.finish(ticket) is None
+            one.ack(server, one.seqs(Push, server)[0])
+        assert one.is_done(ticket), "pushes that came later are not waited for"
+        assert one.finish(later) is None
+
+    def test_a_barrier_that_was_not_passed_is_not_counted(self) -> None:
+        one = bench()
+        ticket = one.call(calls.Stand("kv", None))
+        one.scheduler(Error(one.seqs(Barrier)[0], ConfigError.code, "no"))
+        assert isinstance(one.error(ticket), ConfigError)
+        one.call(calls.Stand("kv", None))
+        assert [message.number for message in one.sent(Barrier)] == [0, 0]
+
+    def test_status_is_asked_of_all(self) -> None:
+        one = bench()
+        ticket = one.call(calls.Ask("kv"))
+        for server in (0, 1):
+            one.server(server, StatusIs(one.seqs(Status, server)[0], (), ()))
+        assert [type(it) for it in one.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]
+
+
+def test_every_call_has_a_conversation() -> None:
+    with pytest.raises(TypeError, match="no conversation for Call"):
+        conversations.start(bench().core.books["kv"], calls.Call("kv"), [])

@@ -1,0 +1,218 @@
+"""Links: windows, priorities, lanes, probes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.core import link
+from kvps.core.link import PROBE_AFTER_S, PROBE_SEQS_MAX, WINDOW_BYTES, Link, Request
+from kvps.messages import Status
+
+
+def request(
+    name: str = "", lane: int = 0, priority: int = 0, payload_bytes: int = 0, **more: object
+) -> Request:
+    return Request(
+        0,
+        Status(name),
+        lane=lane,
+        priority=priority,
+        payload_bytes=payload_bytes,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def ready() -> Link:
+    one = Link(0)
+    one.ready = True
+    return one
+
+
+def names(link: Link, now: float = 0.0) -> list[str]:
+    """Send what is due."""
+    return [one.message.store for one in link.due(now) if isinstance(one.message, Status)]
+
+
+def queued(link: Link, *requests: Request) -> list[Request]:
+    for one in requests:
+        link.queue(one)
+    return list(requests)
+
+
+def test_nothing_is_sent_before_the_server_has_answered_hello() -> None:
+    one = Link(0)
+    queued(one, request("a"))
+    assert names(one) == []
+    one.ready = True
+    assert names(one) == ["a"]
+    assert names(one) == []
+
+
+def test_requests_are_numbered_as_they_are_sent() -> None:
+    one = ready()
+    low, high = queued(one, request("low"), request("high", priority=1))
+    assert names(one, 3.0) == ["high", "low"]
+    assert [(sent.seq, sent.sent_at) for sent in (high, low)] == [(1, 3.0), (2, 3.0)]
+    assert list(one.outstanding) == [1, 2]
+
+
+class TestPriority:
+    def test_the_higher_goes_first_and_equals_keep_their_order(self) -> None:
+        one = ready()
+        queued(
+            one,
+            request("a"),
+            request("b", lane=2, priority=1),
+            request("c", lane=3, priority=2),
+            request("d", lane=4, priority=1),
+        )
+        assert names(one) == ["c", "b", "d", "a"]
+
+    def test_requests_for_one_chunk_keep_their_order(self) -> None:
+        one = ready()
+        queued(one, request("a", lane=1, priority=2), request("b", lane=1, priority=1))
+        queued(one, request("c", lane=1, priority=2))
+        assert names(one) == ["a", "b", "c"]
+
+    def test_a_higher_one_lifts_all_those_before_it_in_its_lane(self) -> None:
+        one = ready()
+        queued(
+            one,
+            request("a1", lane=1),
+            request("b1", lane=2, priority=1),
+            request("a2", lane=1),
+            request("a3", lane=1, priority=5),
+            request("a4", lane=1),
+        )
+        assert names(one) == ["a1", "a2", "a3", "b1", "a4"]
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2))))
+    def test_against_a_model(self, given: list[tuple[int, int]]) -> None:
+        """Each time the highest goes, after all that its lane has before it."""
+        one, left = ready(), []
+        for index, (lane, priority) in enumerate(given):
+            queued(one, request(str(index), lane, priority))
+            left.append((index, lane, priority))
+        expected = []
+        while left:
+            first = max(left, key=lambda it: (it[2], -it[0]))
+            lane = [it for it in left if it[1] == first[1] and it[0] <= first[0] and first[1]]
+            for it in lane or [first]:
+                expected.append(str(it[0]))
+                left.remove(it)
+        assert names(one) == expected
+
+
+class TestWindow:
+    def test_is_sixteen_mebibytes_of_payload(self) -> None:
+        one = ready()
+        mebibyte = 1 << 20
+        assert 16 * mebibyte == WINDOW_BYTES
+        queued(one, *[request(str(index), payload_bytes=mebibyte) for index in range(20)])
+        assert len(names(one)) == 16
+        one.answer(3)
+        assert names(one) == ["16"]
+        one.receive(5)
+        one.receive(5)
+        assert names(one) == ["17"]
+        one.answer(5)
+        assert names(one) == []
+
+    def test_stops_what_a_higher_one_lifts_halfway(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(link, "WINDOW_BYTES", 2)
+        one = ready()
+        queued(one, *[request(name, 1, 0, 1) for name in "abc"], request("d", 1, 9, 1))
+        queued(one, request("e", 2, 5, 1))
+        assert names(one) == ["a", "b"]
+        one.answer(1)
+        assert names(one) == ["c"]
+        one.answer(2)
+        one.answer(3)
+        assert names(one) == ["d", "e"]
+
+
+class TestPayload:
+    def test_is_made_when_it_is_sent(self) -> None:
+        source = torch.zeros(2)
+        one = ready()
+        (late,) = queued(one, request("late", fill=lambda: (source.clone(),)))
+        source.fill_(3)
+        assert names(one) == ["late"]
+        source.fill_(4)
+        assert late.payload[0].tolist() == [3, 3]
+
+    def test_or_before_when_its_source_may_change(self) -> None:
+        source = torch.zeros(2)
+        early = request("early", fill=lambda: (source.clone(),))
+        early.freeze()
+        source.fill_(3)
+        early.freeze()
+        assert early.payload[0].tolist() == [0, 0]
+
+    def test_is_given_up_with_the_answer(self) -> None:
+        one = ready()
+        (sent,) = queued(one, request(payload_bytes=8, fill=lambda: (torch.zeros(2),)))
+        names(one)
+        assert one.receive(1) is sent
+        assert sent.payload
+        assert one.answer(1) is sent
+        assert not sent.payload
+        assert one.answer(1) is None
+        assert one.receive(1) is None
+        assert not one.outstanding
+
+
+class TestProbes:
+    def test_come_two_seconds_after_the_oldest_was_sent_and_again(self) -> None:
+        one = ready()
+        assert one.probe_at() is None
+        assert one.overdue(99.0) == []
+        queued(one, request())
+        names(one, 10.0)
+        queued(one, request())
+        names(one, 11.5)
+        assert one.probe_at() == 10.0 + PROBE_AFTER_S
+        assert one.overdue(11.9) == []
+        assert one.overdue(12.0) == [(1, 2)]
+        assert one.probe_at() == 14.0
+        one.answer(1)
+        assert one.overdue(14.0) == [(2,)]
+        one.answer(2)
+        assert one.probe_at() is None
+
+    def test_ask_for_all_in_batches(self) -> None:
+        one = ready()
+        queued(one, *[request() for _ in range(PROBE_SEQS_MAX + 1)])
+        names(one)
+        first, second = one.overdue(5.0)
+        assert (len(first), second) == (PROBE_SEQS_MAX, (PROBE_SEQS_MAX + 1,))
+
+
+class TestDrop:
+    def test_what_was_not_sent_is_not(self) -> None:
+        one = ready()
+        requests = queued(one, request("a", 1), request("b", 1), request("c"), request("d", 1))
+        one.drop(requests[0])
+        one.drop(requests[2])
+        assert names(one) == ["b", "d"]
+
+    def test_also_if_it_would_be_lifted(self) -> None:
+        one = ready()
+        requests = queued(one, request("a", 1), request("b", 1, priority=1))
+        one.drop(requests[0])
+        assert names(one) == ["b"]
+
+    def test_what_was_sent_is_not_asked_after(self) -> None:
+        one = ready()
+        (sent,) = queued(one, request("a"))
+        names(one)
+        one.drop(sent)
+        assert one.probe_at() is None
+        assert one.answer(1) is None
+
+    def test_what_changes_values_must_arrive(self) -> None:
+        with pytest.raises(AssertionError, match="must arrive"):
+            ready().drop(request(payload_bytes=1))

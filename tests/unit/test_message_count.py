@@ -1,0 +1,46 @@
+"""A thousand small keys travel in a handful of messages, there and back."""
+
+from __future__ import annotations
+
+import torch
+
+from kvps.core.placement import parts
+from kvps.core.plan import Held, Key, make
+from kvps.messages import Declare, Declared, Entry, Load, Pulled, Push
+from kvps.specs import Spec
+from tests.server_stage import ServerStage, heard
+
+KEYS = 1000
+SERVERS = 2
+
+
+def test_a_thousand_keys_on_two_servers() -> None:
+    stages = [ServerStage(2, SERVERS, rank) for rank in range(SERVERS)]
+    entries: list[list[Entry]] = [[] for _ in stages]
+    for index in range(KEYS):
+        (part,) = parts(f"layer{index}.weight", 256, SERVERS)
+        entries[part.server].append(Entry(f"layer{index}.weight", 1, (256,), 0, 256))
+    keys = []
+    for server, stage in enumerate(stages):
+        stage.open()
+        (answer,) = heard(stage.say(0, Declare("kv", True, 0, tuple(entries[server]))), Declared)
+        for entry, place in zip(entries[server], answer.places, strict=True):
+            held = tuple(Held(server, *piece, 0) for piece in place.pieces)
+            keys.append(Key(entry.key, Spec("float32", (256,)), held))
+    plan = make(keys)
+    rows = [torch.full((256,), float(index)) for index in range(KEYS)]
+    messages = answers = 0
+    for share in plan.shares:
+        load = Load(share.chunk, 1, share.runs([0] * KEYS))
+        stages[share.server].say(0, load, share.gather(rows))
+    for rank in range(2):
+        for share in plan.shares:
+            push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs([0] * KEYS))
+            assert len(push.runs) == 1
+            said = stages[share.server].say(rank, push, share.gather(rows))
+            messages += 1
+            answers += len(heard(said, Pulled))
+    assert messages == answers == 2 * SERVERS
+    # And no more than one round, one sum and one update for each of them.
+    for stage in stages:
+        assert [(span.version, len(span.pushed)) for span in stage.chunk().spans] == [(1, 2)]

@@ -1,0 +1,228 @@
+"""Reading keys: each at one version, though its parts answer one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.core.catalogue import Catalogue
+from kvps.core.link import Request
+from kvps.core.plan import Held
+from kvps.core.reading import Drain, Lagging, Step, Steps, read, stand
+from kvps.messages import Ask, Packet, Pull, Pulled, Stand
+from kvps.specs import BY_NAME
+from kvps.tensors import to_frame
+from tests.workbench import opened, spec
+
+ENVELOPE: Any = None
+"""Nobody here reads it."""
+
+
+def book(mode: str = "sync") -> Catalogue:
+    """``a`` and ``b`` lie side by side on server 0; ``big`` on both servers."""
+    one = Catalogue(opened(mode=mode), 0, 2, 240.0)
+    one.place(
+        [
+            ("a", spec(2), [Held(0, 1, 0, 2, 0)]),
+            ("b", spec(3), [Held(0, 1, 2, 3, 0)]),
+            ("big", spec(8), [Held(0, 2, 0, 4, 0), Held(1, 1, 0, 4, 4)]),
+        ]
+    )
+    return one
+
+
+def reading(one: Catalogue, *names: str, after: int = 0) -> tuple[Steps, list[torch.Tensor]]:
+    plan = one.plan(names)
+    sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
+    conditions = [after] * len(names)
+    return read(one, plan, sinks, conditions, [0] * len(names), 0), sinks
+
+
+def pulls(step: Step) -> list[Pull]:
+    assert not isinstance(step, Drain)
+    return [one.message for one in step if isinstance(one.message, Pull)]
+
+
+def answer(request: Request, *versions: int, wanted: bool = True, owed: int = 0) -> Packet:
+    """Answer with one version per ask, and values that are their version."""
+    message = request.message
+    assert isinstance(message, Pull)
+    runs = tuple(
+        Stand(ask.start, ask.size, version, owed)
+        for ask, version in zip(message.runs, versions, strict=True)
+    )
+    packet = Packet(ENVELOPE, Pulled(1, message.chunk, BY_NAME["float32"].id, message.values, runs))
+    if message.values:
+        values = torch.cat([torch.full((one.size,), float(one.version)) for one in runs])
+        packet = Packet(ENVELOPE, packet.message, (to_frame(values),))
+    assert request.on_reply is not None
+    request.on_reply(packet, wanted)
+    return packet
+
+
+def ends(steps: Steps, answers: Sequence[Packet]) -> bool:
+    try:
+        steps.send(list(answers))
+    except StopIteration:
+        return True
+    return False
+
+
+def test_keys_of_one_chunk_are_read_by_one_request() -> None:
+    steps, sinks = reading(book(), "a", "b", after=2)
+    step = next(steps)
+    assert pulls(step) == [Pull(1, True, (Ask(0, 5, 2, 0),))]
+    assert isinstance(step, list)
+    assert ends(steps, [answer(step[0], 3)])
+    assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
+
+
+def test_keys_may_stand_at_different_versions() -> None:
+    one = book()
+    one.key("a").number = 1
+    plan = one.plan(("a", "b"))
+    sinks = [torch.zeros(2), torch.zeros(3)]
+    steps = read(one, plan, sinks, [1, 0], [0, 4], 0)
+    step = next(steps)
+    assert pulls(step) == [Pull(1, True, (Ask(0, 2, 1, 0), Ask(2, 3, 0, 4)))]
+    assert isinstance(step, list)
+    assert ends(steps, [answer(step[0], 1, 5)])
+    assert [sink.tolist() for sink in sinks] == [[1, 1], [5, 5, 5]]
+    assert [key.applied for key in plan.keys] == [1, 5]
+
+
+def test_what_is_not_wanted_any_more_is_not_written() -> None:
+    steps, sinks = reading(book(), "a")
+    step = next(steps)
+    assert isinstance(step, list)
+    assert ends(steps, [answer(step[0], 3, wanted=False)])
+    assert sinks[0].tolist() == [-1, -1]
+
+
+class TestTorn:
+    def test_the_lagging_part_is_read_again_at_the_version_of_the_other(self) -> None:
+        steps, (sink,) = reading(book(), "big", after=1)
+        step = next(steps)
+        assert isinstance(step, list)
+        again = steps.send([answer(step[0], 5), answer(step[1], 4)])
+        assert isinstance(again, Lagging)
+        assert [one.server for one in again] == [1]
+        assert pulls(again) == [Pull(1, True, (Ask(0, 4, 1, 5),))]
+        assert ends(steps, [answer(again[0], 5)])
+        assert sink.tolist() == [5] * 8
+
+    def test_until_none_was_overtaken(self) -> None:
+        steps, (sink,) = reading(book(), "big")
+        step = next(steps)
+        assert isinstance(step, list)
+        again = steps.send([answer(step[0], 5), answer(step[1], 4)])
+        assert isinstance(again, Lagging)
+        more = steps.send([answer(again[0], 7)])
+        assert isinstance(more, Lagging)
+        assert [one.server for one in more] == [0]
+        assert pulls(more) == [Pull(2, True, (Ask(0, 4, 0, 7),))]
+        assert ends(steps, [answer(more[0], 7)])
+        assert sink.tolist() == [7] * 8
+
+    def test_other_keys_are_left_as_they_are(self) -> None:
+        steps, sinks = reading(book(), "a", "big", "b")
+        step = next(steps)
+        assert isinstance(step, list)
+        assert [(one.server, one.lane) for one in step] == [(0, 1), (1, 1), (0, 2)]
+        again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
+        assert isinstance(again, Lagging)
+        assert [(one.server, one.lane) for one in again] == [(1, 1)]
+        assert ends(steps, [answer(again[0], 3)])
+        assert [sink.tolist() for sink in sinks] == [[9] * 2, [3] * 8, [9] * 3]
+
+    def test_a_lost_worker_is_not_waited_for_where_pushes_are_applied_one_by_one(self) -> None:
+        one = book("async")
+        steps, (sink,) = reading(one, "big")
+        step = next(steps)
+        assert isinstance(step, list)
+        again = steps.send([answer(step[0], 5), answer(step[1], 4)])
+        assert isinstance(again, Lagging)
+        one.is_short = True
+        assert ends(steps, [])
+        assert sink.tolist() == [5] * 4 + [4] * 4
+
+    def test_but_it_is_where_rounds_wait_for_it_too(self) -> None:
+        one = book()
+        one.is_short = True
+        steps, _ = reading(one, "big")
+        step = next(steps)
+        assert isinstance(step, list)
+        assert isinstance(steps.send([answer(step[0], 5), answer(step[1], 4)]), Lagging)
+
+    @given(st.data())
+    def test_every_key_ends_at_one_version(self, data: st.DataObject) -> None:
+        """Whatever versions the parts stand at whenever they are read."""
+        parts = data.draw(st.integers(1, 4))
+        one = Catalogue(opened(), 0, parts, 240.0)
+        one.place(
+            (name, spec(2 * parts), [Held(at, 1 + which, 0, 2, 2 * at) for at in range(parts)])
+            for which, name in enumerate("kl")
+        )
+        now = {(at, chunk): 0 for at in range(parts) for chunk in (1, 2)}
+        steps, sinks = reading(one, "k", "l")
+        step = next(steps)
+        for _ in range(50):
+            assert isinstance(step, list)
+            answers = []
+            for request in step:
+                message = request.message
+                assert isinstance(message, Pull)
+                assert request.server is not None
+                part = (request.server, message.chunk)
+                ahead = data.draw(st.integers(0, 2)) if _ < 40 else 0
+                now[part] = max(now[part] + ahead, message.runs[0].least)
+                answers.append(answer(request, now[part]))
+            try:
+                step = steps.send(answers)
+            except StopIteration:
+                break
+        for sink in sinks:
+            assert len(sink.unique()) == 1
+
+
+class TestWhatIsKnownToBeApplied:
+    @pytest.mark.parametrize(("mode", "applied"), [("sync", 6), ("async", 2)])
+    def test_is_the_version_or_this_ranks_own_pushes(self, mode: str, applied: int) -> None:
+        one = book(mode)
+        steps = stand(one, one.plan(("a", "b")), [0, 0], [0, 0])
+        step = next(steps)
+        assert pulls(step) == [Pull(1, False, (Ask(0, 5, 0, 0),))]
+        assert isinstance(step, list)
+        with pytest.raises(StopIteration) as end:
+            steps.send([answer(step[0], 6, owed=2)])
+        tally = end.value.value
+        assert [one.key(name).applied for name in "ab"] == [applied, applied]
+        assert [list(found.values()) for found in tally.by_key()] == [[(6, 2)], [(6, 2)]]
+
+    @pytest.mark.parametrize(("mode", "applied"), [("sync", 4), ("async", 2)])
+    def test_on_all_parts(self, mode: str, applied: int) -> None:
+        one = book(mode)
+        one.place([("nothing", spec(0), [])])
+        steps = stand(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
+        step = next(steps)
+        assert isinstance(step, list)
+        with pytest.raises(StopIteration):
+            steps.send([answer(step[0], 5, owed=3), answer(step[1], 4, owed=2)])
+        assert one.key("big").applied == applied
+        assert one.key("nothing").applied == 0
+
+    def test_never_less_than_before(self) -> None:
+        one = book()
+        one.key("a").applied = one.key("big").applied = 9
+        for names in (("a",), ("big",)):
+            steps = stand(one, one.plan(names), [0], [0])
+            step = next(steps)
+            assert isinstance(step, list)
+            with pytest.raises(StopIteration):
+                steps.send([answer(request, 5 + at) for at, request in enumerate(step)])
+        assert (one.key("a").applied, one.key("big").applied) == (9, 9)

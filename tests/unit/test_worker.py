@@ -1,0 +1,678 @@
+"""A worker: the way of a call from its beginning to its one end, whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls
+from kvps.core.effects import Connect, Copied, Exit, Finish
+from kvps.core.hyper import resolve
+from kvps.core.member import Identity
+from kvps.core.worker import LATE_MAX, Worker
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    KvpsError,
+    Mismatch,
+    SchedulerLost,
+    ServerLost,
+    Timeout,
+    WorkerLost,
+)
+from kvps.messages import (
+    Ack,
+    Barrier,
+    Beat,
+    Declare,
+    Declared,
+    Done,
+    Error,
+    Hello,
+    Leave,
+    Left,
+    Node,
+    Open,
+    Optimize,
+    Pending,
+    Piece,
+    Place,
+    Probe,
+    Probed,
+    Pull,
+    Pulled,
+    Push,
+    Rate,
+    Released,
+    Role,
+    Stand,
+    Stop,
+    View,
+    Welcome,
+)
+from kvps.specs import BY_NAME
+from tests.workbench import Bench, member, opened, pull, push, sends, spec, values_of
+
+FLOAT = BY_NAME["float32"].id
+W1 = Node(Role.WORKER, 1)
+
+
+def small(**options: object) -> Bench:
+    """One server, one key ``w`` of 4 elements in chunk 1."""
+    one = Bench(servers=1)
+    one.open(**options)
+    one.init({"w": torch.zeros(4)})
+    return one
+
+
+def answer(one: Bench, seq: int, value: float, version: int = 1) -> None:
+    answer = Pulled(seq, 1, FLOAT, True, (Stand(0, 4, version, 0),))
+    one.server(0, answer, torch.full((4,), value))
+
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+class TestJoin:
+    def test_ends_when_the_cluster_is_complete(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join()
+        one.scheduler(Welcome(0, 21, 2, 2))
+        assert one.finish(ticket) is None
+        one.view()
+        assert one.is_done(ticket)
+        assert one.is_done(one.join())
+
+    @pytest.mark.spec("R1", "R17")
+    def test_connects_to_every_server_and_says_hello_each_second(self) -> None:
+        one = Bench(ready=False)
+        assert [effect for effect in one.effects if isinstance(effect, Connect)] == [
+            Connect("scheduler", "tcp://sched:1"),
+            Connect("server 0", "tcp://s0:1"),
+            Connect("server 1", "tcp://s1:1"),
+        ]
+        assert [len(one.sent(Hello, server)) for server in (0, 1)] == [1, 1]
+        one.wait(2.5)
+        one.server(0, Welcome(0, 1, 2, 2))
+        one.wait(2.5)
+        assert [len(one.sent(Hello, server)) for server in (0, 1)] == [3, 6]
+
+    @pytest.mark.parametrize("reason", ["waiting for 1 of 2 workers (rank 1)"])
+    def test_says_what_is_missing_when_it_takes_too_long(self, reason: str) -> None:
+        one = Bench(join=False)
+        ticket = one.join(5.0)
+        one.scheduler(Beat(0, reason))
+        one.wait(4.9)
+        assert one.finish(ticket) is None
+        one.wait(0.1)
+        assert isinstance(one.error(ticket), Timeout)
+        assert str(one.error(ticket)) == (
+            f"the cluster is not complete: {reason}. Start what is missing, or start fewer with "
+            "kvps-scheduler --workers and --servers"
+        )
+
+    def test_says_so_when_the_scheduler_does_not_answer(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join(5.0)
+        one.wait(5.0)
+        assert "no answer from the scheduler at tcp://sched:1" in str(one.error(ticket))
+
+    @pytest.mark.spec("R24")
+    def test_gives_up_after_a_minute(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join()
+        one.wait(61.0)
+        assert isinstance(one.error(ticket), SchedulerLost)
+        assert [exit.code for exit in one.exits()] == [75]
+
+    def test_ends_when_it_is_refused(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join()
+        one.scheduler(Error(0, ConfigError.code, "the job already has 2 workers"))
+        assert isinstance(one.error(ticket), ConfigError)
+        assert [exit.code for exit in one.exits()] == [78]
+
+    def test_ends_when_the_job_cannot_begin(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join()
+        one.scheduler(Welcome(0, 21, 2, 2))
+        one.view(phase="ending", reason="worker 1 is gone")
+        assert isinstance(one.error(ticket), WorkerLost)
+        assert "the job cannot go on: worker 1 is gone" in str(one.error(ticket))
+
+    def test_ends_when_the_job_is_over(self) -> None:
+        one = Bench(join=False)
+        ticket = one.join()
+        one.scheduler(Stop(1, "given up"))
+        assert isinstance(one.error(ticket), SchedulerLost)
+        assert one.exits() == [Exit(1, "given up")]
+
+    def test_a_call_before_that_is_an_error(self) -> None:
+        one = Bench(join=False)
+        ticket = one.call(calls.OpenStore("kv", opened(), 1.0))
+        assert "create(): this worker knows no server. Wait until" in str(one.error(ticket))
+
+    def test_a_job_without_servers_has_no_stores(self) -> None:
+        one = Bench(servers=0)
+        assert one.is_done(one.join())
+        error = one.error(one.call(calls.OpenStore("kv", opened(), 1.0)))
+        assert isinstance(error, ConfigError)
+        assert "--servers 1 or more" in str(error)
+
+    def test_a_view_that_overtakes_the_welcome_waits_for_the_next(self) -> None:
+        one = Bench(join=False)
+        one.view()
+        assert not one.sent(Hello, 0)
+        one.scheduler(Welcome(0, 21, 2, 2))
+        one.view()
+        assert one.sent(Hello, 0)
+
+
+# --- the caller's memory --------------------------------------------------------------------------
+
+
+class TestValues:
+    def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
+        one = Bench(servers=1, ready=False)
+        one.core.on_packet  # noqa: B018  # the server has not answered HELLO: nothing is sent
+        one.server(0, Welcome(0, 1, 2, 1))
+        one.open()
+        one.init({"w": torch.zeros(4)})
+        one.core.links[0].ready = False
+        values = torch.ones(4)
+        for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
+            assert effect == Copied(99)
+            values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    def test_of_a_lazy_push_are_read_when_they_are_sent(self) -> None:
+        one = small()
+        one.core.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False))
+        values.fill_(5)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [5, 5, 5, 5]
+        assert not one.is_copied(ticket)
+
+    def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
+        one = small()
+        one.core.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    def test_also_while_it_waits_for_room(self) -> None:
+        one = small()
+        for _ in range(64):
+            one.call(push({"w": torch.zeros(4)}))
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
+        assert values_of(one.sends(Push)[-1]) == [1, 1, 1, 1]
+
+    def test_of_an_init_that_timed_out_are_those_of_the_call(self) -> None:
+        one = Bench(servers=1)
+        one.open()
+        values = torch.ones(4)
+        ticket = one.call(calls.Init("kv", (("w", spec(4)),), (values,)), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        place = Place(True, (Piece(1, 0, 4),))
+        effects = one.server(0, Declared(one.seqs(Declare)[0], (place,)))
+        assert values_of(sends(effects, type(effects[0].packet.message))[0]) == [1] * 4  # type: ignore[union-attr]
+
+    def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
+        """Another worker's loss ends the call; the push stands."""
+        one = small(on_worker_lost="fail")
+        one.core.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False))
+        one.view(member(W1, "lost"))
+        assert isinstance(one.error(ticket), WorkerLost)
+        values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+
+# --- Timeout --------------------------------------------------------------------------------------
+
+
+class TestTimeout:
+    def test_names_what_the_servers_wait_for(self) -> None:
+        one = small()
+        ticket = one.call(pull({"w": torch.zeros(4)}), 5.0)
+        (seq,) = one.seqs(Pull)
+        one.wait(4.75)
+        assert one.sent(Probe)[-1] == Probe((seq,)), "asked once more, just before"
+        reason = "key 'w': round 0 waits for a push of rank 1"
+        one.server(0, Probed((), (Pending(seq, reason),)))
+        one.wait(0.25)
+        assert isinstance(one.error(ticket), Timeout)
+        assert str(one.error(ticket)) == (
+            f"worker 0: pull() of store 'kv' is not done: {reason}. Nothing was changed. Call it "
+            "again, or give a longer timeout="
+        )
+
+    def test_of_a_push_cancels_nothing(self) -> None:
+        one = small()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False), 5.0)
+        one.wait(5.0)
+        assert "push() of store 'kv' is not done: server 0 (tcp://s0:1) has not answered, " in str(
+            one.error(ticket)
+        )
+        assert "Nothing was cancelled: it is still under way, and is done at most once" in str(
+            one.error(ticket)
+        )
+        effects = one.server(0, Probed(tuple(one.seqs(Push)), ()))
+        assert sends(effects, Push) == one.sends(Push)[:1], "it is still sent again"
+        answer(one, one.seqs(Push)[0], 3.0)
+        assert sink.tolist() == [0, 0, 0, 0], "the caller's memory is his own again"
+        assert one.core.books["kv"].key("w").applied == 1, "and the next push knows"
+        assert not one.sent(Probe)[3:]
+        one.wait(10.0)
+        assert len(one.sent(Probe)) <= 3
+
+    def test_of_a_pull_gives_it_up(self) -> None:
+        one = small()
+        one.core.links[0].ready = False
+        sink = torch.zeros(4)
+        unsent = one.call(pull({"w": sink}), 5.0)
+        one.wait(5.0)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert isinstance(one.error(unsent), Timeout)
+        assert not one.sent(Pull)
+        one.call(pull({"w": sink}), 5.0)
+        one.wait(5.0)
+        answer(one, one.seqs(Pull)[0], 3.0)
+        assert sink.tolist() == [0, 0, 0, 0]
+        probes = len(one.sent(Probe))
+        one.wait(10.0)
+        assert len(one.sent(Probe)) == probes, "nobody asks after it"
+
+    def test_of_a_resume_does_not_number_behind_its_callers_back(self) -> None:
+        one = small()
+        ticket = one.call(calls.Resume("kv", ("w",)), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        one.call(push({"w": torch.ones(4)}))
+        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
+        assert one.core.books["kv"].key("w").number == 1
+
+    def test_of_a_flush_names_who_has_not_acknowledged(self) -> None:
+        one = small()
+        one.call(push({"w": torch.ones(4)}))
+        ticket = one.call(calls.Flush("kv"), 5.0)
+        one.wait(5.0)
+        assert (
+            "worker 0: the flush of earlier pushes of store 'kv' is not done: server 0 "
+            "(tcp://s0:1) has not answered, and was last heard 5.0 s ago"
+        ) in str(one.error(ticket))
+        one.ack(0, *one.seqs(Push))
+
+    def test_tells_of_a_server_that_does_not_answer_hello(self) -> None:
+        one = Bench(servers=1, ready=False)
+        first = one.call(calls.OpenStore("kv", opened(), 1.0), 2.0)
+        one.wait(2.0)
+        assert "server 0 (tcp://s0:1) has not answered HELLO." in str(one.error(first))
+        one.server(0, Error(0, Mismatch.code, "another cluster listens here"))
+        second = one.call(calls.OpenStore("kv", opened(), 1.0), 2.0)
+        one.wait(2.0)
+        assert "HELLO: another cluster listens here." in str(one.error(second))
+
+    def test_lists_three_reasons_at_most(self) -> None:
+        one = Bench(servers=5, ready=False)
+        ticket = one.call(calls.OpenStore("kv", opened(), 1.0), 2.0)
+        one.wait(2.0)
+        assert str(one.error(ticket)).count("has not answered HELLO") == 3
+        assert "HELLO and 2 more. Nothing" in str(one.error(ticket))
+
+    def test_a_failure_after_it_is_logged(self) -> None:
+        one = small()
+        one.call(push({"w": torch.ones(4)}, eager=False), 5.0)
+        one.wait(5.0)
+        one.server(0, Error(one.seqs(Push)[0], ConfigError.code, "no optimizer"))
+        assert one.notes()[-1] == "warning: push() failed after its Timeout: no optimizer"
+        one.call(push({"w": torch.ones(4)}))
+        assert one.sent(Pull), "its number is asked for"
+
+
+class TestCallsOfAllRanks:
+    """They count when they succeed: made again after a Timeout, it is the same call."""
+
+    CALLS = (
+        (calls.Stand("kv", "x"), Barrier),
+        (calls.SetOptimizer("kv", resolve("test", {})), Optimize),
+        (calls.SetRate("kv", 0.5), Rate),
+    )
+
+    def release(self, one: Bench, cls: type[Barrier | Optimize | Rate]) -> None:
+        (seq,) = one.seqs(cls)[:1]
+        if cls is Barrier:
+            one.scheduler(Released(seq))
+        else:
+            one.server(0, Done(seq))
+
+    @pytest.mark.parametrize(("call", "cls"), CALLS)
+    def test_it_is_waited_for_again(
+        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
+    ) -> None:
+        one = small()
+        first = one.call(call, 1.0)
+        one.wait(1.0)
+        assert "It still stands. Call it again to wait on" in str(one.error(first))
+        second = one.call(call, 1.0)
+        one.wait(0.5)
+        assert len(one.sent(cls)) == 1
+        self.release(one, cls)
+        assert one.is_done(second)
+
+    @pytest.mark.parametrize(("call", "cls"), CALLS)
+    def test_or_was_passed_meanwhile(
+        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
+    ) -> None:
+        one = small()
+        one.call(call, 1.0)
+        one.wait(1.0)
+        self.release(one, cls)
+        assert one.is_done(one.call(call))
+        assert one.finish(one.call(call)) is None, "the one after that is the next"
+        assert len(one.sent(cls)) == 2
+
+    def test_another_is_another(self) -> None:
+        one = small()
+        one.call(calls.Stand("kv", "x"), 1.0)
+        one.wait(1.0)
+        one.call(calls.Stand("kv", "y"))
+        assert [message.name for message in one.sent(Barrier)] == ["x", "y"]
+
+    def test_what_came_too_late_is_not_kept_for_ever(self) -> None:
+        one = small()
+        for number in range(LATE_MAX + 5):
+            one.call(calls.Stand("kv", str(number)), 1.0)
+        one.wait(1.0)
+        for seq in one.seqs(Barrier):
+            one.scheduler(Released(seq))
+        assert len(one.core._late) == LATE_MAX
+        assert not one.core._barriers
+        assert not one.core._talks
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class TestProbes:
+    @pytest.mark.spec("R39", "R41")
+    def test_what_is_missing_is_sent_again_with_the_same_bytes(self) -> None:
+        one = small()
+        values = torch.ones(4)
+        one.call(push({"w": values}, eager=False))
+        values.fill_(9)
+        assert not one.sent(Probe)
+        one.wait(2.0)
+        assert one.sent(Probe) == [Probe(tuple(one.seqs(Push)))]
+        one.server(0, Probed(tuple(one.seqs(Push)), ()))
+        first, again = one.sends(Push)
+        assert first.packet.envelope.seq == again.packet.envelope.seq
+        assert first.packet.message == again.packet.message
+        assert first.packet.payload == again.packet.payload
+        one.wait(4.0)
+        assert len(one.sent(Probe)) == 3, "until it is answered"
+        one.ack(0, *one.seqs(Push)[:1])
+        one.server(0, Probed(tuple(one.seqs(Push)[:1]), (Pending(one.seqs(Push)[0], "late"),)))
+        assert len(one.sends(Push)) == 2
+        one.wait(4.0)
+        assert len(one.sent(Probe)) == 3
+
+    def test_a_pending_push_is_in(self) -> None:
+        """Its ACK was lost: those who wait for it need not wait for the values too."""
+        one = small()
+        one.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
+        ticket = one.call(calls.Flush("kv"))
+        one.wait(2.0)
+        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
+        assert one.is_done(ticket)
+        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
+
+    def test_an_acknowledged_push_waits_for_its_values(self) -> None:
+        one = small()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False))
+        flush = one.call(calls.Flush("kv"))
+        (seq,) = one.seqs(Push)
+        one.ack(0, seq, 999)
+        assert one.is_done(flush)
+        assert one.finish(ticket) is None
+        answer(one, seq, 7.0)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7] * 4
+        answer(one, seq, 8.0)
+        one.ack(0, seq)
+        assert sink.tolist() == [7] * 4, "a second answer is none"
+
+    def test_a_barrier_is_asked_for_again_every_two_seconds(self) -> None:
+        one = small()
+        one.call(calls.Stand("kv", None))
+        one.wait(5.0)
+        assert one.seqs(Barrier) == [1, 1, 1]
+        one.scheduler(Released(1))
+        one.scheduler(Released(1))
+        one.wait(5.0)
+        assert len(one.sent(Barrier)) == 3
+
+
+class TestRefusals:
+    def test_end_their_call_and_no_other(self) -> None:
+        one = small()
+        refused, other = one.call(push({"w": torch.ones(4)})), one.call(calls.Ask("kv"))
+        effects = one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
+        assert [type(one.error(refused)), one.finish(other)] == [Mismatch, None]
+        assert one.is_copied(refused), "it had returned already: the next call will say so"
+        assert effects == [Finish(refused, error=one.error(refused))]
+
+    def test_of_one_part_end_the_call_at_once(self) -> None:
+        one = Bench()
+        one.open()
+        one.init({"w": torch.zeros(40)})
+        ticket = one.call(push({"w": torch.zeros(40)}))
+        one.server(0, Error(one.seqs(Push, 0)[0], Mismatch.code, "first"))
+        one.server(1, Error(one.seqs(Push, 1)[0], Mismatch.code, "second"))
+        assert str(one.error(ticket)) == "first"
+
+    def test_let_those_go_on_who_wait_for_pushes(self) -> None:
+        one = small()
+        one.call(push({"w": torch.ones(4)}))
+        flush = one.call(calls.Flush("kv"))
+        one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
+        assert one.is_done(flush)
+
+    def test_of_nothing_we_know_are_logged(self) -> None:
+        one = small()
+        one.server(0, Error(0, KvpsError.code, "something"))
+        one.server(0, View(1, "running", "", ()))
+        assert one.notes()[-2:] == [
+            "warning: something",
+            "debug: unexpected View from 'server 0'",
+        ]
+
+    @pytest.mark.spec("R21")
+    def test_to_be_fenced_ends_all(self) -> None:
+        one = small()
+        tickets = [one.call(push({"w": torch.ones(4)})), one.call(calls.Stand("kv", None))]
+        one.server(0, Error(one.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(one.call(pull({"w": torch.zeros(4)})))
+        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+    def test_also_by_the_scheduler(self) -> None:
+        one = small()
+        ticket = one.call(push({"w": torch.ones(4)}))
+        one.scheduler(Error(0, Fenced.code, "worker 0 was replaced"))
+        assert isinstance(one.error(ticket), Fenced)
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+class TestLosses:
+    def test_a_lost_server_ends_pending_and_later_calls(self) -> None:
+        one = Bench()
+        one.open()
+        one.open("async", mode="async")
+        tickets = [one.call(calls.Ask("kv")), one.call(calls.Stand("async", None))]
+        one.view(member(Node(Role.SERVER, 1), "lost"))
+        tickets.append(one.call(calls.Ask("kv")))
+        tickets.append(one.join())
+        assert {type(one.error(ticket)) for ticket in tickets} == {ServerLost}
+        one.wait(5.0)
+        assert len(one.sent(Barrier)) == 1, "nobody stands there any more"
+
+    def test_a_lost_worker_ends_calls_when_its_grace_is_over(self) -> None:
+        one = small(worker_grace_s=10.0)
+        ticket = one.call(calls.Stand("kv", None))
+        one.view(member(W1, "lost", lost_for_s=3.0))
+        one.wait(6.9)
+        assert one.finish(ticket) is None
+        one.wait(0.1)
+        assert isinstance(one.error(ticket), WorkerLost)
+        assert isinstance(one.error(one.call(calls.Ask("kv"))), WorkerLost)
+        one.view()
+        again = one.call(calls.Stand("kv", None))
+        assert [message.number for message in one.sent(Barrier)][-1] == 0
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+        assert one.is_done(again)
+
+    def test_pushes_that_were_made_stand(self) -> None:
+        one = small(on_worker_lost="fail")
+        one.call(push({"w": torch.ones(4)}))
+        one.view(member(W1, "lost"))
+        one.wait(3.0)
+        one.server(0, Probed(tuple(one.seqs(Push)), ()))
+        assert len(one.sends(Push)) == 2
+        one.ack(0, one.seqs(Push)[0])
+
+    def test_where_pushes_are_applied_one_by_one_nobody_waits_for_its_last(self) -> None:
+        """It died with one part of its push sent; the other part may never come."""
+        one = Bench()
+        for store, mode in (("kv", "async"), ("sync", "sync")):
+            one.open(store, mode=mode)
+            one.init({"w": torch.zeros(40)}, store)
+        sinks = [torch.zeros(40), torch.zeros(40)]
+        tickets = []
+        for store, sink in zip(("kv", "sync"), sinks, strict=True):
+            tickets.append(one.call(calls.PullValues(store, ("w",), (sink,), 0, 0)))
+            pieces = one.core.books[store].key("w").pieces
+            for server, version in ((0, 5), (1, 4)):
+                runs = (Stand(0, (16, 24)[server], version, 0),)
+                seq = one.seqs(Pull, server)[-1]
+                values = torch.full(((16, 24)[server],), float(version))
+                one.server(server, Pulled(seq, pieces[server].chunk, FLOAT, True, runs), values)
+        flush = one.call(calls.Flush("kv"))
+        assert one.is_done(flush)
+        assert [one.finish(ticket) for ticket in tickets] == [None, None]
+        one.view(member(W1, "lost"))
+        assert one.is_done(tickets[0])
+        assert sinks[0].tolist() == [5] * 16 + [4] * 24
+        assert one.finish(tickets[1]) is None
+        assert one.core.books["kv"].is_short
+        one.open("later", mode="async")
+        assert one.core.books["later"].is_short
+        one.view()
+        assert not one.core.books["kv"].is_short
+
+
+# --- the scheduler --------------------------------------------------------------------------------
+
+
+class TestScheduler:
+    def test_a_late_barrier_says_how_the_job_stands(self) -> None:
+        one = small()
+        ticket = one.call(calls.Stand("kv", "epoch"), 5.0)
+        one.wait(4.9)
+        one.scheduler(Beat(0, "going on, but worker 1 is lost (exit code 9)"))
+        one.wait(0.1)
+        assert str(one.error(ticket)) == (
+            "worker 0: barrier() of store 'kv' is not done: not every worker stands at number 0 of "
+            "'epoch' (going on, but worker 1 is lost (exit code 9)). It still stands. Call it again "
+            "to wait on, or give a longer timeout="
+        )
+
+    def test_a_barrier_without_a_scheduler_is_its_loss(self) -> None:
+        one = small()
+        ticket = one.call(calls.Stand("kv", None), 20.0)
+        one.wait(20.0)
+        assert isinstance(one.error(ticket), SchedulerLost)
+        assert (
+            "no word from the scheduler at tcp://sched:1 for 20 s. Pushes and pulls go on"
+        ) in str(one.error(ticket))
+
+    def test_its_silence_does_not_end_a_pull(self) -> None:
+        one = small()
+        ticket = one.call(pull({"w": torch.zeros(4)}))
+        one.wait(100.0)
+        answer(one, one.seqs(Pull)[0], 1.0)
+        assert one.is_done(ticket)
+
+    def test_a_stop_ends_all(self) -> None:
+        one = small()
+        ticket = one.call(pull({"w": torch.zeros(4)}))
+        one.scheduler(Stop(1, "given up"))
+        assert "the job is over: given up" in str(one.error(ticket))
+        assert one.exits() == [Exit(1, "given up")]
+
+    @pytest.mark.spec("R28")
+    def test_an_old_view_changes_nothing(self) -> None:
+        one = small()
+        ticket = one.call(pull({"w": torch.zeros(4)}))
+        one.scheduler(View(1, "running", "", (member(Node(Role.SERVER, 0), "lost"),)))
+        assert one.finish(ticket) is None
+
+    def test_leaving(self) -> None:
+        one = small()
+        one.take(one.core.leave(True, 0, "done"))
+        assert one.sent(Leave) == [Leave(True, 0, True, "done")]
+        assert not one.exits()
+        one.scheduler(Left())
+        assert one.exits() == [Exit(0, "left")]
+
+    def test_leaving_before_it_has_joined(self) -> None:
+        one = Bench(join=False)
+        one.take(one.core.leave(False, 1, "interrupted"))
+        assert one.exits() == [Exit(0, "left before it had joined")]
+
+    def test_a_broken_connection_is_no_news(self) -> None:
+        one = small()
+        assert one.take(one.core.on_drop("server 0", one.now)) == []
+
+    def test_packets_of_other_workers_are_not_for_here(self) -> None:
+        one = small()
+        core = one.core
+        packet = core.member.packet(Ack(()))
+        assert one.take(core.on_packet("server 0", packet, one.now)) == []
+
+
+def test_progress_is_what_the_user_asks_for() -> None:
+    one = small()
+    before = one.core.member.progress
+    one.call(calls.Ask("kv"))
+    one.wait(1.0)
+    assert one.sent(Beat)[-1].progress == before + 1
+
+
+def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:
+    one = Bench(servers=1)
+    one.scheduler(Left())
+    assert one.core.deadline() is None
+    assert Worker(Identity(Role.WORKER, "tcp://s:1", "h", 1, "kvps"), 5.0).deadline() == 5.0
+    assert Open

@@ -1,0 +1,252 @@
+"""A worker core on a bench: the test is the scheduler, the servers, the user and the clock.
+
+Nothing answers by itself. What the worker asks of the world is kept in ``effects``; a step returns
+the effects of that step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from kvps.core import calls
+from kvps.core.effects import Copied, Effect, Effects, Exit, Finish, Note, Send
+from kvps.core.member import Identity
+from kvps.core.placement import parts
+from kvps.core.worker import Worker
+from kvps.errors import KvpsError
+from kvps.messages import (
+    Ack,
+    Declare,
+    Declared,
+    Done,
+    Envelope,
+    Member,
+    Message,
+    Node,
+    Open,
+    Packet,
+    Piece,
+    Place,
+    Receipt,
+    Role,
+    View,
+    Welcome,
+)
+from kvps.specs import Spec
+from kvps.tensors import from_frame, spec_of, to_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+JOB = bytes(range(16))
+M = TypeVar("M", bound=Message)
+
+
+def member(node: Node, state: str = "held", **more: object) -> Member:
+    """A seat as a view shows it."""
+    fields = {
+        "incarnation": 1 + 10 * node.role + node.rank,
+        "endpoint": f"tcp://s{node.rank}:1" if node.role is Role.SERVER else "",
+        "host": f"host-{node.role}-{node.rank}",
+        "lost_for_s": 0.0,
+        "reason": "exit code 9" if state != "held" else "",
+    }
+    return Member(int(node.role), node.rank, state=state, **(fields | more))  # type: ignore[arg-type]
+
+
+class Bench:
+    """One worker, joined unless told otherwise."""
+
+    def __init__(
+        self,
+        workers: int = 2,
+        servers: int = 2,
+        rank: int = 0,
+        join: bool = True,
+        ready: bool = True,
+    ) -> None:
+        self.workers, self.servers, self.rank = workers, servers, rank
+        self.now = 100.0
+        self.core = Worker(
+            Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank), self.now
+        )
+        self.effects: list[Effect] = []
+        self.views = itertools.count(1)
+        self._tickets = itertools.count(1)
+        self._chunks = itertools.count(1)
+        self.take(self.core.start(self.now))
+        if join:
+            self.scheduler(Welcome(rank, 1 + 10 * Role.WORKER + rank, workers, servers))
+            self.view()
+            for server in range(servers if ready else 0):
+                self.server(server, Welcome(rank, 1, workers, servers))
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def take(self, effects: Effects) -> list[Effect]:
+        taken = list(effects)
+        self.effects += taken
+        return taken
+
+    def scheduler(self, message: Message, job: bytes = JOB) -> list[Effect]:
+        envelope = Envelope(job, 0, Role.SCHEDULER, 0, 0, 0)
+        return self.take(self.core.on_packet("scheduler", Packet(envelope, message), self.now))
+
+    def view(self, *changed: Member, phase: str = "running", reason: str = "") -> list[Effect]:
+        """Show a view in which all seats are held, but for those ``changed``."""
+        nodes = [Node(Role.SERVER, rank) for rank in range(self.servers)]
+        nodes += [Node(Role.WORKER, rank) for rank in range(self.workers)]
+        other = {Node(Role(one.role), one.rank): one for one in changed}
+        members = tuple(other.get(node) or member(node) for node in nodes)
+        return self.scheduler(View(next(self.views), phase, reason, members))
+
+    def server(
+        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0
+    ) -> list[Effect]:
+        envelope = Envelope(JOB, 1, Role.SERVER, rank, 1, seq)
+        packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
+        return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Let time pass, and ring at each deadline."""
+        effects, end = [], self.now + seconds
+        while (due := self.core.deadline()) is not None and due <= end:
+            assert due > self.now or due == self.now
+            self.now = max(due, self.now)
+            effects += self.take(self.core.on_timer(self.now))
+            after = self.core.deadline()
+            assert after is None or after > self.now, "a deadline that is never met"
+        self.now = end
+        return effects
+
+    def call(self, call: calls.Call, timeout_s: float = 300.0) -> int:
+        """Make a call; return its ticket."""
+        ticket = next(self._tickets)
+        self.take(self.core.on_call(ticket, call, self.now + timeout_s, self.now))
+        return ticket
+
+    def join(self, timeout_s: float = 300.0) -> int:
+        ticket = next(self._tickets)
+        self.take(self.core.on_join(ticket, self.now + timeout_s, self.now))
+        return ticket
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def sent(self, cls: type[M], server: int | None = None) -> list[M]:
+        """All messages of one class so far (to one server)."""
+        return [one.packet.message for one in self.sends(cls, server)]  # type: ignore[misc]
+
+    def sends(self, cls: type[Message], server: int | None = None) -> list[Send]:
+        return sends(self.effects, cls, server)
+
+    def seqs(self, cls: type[Message], server: int | None = None) -> list[int]:
+        return [one.packet.envelope.seq for one in self.sends(cls, server)]
+
+    def finish(self, ticket: int) -> Finish | None:
+        """How a call ended, if it did."""
+        ends = [one for one in self.effects if isinstance(one, Finish) and one.ticket == ticket]
+        assert len(ends) <= 1, "a call ended twice"
+        return ends[0] if ends else None
+
+    def error(self, ticket: int) -> KvpsError:
+        """The error that a call ended with."""
+        end = self.finish(ticket)
+        assert end is not None, "the call has not ended"
+        assert end.error is not None, f"the call ended well: {end.value}"
+        return end.error
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether a call ended well."""
+        end = self.finish(ticket)
+        assert end is None or end.error is None, end
+        return end is not None
+
+    def is_copied(self, ticket: int) -> bool:
+        return Copied(ticket) in self.effects
+
+    def notes(self) -> list[str]:
+        return [f"{one.level}: {one.text}" for one in self.effects if isinstance(one, Note)]
+
+    def exits(self) -> list[Exit]:
+        return [one for one in self.effects if isinstance(one, Exit)]
+
+    # --- what servers usually say -------------------------------------------------------------
+
+    def open(self, store: str = "kv", **options: object) -> None:
+        """Open a store on all servers."""
+        grace = options.pop("worker_grace_s", 240.0)
+        ticket = self.call(calls.OpenStore(store, opened(store, **options), grace))  # type: ignore[arg-type]
+        for server in range(self.servers):
+            self.server(server, Done(self.seqs(Open, server)[-1]))
+        assert self.is_done(ticket)
+
+    def init(self, values: dict[str, torch.Tensor], store: str = "kv") -> None:
+        """Initialise keys; each part gets one chunk of its own, which no server loads."""
+        keys = tuple((name, spec_of(value)) for name, value in values.items())
+        before = len(self.sends(Declare))
+        ticket = self.call(calls.Init(store, keys, tuple(values.values())))
+        for send in self.sends(Declare)[before:]:
+            declare = send.packet.message
+            assert isinstance(declare, Declare)
+            places = tuple(
+                Place(False, (Piece(next(self._chunks), 0, entry.size),) if entry.size else ())
+                for entry in declare.entries
+            )
+            self.server(server_of(send), Declared(send.packet.envelope.seq, places))
+        assert self.is_done(ticket)
+
+    def ack(self, server: int, *seqs: int) -> list[Effect]:
+        return self.server(server, Ack(tuple(Receipt(seq, 0) for seq in seqs)))
+
+
+def opened(store: str = "kv", **options: object) -> Open:
+    fields: dict[str, object] = {
+        "mode": "sync",
+        "staleness": 0,
+        "deterministic": False,
+        "on_worker_lost": "wait",
+        "bigarray_bound": 32,
+    }
+    return Open(store, **(fields | options))  # type: ignore[arg-type]
+
+
+def sends(effects: Iterable[Effect], cls: type[Message], server: int | None = None) -> list[Send]:
+    """Those effects that send a message of one class (to one server)."""
+    return [
+        one
+        for one in effects
+        if isinstance(one, Send)
+        and isinstance(one.packet.message, cls)
+        and server in (None, server_of(one))
+    ]
+
+
+def server_of(send: Send) -> int:
+    return -1 if send.to == "scheduler" else int(str(send.to).removeprefix("server "))
+
+
+def values_of(send: Send, dtype: str = "float32") -> list[float]:
+    """The numbers in the one payload frame of a packet."""
+    (frame,) = send.packet.payload
+    found: list[float] = from_frame(frame, dtype).tolist()
+    return found
+
+
+def push(values: dict[str, torch.Tensor], **more: object) -> calls.PushValues:
+    fields: dict[str, object] = {"sinks": None, "priority": 0, "eager": True}
+    return calls.PushValues("kv", tuple(values), tuple(values.values()), **(fields | more))  # type: ignore[arg-type]
+
+
+def pull(sinks: dict[str, torch.Tensor], priority: int = 0, least: int = 0) -> calls.PullValues:
+    return calls.PullValues("kv", tuple(sinks), tuple(sinks.values()), priority, least)
+
+
+def spec(count: int, dtype: str = "float32") -> Spec:
+    return Spec(dtype, (count,))
+
+
+def part_servers(name: str, count: int, servers: int = 2) -> list[int]:
+    return [part.server for part in parts(name, count, servers, 32)]
