@@ -107,7 +107,7 @@ class Membership:
         if self.view is None:
             workers = self.welcome.workers if self.welcome else 0
             return Quorum(frozenset(range(workers)), frozenset())
-        return Quorum(self._ranks("held", "empty"), self._ranks("lost"))
+        return Quorum(self._ranks("held", "empty"), self._ranks("lost", "gone"))
 
     def _ranks(self, *states: str) -> frozenset[int]:
         assert self.view is not None

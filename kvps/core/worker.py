@@ -456,13 +456,11 @@ class Worker:
             self._late.remove(call)
             yield Finish(ticket)
             return
-        for talk in self._talks.values():
-            if talk.finished and talk.call == call:
-                del self._talks[talk.ticket]
-                talk.ticket, talk.deadline = ticket, deadline
-                talk.finished = talk.probed = False
-                self._talks[ticket] = talk
-                return
+        talk = next(one for one in self._talks.values() if one.finished and one.call == call)
+        del self._talks[talk.ticket]
+        talk.ticket, talk.deadline = ticket, deadline
+        talk.finished = talk.probed = False
+        self._talks[ticket] = talk
 
     def _end_joining(self, now: float) -> Effects:
         """Tell those who wait for the cluster what has become of it."""

@@ -157,7 +157,12 @@ def _target(name: str, out: Array) -> torch.Tensor:
         raise Mismatch(f"key {name!r}: the output array is read-only")
     if not isinstance(out, torch.Tensor) and any(stride < 0 for stride in out.strides):
         raise Mismatch(f"key {name!r}: an output array with negative strides is not supported")
-    return as_tensor(out)
+    tensor = as_tensor(out)
+    if not isinstance(out, torch.Tensor) and out.size and tensor.data_ptr() != out.ctypes.data:
+        raise Mismatch(
+            f"key {name!r}: the output array is not aligned; give one that owns its data"
+        )
+    return tensor
 
 
 def _blank(like: torch.Tensor) -> torch.Tensor:

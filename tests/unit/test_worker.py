@@ -32,7 +32,6 @@ from kvps.messages import (
     Leave,
     Left,
     Node,
-    Open,
     Optimize,
     Pending,
     Piece,
@@ -173,11 +172,7 @@ class TestJoin:
 
 class TestValues:
     def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
-        one = Bench(servers=1, ready=False)
-        one.core.on_packet  # noqa: B018  # the server has not answered HELLO: nothing is sent
-        one.server(0, Welcome(0, 1, 2, 1))
-        one.open()
-        one.init({"w": torch.zeros(4)})
+        one = small()
         one.core.links[0].ready = False
         values = torch.ones(4)
         for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
@@ -675,4 +670,3 @@ def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:
     one.scheduler(Left())
     assert one.core.deadline() is None
     assert Worker(Identity(Role.WORKER, "tcp://s:1", "h", 1, "kvps"), 5.0).deadline() == 5.0
-    assert Open
