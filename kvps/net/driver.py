@@ -8,6 +8,7 @@ rules, because nobody else ever enters them.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -124,7 +125,20 @@ def drive(
 ) -> Exit:
     """Run ``core`` until it asks to exit; return that wish."""
     heard = listener or Silent()
-    quiet_until = 0.0
+    quiet_until = -math.inf
+
+    def receive(
+        arrivals: Iterator[tuple[Route, Packet | Dropped]],
+    ) -> tuple[Route, Packet | Dropped] | None:
+        """Return what comes next; None at the end, and where there was no packet."""
+        nonlocal quiet_until
+        try:
+            return next(arrivals, None)
+        except ProtocolError as error:
+            if clock() >= quiet_until:
+                quiet_until = clock() + BAD_BYTES_EVERY_S
+                log.warning("dropped what is no packet: %s", error)
+            return None
 
     def perform(effects: Effects) -> Exit | None:
         wish = None
@@ -149,19 +163,15 @@ def drive(
     while True:
         due = core.deadline()
         timeout_s = None if due is None else max(0.0, due - clock())
-        try:
-            for route, packet in transport.poll(timeout_s):
-                now = clock()
-                if isinstance(packet, Dropped):
-                    wish = perform(core.on_drop(route, now))
-                else:
-                    wish = perform(core.on_packet(route, packet, now))
-                if wish is not None:
-                    return wish
-        except ProtocolError as error:
-            if clock() >= quiet_until:
-                quiet_until = clock() + BAD_BYTES_EVERY_S
-                log.warning("dropped what is no packet: %s", error)
+        arrivals = transport.poll(timeout_s)
+        while (arrival := receive(arrivals)) is not None:
+            route, packet = arrival
+            if isinstance(packet, Dropped):
+                wish = perform(core.on_drop(route, clock()))
+            else:
+                wish = perform(core.on_packet(route, packet, clock()))
+            if wish is not None:
+                return wish
         for item in inbox.take():
             wish = perform(item(core, clock()))
             if wish is not None:

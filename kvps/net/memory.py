@@ -85,7 +85,8 @@ class MemoryTransport:
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
         """Wait up to ``timeout_s`` and yield what came."""
-        self._signal.wait(timeout_s)
+        if not self._arrived:  # else the last poll ended early
+            self._signal.wait(timeout_s)
         self._signal.clear()
         while self._arrived:
             route, frames = self._arrived.popleft()

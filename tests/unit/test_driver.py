@@ -1,0 +1,197 @@
+"""The one loop: packets, calls and the time in, effects out."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvps.core.effects import (
+    Connect,
+    Copied,
+    Effect,
+    Effects,
+    Exit,
+    Finish,
+    Hold,
+    Note,
+    Route,
+    Save,
+    Send,
+)
+from kvps.errors import ProtocolError
+from kvps.messages import Beat, Envelope, Packet, Role
+from kvps.net.driver import DROPPED, Dropped, Inbox, Silent, drive
+
+END = Exit(3, "enough")
+PACKET = Packet(Envelope(bytes(16), 0, Role.WORKER, 0, 1, 0), Beat(1))
+Event = tuple[Route, Packet | Dropped] | Exception | float
+"""What one poll brings; a number is time that passes."""
+
+
+@dataclass
+class Script:
+    """A transport that follows a script, a clock that follows it too, and a core's diary."""
+
+    events: list[list[Event]] = field(default_factory=list)
+    due: float | None = None
+    answers: dict[str, list[Effect]] = field(default_factory=dict)
+    now: float = 0.0
+    diary: list[object] = field(default_factory=list)
+    waited: list[float | None] = field(default_factory=list)
+
+    # --- as a transport
+
+    def connect(self, name: str, endpoint: str) -> None:
+        self.diary.append(("connect", name, endpoint))
+
+    def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
+        self.diary.append(("send", route, packet, hold))
+
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+        self.waited.append(timeout_s)
+        left = deque(self.events.pop(0))
+        while left:
+            event = left.popleft()
+            if isinstance(event, float):
+                self.now += event
+            elif isinstance(event, Exception):
+                self.events.insert(0, list(left))
+                raise event
+            else:
+                yield event
+
+    def wake(self) -> None:
+        self.diary.append("wake")
+
+    def close(self, linger_s: float) -> None:
+        raise AssertionError("the loop does not own it")
+
+    # --- as a core
+
+    def _step(self, what: str) -> Effects:
+        self.diary.append(what)
+        yield from self.answers.get(what, [])
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        return self._step(f"packet of {route!r} at {now:g}")
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        return self._step(f"drop of {route!r} at {now:g}")
+
+    def on_timer(self, now: float) -> Effects:
+        self.due = None
+        return self._step(f"timer at {now:g}")
+
+    def deadline(self) -> float | None:
+        return self.due
+
+    # --- as a listener
+
+    def finish(self, effect: Finish) -> None:
+        self.diary.append(effect)
+
+    def copied(self, effect: Copied) -> None:
+        self.diary.append(effect)
+
+    def save(self, state: bytes) -> None:
+        self.diary.append(state)
+
+
+def run(script: Script, inbox: Inbox[Script] | None = None, listens: bool = True) -> Exit:
+    return drive(
+        script, script, inbox or Inbox(script), script if listens else None, lambda: script.now
+    )
+
+
+def test_every_effect_is_performed_in_order() -> None:
+    hold = object()
+    effects: list[Effect] = [
+        Save(b"state"),
+        Connect("server 0", "tcp://s"),
+        Send("server 0", PACKET, hold),  # type: ignore[arg-type]
+        Copied(4),
+        END,
+        Finish(5, value=6),
+    ]
+    script = Script([[("a", PACKET)]], answers={"packet of 'a' at 0": effects})
+    assert run(script) == END
+    assert script.diary == [
+        "packet of 'a' at 0",
+        b"state",
+        ("connect", "server 0", "tcp://s"),
+        ("send", "server 0", PACKET, hold),
+        Copied(4),
+        Finish(5, value=6),
+    ]
+
+
+def test_a_core_without_calls_needs_no_listener() -> None:
+    effects: list[Effect] = [Save(b"state"), Copied(4), Finish(5), END]
+    script = Script([[(b"a", DROPPED)]], answers={"drop of b'a' at 0": effects})
+    assert run(script, listens=False) == END
+    assert script.diary == ["drop of b'a' at 0"]
+    assert Silent()
+
+
+def test_the_wait_ends_at_the_deadline() -> None:
+    script = Script([[2.0], [3.0], []], due=5.0, answers={"timer at 5": [END]})
+    assert run(script) == END
+    assert script.waited == [5.0, 3.0]
+
+
+def test_a_deadline_in_the_past_is_no_wait() -> None:
+    script = Script([[]], due=-1.0, answers={"timer at 0": [END]})
+    assert run(script) == END
+    assert script.waited == [0.0]
+
+
+def test_without_a_deadline_it_waits_for_ever() -> None:
+    script = Script([[], [("a", PACKET)]], answers={"packet of 'a' at 0": [END]})
+    assert run(script) == END
+    assert script.waited == [None, None]
+
+
+def test_what_other_threads_want_comes_in_order_and_wakes_the_loop() -> None:
+    script = Script([[], [("a", PACKET)]])
+    inbox = Inbox(script)
+    inbox.put(lambda core, now: core._step("first"))
+    inbox.put(lambda core, now: iter([END]))
+    inbox.put(lambda core, now: core._step("after the end"))
+    assert run(script, inbox) == END
+    assert script.diary == ["wake", "wake", "wake", "first"]
+
+
+def test_what_is_no_packet_is_dropped_and_logged_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trash = ProtocolError("no magic")
+    script = Script(
+        [[trash, trash, ("a", PACKET), 11.0, trash, ("b", PACKET)]],
+        answers={"packet of 'b' at 11": [END]},
+    )
+    assert run(script) == END
+    assert script.diary == ["packet of 'a' at 0", "packet of 'b' at 11"]
+    assert caplog.messages == ["dropped what is no packet: no magic"] * 2
+
+
+def test_an_error_of_the_core_is_not_taken_for_bad_bytes() -> None:
+    class Broken(Script):
+        def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+            raise ProtocolError("the core's own")
+
+    with pytest.raises(ProtocolError, match="the core's own"):
+        run(Broken([[("a", PACKET)], []]))
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_notes_are_logged(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvps")
+    script = Script([[("a", PACKET)]], answers={"packet of 'a' at 0": [Note(level, "100 %"), END]})
+    run(script)
+    assert [(one.levelname.lower(), one.getMessage()) for one in caplog.records] == [
+        (level, "100 %")
+    ]

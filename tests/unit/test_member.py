@@ -1,0 +1,245 @@
+"""A member's side of its talk with the scheduler, from HELLO to LEFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvps.core.effects import Connect, Effect, Effects, Exit, Note
+from kvps.core.member import Identity, Membership
+from kvps.core.quorum import Quorum
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, SchedulerLost, WorkerLost
+from kvps.messages import (
+    PROTOCOL,
+    Beat,
+    Envelope,
+    Error,
+    Hello,
+    Leave,
+    Left,
+    Message,
+    Node,
+    Packet,
+    Released,
+    Role,
+    Stop,
+    View,
+    Welcome,
+)
+from tests.workbench import JOB, M, member, sends
+
+NEXT_JOB = bytes(reversed(range(16)))
+WORKERS = [Node(Role.WORKER, rank) for rank in range(5)]
+
+
+@dataclass
+class Talk:
+    """A membership, its clock, and what it has said."""
+
+    identity: Identity = field(
+        default_factory=lambda: Identity(
+            Role.WORKER, "tcp://sched:1", "here", 7, "kvps 0.1", master="here:2"
+        )
+    )
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.member = Membership(self.identity, self.now)
+        self.effects: list[Effect] = []
+        self.take(self.member.start(self.now))
+
+    def take(self, effects: Effects) -> list[Effect]:
+        taken = list(effects)
+        self.effects += taken
+        return taken
+
+    def hear(self, message: Message, job: bytes = JOB) -> list[Effect]:
+        packet = Packet(Envelope(job, 0, Role.SCHEDULER, 0, 0, 0), message)
+        return self.take(self.member.on_packet(packet, self.now))
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (due := self.member.deadline()) is not None and due <= end:
+            self.now = due
+            self.take(self.member.on_timer(self.now))
+        self.now = end
+
+    def said(self, cls: type[M]) -> list[M]:
+        assert all(send.to == "scheduler" for send in sends(self.effects, cls))
+        return [send.packet.message for send in sends(self.effects, cls)]  # type: ignore[misc]
+
+    def exits(self) -> list[Exit]:
+        return [effect for effect in self.effects if isinstance(effect, Exit)]
+
+
+def joined() -> Talk:
+    talk = Talk()
+    talk.hear(Welcome(3, 42, 5, 2))
+    return talk
+
+
+def view(number: int, phase: str = "running") -> View:
+    return View(number, phase, "", tuple(member(node) for node in WORKERS))
+
+
+class TestJoining:
+    @pytest.mark.spec("R17", "R24")
+    def test_hello_is_said_first_and_each_second(self) -> None:
+        talk = Talk()
+        assert talk.effects[0] == Connect("scheduler", "tcp://sched:1")
+        hello = Hello(*PROTOCOL, "kvps 0.1", 0, Role.WORKER, None, "here", 7, "", False, "here:2")
+        assert talk.said(Hello) == [hello]
+        assert sends(talk.effects, Hello)[0].packet.envelope == Envelope(
+            bytes(16), 0, Role.WORKER, 0, 0, 0
+        )
+        talk.wait(3.0)
+        assert talk.said(Hello) == [hello] * 4
+
+    def test_a_seat_that_a_guardian_holds_is_named(self) -> None:
+        talk = Talk(Identity(Role.WORKER, "s", "here", 7, "kvps", 3, 42, job=JOB))
+        envelope = sends(talk.effects, Hello)[0].packet.envelope
+        assert (envelope.job, envelope.incarnation) == (JOB, 42)
+        assert talk.said(Hello)[0].rank == 3
+
+    @pytest.mark.spec("R24")
+    def test_no_answer_for_a_minute_ends_it_as_temporary(self) -> None:
+        talk = Talk()
+        talk.wait(60.0)
+        assert len(talk.said(Hello)) == 60
+        assert isinstance(talk.member.error, SchedulerLost)
+        assert talk.exits() == [Exit(75, str(talk.member.error))]
+        assert str(talk.member.error) == (
+            "worker on here: no answer from the scheduler at tcp://sched:1 for 60 s. Nothing was "
+            "lost. Check that kvps-scheduler runs and that KVPS_SCHEDULER or --scheduler names its "
+            "--bind address, then start this again"
+        )
+        assert talk.member.deadline() is None
+
+    def test_one_that_is_told_to_wait_waits(self) -> None:
+        talk = Talk()
+        for _ in range(10):
+            talk.wait(30.0)
+            talk.hear(Beat(0, "waiting for 1 of 2 servers (rank 1)"))
+        assert not talk.exits()
+        assert talk.member.reason == "waiting for 1 of 2 servers (rank 1)"
+        talk.hear(Beat(0, ""))
+        assert talk.member.reason == "waiting for 1 of 2 servers (rank 1)"
+
+    def test_the_welcome_gives_a_place(self) -> None:
+        talk = joined()
+        assert (talk.member.rank, talk.member.incarnation, talk.member.job) == (3, 42, JOB)
+        assert talk.member.envelope(9) == Envelope(JOB, 0, Role.WORKER, 3, 42, 9)
+        assert talk.member.hello().message.rank == 3  # type: ignore[attr-defined]
+        assert Note("debug", "joined as worker 3") in talk.effects
+        talk.hear(Welcome(4, 99, 5, 2))
+        assert talk.member.rank == 3, "one that comes again changes nothing"
+
+    @pytest.mark.parametrize(
+        ("error", "code"), [(ConfigError, 78), (Mismatch, 1), (WorkerLost, 1), (Fenced, 1)]
+    )
+    def test_a_refusal_is_the_end(self, error: type[Exception], code: int) -> None:
+        talk = Talk()
+        talk.hear(Error(0, error.code, "because"))  # type: ignore[attr-defined]
+        assert isinstance(talk.member.error, error)
+        assert talk.exits() == [Exit(code, "because")]
+        talk.wait(5.0)
+        assert len(talk.said(Hello)) == 1
+
+
+class TestLiving:
+    @pytest.mark.spec("R29")
+    def test_beats_begin_with_the_welcome_and_come_each_second(self) -> None:
+        talk = joined()
+        assert talk.said(Beat) == [Beat(0)]
+        talk.member.progress = 5
+        talk.wait(3.0)
+        assert talk.said(Beat) == [Beat(0), Beat(5), Beat(5), Beat(5)]
+        assert len(talk.said(Hello)) == 1
+        assert talk.take(talk.member.on_timer(talk.now)) == [], "not before it is time"
+
+    def test_silence_is_counted_from_the_last_packet(self) -> None:
+        talk = joined()
+        talk.wait(7.0)
+        assert talk.member.silent_for(talk.now) == 7.0
+        talk.hear(Beat(0))
+        assert talk.member.silent_for(talk.now) == 0.0
+
+    @pytest.mark.spec("R28")
+    def test_the_newest_view_counts(self) -> None:
+        talk = joined()
+        assert (talk.member.number, talk.member.running) == (0, False)
+        talk.hear(view(4))
+        talk.hear(view(3, "ending"))
+        talk.hear(view(4, "ending"))
+        assert (talk.member.number, talk.member.running) == (4, True)
+        talk.hear(view(5, "ending"))
+        assert (talk.member.number, talk.member.running) == (5, False)
+        assert talk.member.envelope().view == 5
+
+    def test_the_next_jobs_views_begin_anew(self) -> None:
+        talk = joined()
+        talk.hear(view(4))
+        talk.hear(view(2), NEXT_JOB)
+        assert (talk.member.number, talk.member.job) == (2, NEXT_JOB)
+
+    def test_a_view_before_the_welcome_is_not_for_us_yet(self) -> None:
+        """It overtook the WELCOME, and comes again: our beats say which view we know."""
+        talk = Talk()
+        talk.hear(view(4))
+        assert (talk.member.view, talk.member.job) == (None, bytes(16))
+
+    def test_the_quorum_is_that_of_the_view(self) -> None:
+        talk = Talk()
+        assert talk.member.quorum() == Quorum(frozenset(), frozenset())
+        talk.hear(Welcome(3, 42, 5, 2))
+        assert talk.member.quorum() == Quorum(frozenset(range(5)), frozenset())
+        states = ("held", "lost", "left", "gone", "empty")
+        seats = [member(*it) for it in zip(WORKERS, states, strict=True)]
+        servers = [member(Node(Role.SERVER, rank)) for rank in range(9)]
+        talk.hear(View(1, "running", "", (*seats, *servers)))
+        assert talk.member.quorum() == Quorum(frozenset({0, 4}), frozenset({1, 3}))
+
+    def test_an_error_is_logged_unless_it_fences(self) -> None:
+        talk = joined()
+        talk.hear(Error(0, ProtocolError.code, "what?"))
+        assert talk.effects[-1] == Note("warning", "what?")
+        assert talk.member.error is None
+        talk.hear(Error(0, Fenced.code, "stop"))
+        assert isinstance(talk.member.error, Fenced)
+        assert talk.exits() == [Exit(1, "stop")]
+        assert talk.member.deadline() is None
+
+    def test_what_is_not_about_membership_is_logged(self) -> None:
+        talk = joined()
+        assert talk.hear(Released(1)) == [Note("debug", "unexpected Released from the scheduler")]
+
+
+class TestLeaving:
+    @pytest.mark.spec("R29", "R31")
+    def test_leave_is_said_until_it_is_known_to_be_heard(self) -> None:
+        talk = joined()
+        talk.take(talk.member.leave(True, 0, replaceable=True, reason="done"))
+        talk.wait(2.0)
+        assert talk.said(Leave) == [Leave(True, 0, True, "done")] * 3
+        assert len(talk.said(Beat)) == 3
+        talk.hear(Left())
+        assert talk.member.left
+        talk.wait(5.0)
+        assert talk.take(talk.member.leave(True, 0, replaceable=True, reason="again")) == []
+        assert len(talk.said(Leave)) == 3
+
+    def test_one_that_has_no_seat_says_nothing(self) -> None:
+        talk = Talk()
+        assert talk.take(talk.member.leave(True, 0, replaceable=True, reason="")) == []
+
+    @pytest.mark.spec("R29")
+    def test_a_stop_ends_all_beats(self) -> None:
+        talk = joined()
+        talk.hear(view(1))
+        stop = Stop(1, "given up")
+        talk.hear(stop)
+        assert talk.member.stopped == stop
+        assert not talk.member.running
+        talk.wait(5.0)
+        assert len(talk.said(Beat)) == 1
