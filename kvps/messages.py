@@ -209,6 +209,8 @@ class Barrier(Message):
     store: str
     name: str
     number: int
+    waits: bool = True
+    """For workers that are lost, too: until a replacement stands there."""
 
 
 @_tag(8)

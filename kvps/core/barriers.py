@@ -11,7 +11,8 @@ order::
 A number is passed when every *required* rank stands there: all ranks but those that left (they
 need nothing any more) and those that are gone. A lost rank is required, since its replacement
 will come by; how long to wait for that is up to the workers. A rank that is gone and does not
-stand there cannot come by, so those who wait for it are told so.
+stand there cannot come by, so those who wait for it are told so. A store whose rounds do not wait
+for the lost says so, and its barriers wait for neither.
 
 Ranks are counted, never requests: a request that is sent again takes the place of its
 predecessor, and the standing of a rank survives its process. What is kept of the past is one
@@ -64,11 +65,15 @@ class Barriers:
 
     def __init__(self, required: Iterable[int]) -> None:
         self.required = set(required)
+        self.lost: set[int] = set()
+        """Those of the required whose replacement may come."""
         self.gone: dict[int, str] = {}
         """The ranks that will not come, and why."""
         self.released: dict[Name, int] = {}
         """The highest number that was passed."""
         self.open: dict[Name, dict[int, Standing]] = {}
+        self.hasty: set[Name] = set()
+        """Where nobody waits for those who are lost or gone."""
 
     def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[Answer]:
         """Let a rank stand at a barrier; return the answers that are due by that."""
@@ -76,10 +81,12 @@ class Barriers:
         if at.number <= self.released.get(name, -1):
             return [Answer(waiter.route, Released(waiter.seq))]
         standing = self._standing(name, at.number)
-        if absent := self.gone.keys() - standing.keys():
+        if at.waits and (absent := self.gone.keys() - standing.keys()):
             raise self._hopeless(at.store, at.name, at.number, absent)
         if not standing:
             self._admit(name, len(self.open.get(name, {})))
+        if not at.waits:
+            self.hasty.add(name)
         standing[rank] = waiter
         self.open.setdefault(name, {})[at.number] = standing
         return self._release(name, at.number)
@@ -99,9 +106,11 @@ class Barriers:
                 f"{_shown(*name)} (barriers of one name are numbered)"
             )
 
-    def require(self, required: Iterable[int], gone: dict[int, str]) -> list[Answer]:
+    def require(
+        self, required: Iterable[int], gone: dict[int, str], lost: Iterable[int] = ()
+    ) -> list[Answer]:
         """Take in who is required and who is gone; return the answers that are due by that."""
-        self.required, self.gone = set(required), gone
+        self.required, self.gone, self.lost = set(required), gone, set(lost)
         answers: list[Answer] = []
         for name in list(self.open):
             for number in sorted(self.open[name], reverse=True):
@@ -113,9 +122,9 @@ class Barriers:
         """Let them pass if the set is complete; earlier numbers are then passed, too."""
         standing = self._standing(name, number).keys()
         # The lengths are compared first, so that N workers cost N steps and not N * N.
-        if not standing or len(standing) < len(self.required):
+        if not standing or len(standing) < len(self.required) - len(self.lost):
             return []
-        if not standing >= self.required | self.gone.keys():
+        if not standing >= self._needed(name):
             return []
         self.released[name] = number
         passed = [one for one in sorted(self.open[name]) if one <= number]
@@ -125,10 +134,16 @@ class Barriers:
             for waiter in self._take(name, one)
         ]
 
+    def _needed(self, name: Name) -> set[int]:
+        """The ranks that have to stand at a barrier of this name."""
+        if name in self.hasty:
+            return self.required - self.lost
+        return self.required | self.gone.keys()
+
     def _fail(self, name: Name, number: int) -> list[Answer]:
         """Tell those who wait that it is in vain, if it is."""
         standing = self._standing(name, number)
-        absent = self.gone.keys() - standing.keys()
+        absent = (self.gone.keys() & self._needed(name)) - standing.keys()
         if not standing or not absent:
             return []
         error = self._hopeless(*name, number, absent)
@@ -162,20 +177,24 @@ class Barriers:
 
     def clear(self, required: Iterable[int]) -> None:
         """Forget everything: another job begins."""
-        self.required, self.gone = set(required), {}
+        self.required, self.gone, self.lost = set(required), {}, set()
         self.released.clear()
         self.open.clear()
+        self.hasty.clear()
 
     def check(self, alive: set[int]) -> None:
         """Assert the invariants; ``alive`` are the ranks that may be waiting."""
         assert len(self.open.keys() | self.released.keys()) <= NAMES_MAX, "too many names"
+        assert self.hasty <= self.open.keys() | self.released.keys(), "a name that nobody uses"
+        assert self.lost <= self.required, "lost, but not required"
         for name, numbers in self.open.items():
             assert 0 < len(numbers) <= OPEN_MAX, f"{name} is open at {len(numbers)} numbers"
             for number, standing in numbers.items():
                 assert number > self.released.get(name, -1), f"{name} {number} was passed"
                 assert standing, f"nobody stands at {name} {number}"
-                assert not standing.keys() >= self.required, f"{name} {number} is complete"
-                assert self.gone.keys() <= standing.keys(), f"{name} {number} is hopeless"
+                needed = self._needed(name)
+                assert not standing.keys() >= needed, f"{name} {number} is complete"
+                assert self.gone.keys() & needed <= standing.keys(), f"{name} {number} is hopeless"
                 waiting = {rank for rank, waiter in standing.items() if waiter}
                 assert waiting <= alive, f"{waiting - alive} wait at {name} {number}, but ended"
 

@@ -443,7 +443,8 @@ def barrier(book: Catalogue, name: str | None) -> Conversation:
     number = book.barriers.get(title, 0)
     book.barriers[title] = number + 1
     try:
-        yield [Request(None, Barrier(book.opened.store, title, number))]
+        waits = book.waits_for_lost
+        yield [Request(None, Barrier(book.opened.store, title, number, waits))]
     except BaseException:  # a barrier that was not passed is not counted
         book.barriers[title] -= 1
         raise

@@ -137,7 +137,9 @@ class Job:
         required = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
         gone = self.seats.workers(State.GONE)
         return self.barriers.require(
-            [seat.node.rank for seat in required], {seat.node.rank: seat.reason for seat in gone}
+            [seat.node.rank for seat in required],
+            {seat.node.rank: seat.reason for seat in gone},
+            [seat.node.rank for seat in required if seat.state is State.LOST],
         )
 
     def _schedule(self) -> None:

@@ -146,3 +146,52 @@ def test_another_job_knows_nothing_of_it() -> None:
     assert not barriers.open
     assert not barriers.released
     assert stand(barriers, 0) == [Answer("w0", Released(1))]
+
+
+class TestWithoutWaiting:
+    """Stores whose rounds do not wait for the lost: their barriers do not either."""
+
+    def stand(self, barriers: Barriers, rank: int, number: int = 0) -> list[Answer]:
+        at = Barrier("kv", "b", number, waits=False)
+        answers = barriers.stand(rank, Waiter(f"w{rank}", 1), at)
+        barriers.check({0, 1, 2})
+        return answers
+
+    def lose(self, barriers: Barriers, *lost: int, **gone: str) -> list[Answer]:
+        named = {int(rank[1:]): why for rank, why in gone.items()}
+        answers = barriers.require(set(range(3)) - named.keys(), named, lost)
+        barriers.check({0, 1, 2})
+        return answers
+
+    @pytest.mark.spec("R33")
+    def test_a_loss_releases(self) -> None:
+        barriers = Barriers(range(3))
+        self.stand(barriers, 0)
+        self.stand(barriers, 1)
+        assert [one.route for one in self.lose(barriers, 2)] == ["w0", "w1"]
+        assert self.stand(barriers, 2) == [Answer("w2", Released(1))]
+
+    @pytest.mark.spec("R33")
+    def test_the_lost_are_not_waited_for(self) -> None:
+        barriers = Barriers(range(3))
+        self.lose(barriers, 2)
+        assert self.stand(barriers, 0) == []
+        assert [one.route for one in self.stand(barriers, 1)] == ["w0", "w1"]
+        assert stand(barriers, 0, name="other") == []
+        assert stand(barriers, 1, name="other") == [], "others wait all the same"
+
+    @pytest.mark.spec("R33", "R35")
+    def test_nor_are_those_who_are_gone(self) -> None:
+        barriers = Barriers(range(3))
+        self.lose(barriers, r2="exit code 1")
+        assert self.stand(barriers, 0) == []
+        assert [one.route for one in self.stand(barriers, 1)] == ["w0", "w1"]
+
+    def test_the_next_job_begins_anew(self) -> None:
+        barriers = Barriers(range(3))
+        self.lose(barriers, 2)
+        self.stand(barriers, 0)
+        barriers.clear(range(3))
+        barriers.check(set())
+        self.lose(barriers, 2)
+        assert stand(barriers, 0) == stand(barriers, 1) == []

@@ -52,7 +52,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Beat(17, ""), ()),
         (WORKER, m.Leave(False, -9, True, "killed"), ()),
         (SCHEDULER, m.Left(), ()),
-        (WORKER, m.Barrier("weights", "epoch", 3), ()),
+        (WORKER, m.Barrier("weights", "epoch", 3, False), ()),
         (SCHEDULER, m.Released(42), ()),
         (SCHEDULER, m.Stop(0, "every worker left"), ()),
         (SERVER, m.Error(42, 10, "key 'w' is float32[2,3], not float32[3,2]"), ()),
