@@ -14,10 +14,12 @@ class Ticket:
     def __init__(self) -> None:
         self._copied = threading.Event()
         self._ended = threading.Event()
+        self._uncopied: KvpsError | None = None
+        """What the call failed with before its values were copied."""
         self.value: object = None
         self.error: KvpsError | None = None
-        self.on_error: Callable[[KvpsError], None] | None = None
-        """Told of an error that nobody waits for any more."""
+        self._lock = threading.Lock()
+        self._on_error: Callable[[KvpsError], None] | None = None
 
     def copied(self) -> None:
         """The call's values are copied."""
@@ -26,11 +28,24 @@ class Ticket:
     def end(self, value: object, error: KvpsError | None) -> None:
         """The call is over."""
         self.value, self.error = value, error
-        unheard = self._copied.is_set() and error is not None
-        self._ended.set()
-        self._copied.set()
-        if unheard and error is not None and self.on_error is not None:
-            self.on_error(error)
+        with self._lock:
+            if not self._copied.is_set():
+                self._uncopied = error
+            self._ended.set()
+            self._copied.set()
+            self._tell()
+
+    def on_error(self, tell: Callable[[KvpsError], None]) -> None:
+        """Have ``tell`` called with what the call fails with after its values are copied."""
+        with self._lock:
+            self._on_error = tell
+            self._tell()
+
+    def _tell(self) -> None:
+        late = self.error is not None and self._uncopied is None
+        if self._ended.is_set() and late and self._on_error is not None:
+            assert self.error is not None
+            self._on_error(self.error)
 
     @property
     def is_over(self) -> bool:
@@ -44,8 +59,8 @@ class Ticket:
             KvpsError: if the call failed before that.
         """
         self._copied.wait()
-        if self.is_over and self.error is not None:
-            raise self.error
+        if self._uncopied is not None:
+            raise self._uncopied
 
     def wait(self) -> object:
         """Wait for the end; the core ends every call by its deadline.

@@ -184,7 +184,7 @@ class KVStore(KVStoreBase, abc.ABC):
         ticket = self._push(names, rows, None, priority, not async_op, self._limit(timeout))
         if async_op:
             return Handle(ticket, lambda: None)
-        ticket.on_error = self._later.append
+        ticket.on_error(self._later.append)
         ticket.wait_copied()
         return None
 
