@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvps
-from kvps.core.effects import Core
+from kvps.core.effects import Core, Exit
 from kvps.core.member import JOIN_MAX_S, Identity
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
@@ -210,8 +210,6 @@ class LocalCluster:
             raise Timeout(f"the cluster did not end in {END_MAX_S:.0f} s; its threads were stopped")
 
     def _drive(self, name: str, core: Core, transport: ZmqTransport) -> None:
-        from kvps.core.effects import Exit
-
         inbox: Inbox[Any] = Inbox(transport)
         if isinstance(core, Server):
             inbox.put(lambda core, now: core.start(now))
@@ -219,7 +217,7 @@ class LocalCluster:
         def run() -> None:
             try:
                 drive(core, transport, inbox)
-            except Exception:
+            except Exception:  # nobody joins this thread for its result: the log must have it
                 log.exception("%s failed", name)
             finally:
                 transport.close(0.5)
