@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from kvps.core.calls import Call, Flush
 from kvps.core.effects import Copied, Exit, Finish
@@ -189,7 +190,7 @@ ending = Ending()
 
 
 def leave_at_exit(session: Session, is_guarded: bool, timeout_s: float) -> None:
-    """Have ``session`` flushed and left when the process ends.
+    """Have ``session`` flushed and left when the process ends; it fails if a push is lost then.
 
     Args:
         session: the process's session.
@@ -209,5 +210,14 @@ def leave_at_exit(session: Session, is_guarded: bool, timeout_s: float) -> None:
                 log.error("at exit: %s", error)  # the text says all
                 code = 1
         session.leave(code == 0, code, f"exit code {code}", say=not is_guarded)
+        if code != ending.exit_code:
+            _exit(code)
 
     atexit.register(end)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process with ``code``: an exit handler has no other way to say that it failed."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -333,3 +333,27 @@ def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) ->
     assert late.wait() in (1, 75, 78)
     assert "ran" not in late.out
     assert cluster.process.wait() == 1
+
+
+def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    script = processes.script(
+        "import kvps, os, torch\n"
+        "kv = kvps.create('dist_sync', timeout=30)\n"
+        "kv.init('w', torch.zeros(4))\n"
+        "print('ready', flush=True)\n"
+        "while not os.path.exists('go'): pass\n"
+        "kv.push('w', torch.ones(4))\n"
+        "print('end', flush=True)\n"
+    )
+    plain = cluster.plain(script)
+    plain.expect("ready")
+    server.signal(signal.SIGSTOP)
+    (processes.folder / "go").touch()
+    plain.expect("end")
+    server.signal(signal.SIGKILL)
+    assert plain.wait() == 1, plain
+    assert "at exit: server 0 " in plain.err, plain
+    cluster.process.signal(signal.SIGTERM)
+    cluster.process.wait()
