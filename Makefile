@@ -45,8 +45,8 @@ cover: .venv/.installed  ## check that the tests without sockets cover the rules
 
 check: lint test cover  ## all of the three above: run it before a commit
 
-bench: .venv/.installed  ## measure, and print a table
-	$(BIN)/python benchmarks/run.py
+bench: .venv/.installed  ## measure kvps beside its peers, and print a table
+	$(BIN)/kvps bench
 
 docs: .venv/.installed-docs  ## build the documentation into docs/_build
 	$(BIN)/sphinx-build -n -W --keep-going -q -b html docs docs/_build

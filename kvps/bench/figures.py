@@ -1,0 +1,154 @@
+"""What was measured, and what is computed of it: medians, ratios, a document.
+
+A round takes as long as its slowest worker. A run's figure is the median of its rounds, a row's the
+median of its runs, and a ratio is a row's time over that of gloo in the same case.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvps.bench.systems import BASE
+from kvps.bench.workloads import payload_bytes, shapes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What every system is given to do."""
+
+    workload: str
+    workers: int
+    servers: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return payload_bytes(shapes_of(self.workload))
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays there are."""
+        return len(shapes_of(self.workload))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one host's link carried in a round, on average."""
+
+    host: str
+    in_bytes: float
+    out_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one system."""
+
+    rounds_ms: tuple[float, ...]
+    links: tuple[Link, ...] = ()
+
+    @property
+    def median_ms(self) -> float:
+        """The median of its rounds."""
+        return statistics.median(self.rounds_ms)
+
+
+@dataclass(slots=True)
+class Row:
+    """All runs of one system in one case."""
+
+    case: Case
+    system: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def median_ms(self) -> float:
+        """The median of the runs' medians."""
+        return statistics.median(run.median_ms for run in self.runs)
+
+    @property
+    def extremes_ms(self) -> tuple[float, float]:
+        """The fastest and the slowest run."""
+        medians = [run.median_ms for run in self.runs]
+        return min(medians), max(medians)
+
+
+def alternate(
+    cases: Sequence[Case],
+    systems: Sequence[str],
+    repeat: int,
+    measure: Callable[[Case, str], Run],
+) -> list[Row]:
+    """Measure every system in every case ``repeat`` times, one system after the other.
+
+    Machines drift: A, B, C, A, B, C has all systems drift alike, A, A, B, B, C, C has not.
+    """
+    rows = []
+    for case in cases:
+        of_case = [Row(case, system) for system in systems]
+        for _ in range(repeat):
+            for row in of_case:
+                row.runs.append(measure(case, row.system))
+        rows += of_case
+    return rows
+
+
+def slowest(workers: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return for each round the time of the worker that took longest."""
+    return tuple(max(times) for times in zip(*workers, strict=True))
+
+
+def ratio_of(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return the row's time over gloo's in the same case; None if gloo was not measured."""
+    for other in rows:
+        if other.case == row.case and other.system == BASE:
+            return row.median_ms / other.median_ms
+    return None
+
+
+def links_of(row: Row) -> tuple[Link, ...]:
+    """Return what each host's link carried in a round, as the median of the runs."""
+    hosts = zip(*(run.links for run in row.runs), strict=True)
+    return tuple(
+        Link(
+            same[0].host,
+            statistics.median(one.in_bytes for one in same),
+            statistics.median(one.out_bytes for one in same),
+        )
+        for same in hosts
+    )
+
+
+def document(
+    rows: Sequence[Row],
+    machine: Mapping[str, object],
+    settings: Mapping[str, object],
+    limits: Mapping[str, float],
+) -> dict[str, object]:
+    """Return everything as what JSON can hold."""
+    return {
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "limits_gb_per_s": dict(limits),
+        "rows": [_row(row, rows) for row in rows],
+    }
+
+
+def _row(row: Row, rows: Sequence[Row]) -> dict[str, object]:
+    return {
+        "workload": row.case.workload,
+        "payload_bytes": row.case.payload_bytes,
+        "arrays": row.case.arrays,
+        "workers": row.case.workers,
+        "servers": row.case.servers,
+        "system": row.system,
+        "median_ms": row.median_ms,
+        "ratio_to_gloo": ratio_of(row, rows),
+        "runs": [{"median_ms": run.median_ms, "rounds_ms": run.rounds_ms} for run in row.runs],
+        "links": [
+            {"host": one.host, "in_bytes": one.in_bytes, "out_bytes": one.out_bytes}
+            for one in links_of(row)
+        ],
+    }

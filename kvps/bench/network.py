@@ -1,0 +1,105 @@
+"""One run of one system on hosts with links of a set rate, and what each link carried.
+
+The links' counters are read twice, before the first measured round and after the last, while all
+workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
+"""
+
+from __future__ import annotations
+
+from kvps import config
+from kvps.bench.figures import Case, Link, Run
+from kvps.bench.layout import Hosts
+from kvps.bench.local import (
+    GLOO_WORKER,
+    KVPS_WORKER,
+    THREADS,
+    gloo_environment,
+    module,
+    run_of,
+    worker_flags,
+)
+from kvps.bench.namespaces import Namespaces
+from kvps.bench.processes import Group, Leash
+from kvps.bench.systems import System
+from kvps.errors import KvpsError
+
+SCHEDULER_PORT = 9091
+GLOO_PORT = 29500
+SOCKETS = {"KVPS_TRANSPORT": "tcp"}
+"""The hosts are one machine, whose memory a worker would share with a server of another host."""
+LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def measure(
+    system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, leash: Leash
+) -> Run:
+    """Run a system once.
+
+    Raises:
+        KvpsError: if it fails.
+    """
+    counted: list[list[tuple[int, int]]] = []
+    with Group(leash) as group:
+        gate = group.gate(lambda: counted.append(namespaces.counters()))
+        if system.kind == "kvps":
+            _start_cluster(group, case, hosts, namespaces)
+        for rank in range(case.workers):
+            words = worker_flags(system, case, rounds)
+            if rank == 0:
+                words += map(str, gate)
+            name = KVPS_WORKER if system.kind == "kvps" else GLOO_WORKER
+            group.start(
+                f"{system.name} worker {rank}",
+                namespaces.inside(hosts.of_worker(rank), [*module(name), *words]),
+                _environment(system, rank, case, hosts, namespaces),
+                is_measured=True,
+                pass_fds=gate if rank == 0 else (),
+            )
+        run = run_of(group.wait(), case.workers, system.name)
+    if len(counted) != 2:
+        raise KvpsError(f"{system.name}: the links were read {len(counted)} times, not 2")
+    return Run(run.rounds_ms, links_between(counted[0], counted[1], rounds))
+
+
+def links_between(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], rounds: int
+) -> tuple[Link, ...]:
+    """Return what each link carried in a round, from its counters before and after all of them."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return tuple(
+        Link(
+            f"host {host}",
+            (last[0] - first[0]) / rounds,
+            (last[1] - first[1]) / rounds,
+        )
+        for host, (first, last) in pairs
+    )
+
+
+def _start_cluster(group: Group, case: Case, hosts: Hosts, namespaces: Namespaces) -> None:
+    env = config.environment({**THREADS, **SOCKETS}, {})
+    scheduler = _scheduler(namespaces)
+    sizes = ["--workers", str(case.workers), "--servers", str(case.servers)]
+    argv = [*module("kvps.cli.scheduler"), *sizes, "--bind", scheduler, "--insecure"]
+    group.start("kvps-scheduler", namespaces.inside(0, argv), env)
+    for rank in range(case.servers):
+        host = hosts.of_server(rank)
+        place = ["--scheduler", scheduler, "--rank", str(rank), "--insecure"]
+        bind = ["--bind", f"tcp://{namespaces.address(host)}:0"]
+        argv = [*module("kvps.cli.server"), *place, *bind]
+        group.start(f"kvps-server {rank}", namespaces.inside(host, argv), env)
+
+
+def _environment(
+    system: System, rank: int, case: Case, hosts: Hosts, namespaces: Namespaces
+) -> dict[str, str]:
+    """Return the environment of a worker."""
+    if system.kind == "gloo":
+        master = namespaces.address(hosts.of_worker(0))
+        return {**gloo_environment(rank, case.workers, master, GLOO_PORT), **LINK}
+    place = {"KVPS_SCHEDULER": _scheduler(namespaces), "KVPS_RANK": str(rank)}
+    return config.environment({**THREADS, **SOCKETS, **place}, {})
+
+
+def _scheduler(namespaces: Namespaces) -> str:
+    return f"tcp://{namespaces.address(0)}:{SCHEDULER_PORT}"

@@ -1,0 +1,60 @@
+"""Plots as PNG files: bars of a table, lines of a sweep. The only file that imports matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvps.bench.figures import Row
+from kvps.bench.sweeps import Sweep
+
+DOTS_PER_INCH = 150
+TIME = "median time of a round, ms"
+
+
+def draw_bars(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw one panel per case, one bar per system."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    most = max(sum(row.case == case for row in rows) for case in cases)
+    figure = Figure(figsize=(8, 1 + len(cases) * (0.8 + 0.3 * most)), layout="constrained")
+    figure.suptitle(title)
+    for number, case in enumerate(cases):
+        panel = figure.add_subplot(len(cases), 1, number + 1)
+        _draw_case(panel, [row for row in rows if row.case == case])
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _draw_case(panel: Axes, rows: Sequence[Row]) -> None:
+    medians = [row.median_ms for row in rows]
+    below = [row.median_ms - row.extremes_ms[0] for row in rows]
+    above = [row.extremes_ms[1] - row.median_ms for row in rows]
+    colours = ["tab:blue" if row.system.startswith("kvps") else "tab:gray" for row in rows]
+    panel.barh([row.system for row in rows], medians, xerr=[below, above], color=colours)
+    panel.invert_yaxis()
+    panel.set_xlabel(TIME)
+    case = rows[0].case
+    panel.set_title(f"{case.workload}: {case.arrays:,} arrays, {case.payload_bytes / 1e6:,.1f} MB")
+
+
+def draw_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, title: str) -> None:
+    """Draw one line per system, both axes logarithmic."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    panel = figure.add_subplot()
+    for system in dict.fromkeys(row.system for row in rows):
+        of_system = [row for row in rows if row.system == system]
+        values = [sweep.value(row.case) for row in of_system]
+        panel.plot(values, [row.median_ms for row in of_system], marker="o", label=system)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    if max(sweep.values) < 10:  # powers of 10 would leave the axis without a number
+        panel.set_xticks(sweep.values, [str(value) for value in sweep.values])
+        panel.minorticks_off()
+    panel.set_xlabel(sweep.axis)
+    panel.set_ylabel(TIME)
+    panel.set_title(title)
+    panel.grid(which="both", alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -1,0 +1,195 @@
+"""The processes of one run: started together, waited for without polling, ended together.
+
+A run is over when all processes that measure have ended; those that serve them then get some
+seconds to end by themselves. If one fails, all are ended, and the error has its last words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Protocol
+
+from kvps.bench.rounds import RESULT
+from kvps.errors import KvpsError
+
+RUN_MAX_S = 1800.0
+SERVERS_MAX_S = 10.0
+"""How long servers may take to end when all workers have."""
+END_MAX_S = 15.0
+"""How long anybody may take who is asked to end; over what kvps-launch gives its processes."""
+WORDS = 8
+"""How many of the last lines of a process that failed are shown."""
+
+
+class Leash(Protocol):
+    """What ends process groups if this process is killed."""
+
+    def hold(self, group: int) -> None:
+        """End this group if we end."""
+
+    def forget(self, group: int) -> None:
+        """It has ended."""
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    popen: subprocess.Popen[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
+    pidfd: int
+    is_measured: bool
+
+
+class Group:
+    """The processes of one run. Use it in a ``with`` block, which leaves none of them."""
+
+    def __init__(self, leash: Leash, limit_s: float = RUN_MAX_S) -> None:
+        self._leash = leash
+        self._limit_s = limit_s
+        self._children: list[_Child] = []
+        self._outputs: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._gate: tuple[int, int, int, int] | None = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+        self._selector.close()
+        for fd in self._gate or ():
+            os.close(fd)
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        is_measured: bool = False,
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start a process; the run is over when those that are measured have ended."""
+        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - see _take
+        popen = subprocess.Popen(
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # Ctrl-C is for us; we end them
+            pass_fds=pass_fds,
+        )
+        self._leash.hold(popen.pid)
+        child = _Child(name, popen, out, err, os.pidfd_open(popen.pid), is_measured)
+        self._children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+
+    def gate(self, heed: Callable[[], None]) -> tuple[int, int]:
+        """Return two pipes for a process; ``heed`` is called while it waits between them."""
+        asked, ask = os.pipe()
+        passed, let_pass = os.pipe()
+        self._gate = (asked, ask, passed, let_pass)
+
+        def let() -> None:
+            os.read(asked, 1)
+            heed()
+            os.write(let_pass, b".")
+
+        self._selector.register(asked, selectors.EVENT_READ, let)
+        return passed, ask
+
+    def wait(self) -> list[list[float]]:
+        """Wait until the run is over; return what was measured, one list of times per worker.
+
+        Raises:
+            KvpsError: if a process failed, or the run takes too long.
+        """
+        self._turn_until(lambda: not any(one.is_measured for one in self._children), self._limit_s)
+        if any(one.is_measured for one in self._children):
+            names = ", ".join(one.name for one in self._children)
+            raise KvpsError(f"after {self._limit_s:g} s still running: {names}; use fewer rounds")
+        with suppress(KvpsError):  # what a server says when all workers are gone is not news
+            self._turn_until(lambda: not self._children, SERVERS_MAX_S)
+        return [times for output in self._outputs for times in times_in(output)]
+
+    def _turn_until(self, is_done: Callable[[], bool], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_done() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                if isinstance(key.data, _Child):
+                    self._take(key.data)
+                else:
+                    key.data()
+
+    def _take(self, child: _Child) -> None:
+        """A process has ended.
+
+        Raises:
+            KvpsError: if it did not end well.
+        """
+        with suppress(ProcessLookupError):  # what it left running; its number is still its own
+            os.killpg(child.popen.pid, signal.SIGKILL)
+        code = child.popen.wait()
+        self._forget(child)
+        output, words = _read(child.out), _read(child.err)
+        if code:
+            said = "\n".join((words.strip() or output.strip()).splitlines()[-WORDS:])
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise KvpsError(f"{child.name} {how}; its last words:\n{said}")
+        self._outputs.append(output)
+
+    def _forget(self, child: _Child) -> None:
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        self._leash.forget(child.popen.pid)
+        self._children.remove(child)
+
+    def _end(self) -> None:
+        """End what is left: it is asked, and after a while it is killed."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + END_MAX_S
+        for child in list(self._children):
+            with suppress(subprocess.TimeoutExpired):
+                child.popen.wait(max(0.0, deadline - time.monotonic()))
+        self._signal(signal.SIGKILL)
+        for child in list(self._children):
+            child.popen.wait()
+            self._forget(child)
+            child.out.close()
+            child.err.close()
+
+    def _signal(self, number: int) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                os.killpg(child.popen.pid, number)
+
+
+def times_in(output: str) -> list[list[float]]:
+    """Return the times in what a process printed: one list for each line with a result."""
+    lines = (line.partition(RESULT) for line in output.splitlines())
+    return [json.loads(found)["rounds_ms"] for _, mark, found in lines if mark]
+
+
+def _read(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode(errors="replace")

@@ -1,0 +1,200 @@
+"""What one round is, the same for every system: fresh values, a timed step, every number checked.
+
+Theory of operation
+-------------------
+All arrays lie, in thought, one behind the other, and a *period* of random numbers is laid along
+them over and over. So each round has new numbers at the cost of a copy, and every number of the
+result is known from the periods of all ranks: their sum, or the weights of an SGD step. The period
+is no multiple of anything that systems cut arrays by, so a part in the wrong place shows.
+
+    write this rank's gradients ─► wait for all ─► [ step ] ─► compare all numbers
+                                                    timed
+
+Imports numpy and the list of workloads, and no system: peers run this in interpreters of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvps.bench.workloads import Shapes, shapes_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Row = NDArray[np.float32]
+else:
+    Row = Any
+
+RESULT = "RESULT "
+WARM_UP = 3
+"""Rounds before those that count: connections, plans and buffers are made in them."""
+PERIOD = 1_000_003
+START = 1 << 30
+"""The number of the round whose values of rank 0 are the first weights."""
+LR, MOMENTUM = 0.01, 0.9
+JOINED_MAX = 1024
+"""How many rows are compared at once."""
+ERROR_MAX = 1e-3
+"""Sums of a few normal numbers in float32 are nearer than this in any order."""
+
+
+class System(Protocol):
+    """One worker of a system under measurement."""
+
+    rank: int
+    workers: int
+
+    def gradients(self) -> Sequence[Row]:
+        """Return flat rows, one per array; what is written there is pushed in the next step."""
+
+    def ready(self) -> None:
+        """Take the gradients over, if they are not in place, and wait for all workers."""
+
+    def step(self) -> None:
+        """Push all gradients and pull what comes of them."""
+
+    def results(self) -> Sequence[Row]:
+        """Return what was pulled."""
+
+    def close(self) -> None:
+        """Leave in good order."""
+
+
+Make = Callable[[Shapes, str, str], System]
+"""Makes a worker, from shapes, the way it pushes and pulls, and the rule: ``sum`` or ``sgd``."""
+
+
+def main(make: Make, argv: Sequence[str]) -> None:
+    """Measure as one worker: HOW WORKLOAD RULE ROUNDS [GATE_IN GATE_OUT]."""
+    how, workload, rule, rounds, *gate = argv
+    system = make(shapes_of(workload), how, rule)
+    fds = (int(gate[0]), int(gate[1])) if gate and system.rank == 0 else None
+    times_ms = measure(system, rule, int(rounds), fds)
+    system.close()
+    report(system.rank, times_ms)
+
+
+def measure(
+    system: System, rule: str, rounds: int, gate: tuple[int, int] | None = None
+) -> list[float]:
+    """Return how long each round after the warm-up took, in milliseconds.
+
+    Args:
+        system: this worker.
+        rule: what the pushes become, ``sum`` or ``sgd``.
+        rounds: how many are measured.
+        gate: two pipes; before the first of these rounds and after the last, while every worker
+            stands still, an octet is written to the second and one awaited from the first.
+    """
+    truth = Truth(system.workers, rule)
+    times_ms = []
+    for number in range(WARM_UP + rounds):
+        if number == WARM_UP:
+            _stand(system, gate)
+        spread(noise(number, system.rank), system.gradients())
+        system.ready()
+        began = time.perf_counter()
+        system.step()
+        times_ms.append(1e3 * (time.perf_counter() - began))
+        demand(truth.after(number), system.results(), f"round {number} of rank {system.rank}")
+    _stand(system, gate)
+    system.ready()
+    return times_ms[WARM_UP:]
+
+
+def report(rank: int, times_ms: Sequence[float]) -> None:
+    """Print what was measured, as one line."""
+    found = {"rank": rank, "rounds_ms": [round(one, 4) for one in times_ms]}
+    sys.stdout.write(f"{RESULT}{json.dumps(found)}\n")
+    sys.stdout.flush()
+
+
+def noise(number: int, rank: int) -> Row:
+    """Return the period of a rank in a round; none of its numbers is likely to be 0."""
+    return np.random.default_rng((number, rank)).standard_normal(PERIOD, dtype=np.float32)
+
+
+def first_weights() -> Row:
+    """Return the period of the weights that rank 0 gives at first."""
+    return noise(START, 0)
+
+
+def spread(period: Row, rows: Sequence[Row]) -> None:
+    """Write a period along all rows, over and over."""
+    for part, values in _along(period, rows):
+        part[:] = values
+
+
+def demand(period: Row, rows: Sequence[Row], where: str) -> None:
+    """Compare all rows with what a period laid along them gives.
+
+    Raises:
+        ValueError: if a number is off; a system that is fast and wrong is not measured.
+    """
+    for part, values in _along(period, _joined(rows)):
+        error = float(np.max(np.abs(part - values)))
+        if not error <= ERROR_MAX:  # not: NaN is wrong as well
+            raise ValueError(f"{where}: a result is {error:g} off; at most {ERROR_MAX:g} is right")
+
+
+class Truth:
+    """What each round has to give."""
+
+    def __init__(self, workers: int, rule: str) -> None:
+        self._workers = workers
+        self._rule = rule
+        self._weights = first_weights()
+        self._velocity = np.zeros_like(self._weights)
+
+    def after(self, number: int) -> Row:
+        """Return the period of the result of round ``number``; ask for every round, in order."""
+        total = noise(number, 0)
+        for rank in range(1, self._workers):
+            total += noise(number, rank)
+        if self._rule == "sum":
+            return total
+        self._velocity = MOMENTUM * self._velocity + total
+        self._weights = self._weights - LR * self._velocity
+        return self._weights
+
+
+def _along(period: Row, rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
+    """Yield each part of the rows with the numbers that lie along it."""
+    twice = np.concatenate([period, period])
+    position = 0
+    for row in rows:
+        for low in range(0, row.size, period.size):
+            part = row[low : low + period.size]
+            yield part, twice[position : position + part.size]
+            position = (position + part.size) % period.size
+
+
+def _joined(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield the same numbers in fewer rows: comparing 100,000 short ones takes seconds."""
+    short: list[Row] = []
+    for row in rows:
+        short.append(row)
+        if len(short) == JOINED_MAX or row.size >= PERIOD:
+            yield np.concatenate(short) if len(short) > 1 else row
+            short = []
+    if short:
+        yield np.concatenate(short)
+
+
+def _stand(system: System, gate: tuple[int, int] | None) -> None:
+    """Let somebody look while nothing is under way: nobody goes on before rank 0 has come through.
+
+    The others wait in the next ready(); in this one everybody has ended the round before.
+    """
+    system.ready()
+    if gate is not None:
+        os.write(gate[1], b".")
+        os.read(gate[0], 1)

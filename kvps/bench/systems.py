@@ -1,0 +1,112 @@
+"""The rows of the table: which systems are measured, and in which way each pushes and pulls.
+
+A system is measured where what it needs is there: MXNet and Ray where an interpreter has them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvps.errors import ConfigError
+
+BASE = "gloo"
+"""The system that all others are compared with."""
+PEERS = ("mxnet", "ray")
+"""What runs in an interpreter of its own."""
+IMPORT_MAX_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One row of the table."""
+
+    name: str
+    kind: str
+    """What it is a way to use: kvps, gloo, mxnet or ray."""
+    what: str
+    how: str = "copy"
+    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``)."""
+    rule: str = "sum"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_ALL = (
+    System("kvps", "kvps", "pushpull of the sum, copied in and out"),
+    System("kvps sgd", "kvps", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
+    System(
+        "kvps zero-copy",
+        "kvps",
+        "push from kv.empty_like(keys), pull(keys, copy=False)",
+        how="in-place",
+    ),
+    System("kvps tcp", "kvps", "as kvps, through sockets", env={"KVPS_TRANSPORT": "tcp"}),
+    System("gloo", "gloo", "all_reduce of 25 MiB buckets, copied in and out"),
+    System("gloo in place", "gloo", "the same, gradients already in the buckets", how="in-place"),
+    System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
+    System("mxnet sgd", "mxnet", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
+    System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
+)
+SYSTEMS = {one.name: one for one in _ALL}
+NETWORKED = ("kvps", "kvps sgd", "kvps zero-copy", "gloo")
+"""Those that run on several hosts."""
+
+
+def chosen(
+    names: Sequence[str] | None, interpreters: Collection[str], has_places: bool
+) -> list[System]:
+    """Return the systems to measure: those named, or all that there are.
+
+    Args:
+        names: what the user asked for; None for all.
+        interpreters: the peers for which there is an interpreter.
+        has_places: whether this kvps can push and pull in place and choose its transport.
+
+    Raises:
+        ConfigError: if one that is named cannot be measured.
+    """
+    lacking = {one.name: _lack(one, interpreters, has_places) for one in _ALL}
+    if names is None:
+        return [one for one in _ALL if not lacking[one.name]]
+    for name in names:
+        if name not in SYSTEMS:
+            raise ConfigError(f"no system {name!r}; use some of {', '.join(map(repr, SYSTEMS))}")
+        if lacking[name]:
+            raise ConfigError(f"system {name!r} cannot be measured: {lacking[name]}")
+    return [SYSTEMS[name] for name in dict.fromkeys(names)]
+
+
+def _lack(system: System, interpreters: Collection[str], has_places: bool) -> str:
+    """Say why a system cannot be measured; empty if it can."""
+    if system.kind in PEERS and system.kind not in interpreters:
+        return f"say which Python has it: --{system.kind} PATH/python (docs/benchmarks.md)"
+    if (system.how == "in-place" or system.env) and system.kind == "kvps" and not has_places:
+        return "this version of kvps has no KVStore.empty_like"
+    return ""
+
+
+def version_of(peer: str, python: str) -> str:
+    """Return the version of a peer that an interpreter has.
+
+    Raises:
+        ConfigError: if it has none, or is no interpreter.
+    """
+    code = f"import {peer}; print({peer}.__version__)"
+    try:
+        asked = subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_MAX_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--{peer}={python}: cannot run it: {error}") from error
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ConfigError(
+            f"--{peer}={python}: it cannot import {peer}: {said[-1]}; docs/benchmarks.md tells how "
+            "to make an environment that can"
+        )
+    return asked.stdout.strip().splitlines()[-1]

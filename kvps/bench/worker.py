@@ -1,0 +1,113 @@
+"""One worker of kvps under measurement, and how it pushes and pulls.
+
+``copy`` takes gradients from the caller's tensors and writes results into others, in one round
+trip. ``in-place`` writes gradients where the store sends them from and reads results where they
+lie. Run by ``kvps bench``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import kvps
+from kvps.bench import rounds
+from kvps.bench.rounds import Row
+from kvps.bench.workloads import Shapes
+
+
+class Copying:
+    """Pushes from tensors of its own and pulls into others."""
+
+    def __init__(self, shapes: Shapes, rule: str) -> None:
+        self._kv = opened(shapes, rule)
+        self.rank: int = self._kv.rank
+        self.workers: int = self._kv.num_workers
+        self._keys = list(range(len(shapes)))
+        self._gradients = [torch.empty(shape) for shape in shapes]
+        self._outs = [torch.empty(shape) for shape in shapes]
+        self._rows = rows_of(self._gradients)
+
+    def gradients(self) -> Sequence[Row]:
+        """Return the gradients as rows."""
+        return self._rows
+
+    def ready(self) -> None:
+        """Wait for all workers."""
+        self._kv.barrier()
+
+    def step(self) -> None:
+        """Push and pull in one call."""
+        self._kv.pushpull(self._keys, self._gradients, out=self._outs)
+
+    def results(self) -> Sequence[Row]:
+        """Return the outputs as rows."""
+        return rows_of(self._outs)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._kv.close()
+
+
+class InPlace:
+    """Pushes from the store's own memory and reads there what it pulls."""
+
+    def __init__(self, shapes: Shapes, rule: str) -> None:
+        self._kv = opened(shapes, rule)
+        self.rank: int = self._kv.rank
+        self.workers: int = self._kv.num_workers
+        self._keys = list(range(len(shapes)))
+        self._gradients = self._kv.empty_like(self._keys)
+        self._results: Sequence[torch.Tensor] = ()
+
+    def gradients(self) -> Sequence[Row]:
+        """Return the store's memory as rows."""
+        return rows_of(self._gradients)
+
+    def ready(self) -> None:
+        """Give up what was read, as a training step does, and wait for all workers."""
+        self._results = ()
+        self._kv.barrier()
+
+    def step(self) -> None:
+        """Push, then pull without a copy."""
+        self._kv.push(self._keys, self._gradients)
+        self._results = self._kv.pull(self._keys, copy=False)
+
+    def results(self) -> Sequence[Row]:
+        """Return the values where they lie, as rows."""
+        return rows_of(self._results)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._results = ()
+        self._kv.close()
+
+
+def opened(shapes: Shapes, rule: str) -> Any:
+    """Return a store with all keys at their first weights."""
+    torch.set_num_threads(1)
+    kv = kvps.create("dist_sync")
+    if rule == "sgd":
+        kv.set_optimizer("sgd", lr=rounds.LR, momentum=rounds.MOMENTUM)
+    weights = [torch.empty(shape) for shape in shapes]
+    rounds.spread(rounds.first_weights(), rows_of(weights))
+    kv.init(list(range(len(shapes))), weights)
+    return kv
+
+
+def rows_of(tensors: Sequence[torch.Tensor]) -> list[Row]:
+    """Return tensors as flat rows of numpy, in the same memory."""
+    return [one.view(-1).numpy() for one in tensors]
+
+
+def make(shapes: Shapes, how: str, rule: str) -> rounds.System:
+    """Return the worker that pushes and pulls as ``how`` says."""
+    return InPlace(shapes, rule) if how == "in-place" else Copying(shapes, rule)
+
+
+if __name__ == "__main__":
+    rounds.main(make, sys.argv[1:])

@@ -1,0 +1,61 @@
+"""``kvps``: the commands that a person calls by hand, each in a file of its own.
+
+``kvps NAME`` is ``main()`` of ``kvps/cli/NAME.py``; a command is added by that file and a line
+here. Only the file of the command that is called is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvps.cli import flags
+
+NAME = "kvps"
+COMMANDS = {
+    "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
+}
+WHAT = "Looks after clusters of kvps. The processes of a cluster have commands of their own."
+MORE = f"""\
+commands:
+{"".join(f"  {name:<9} {what}{chr(10)}" for name, what in COMMANDS.items())}
+example:
+  kvps bench --workloads small
+  kvps bench --help
+
+a cluster is started with:
+  kvps-launch      all of it, on this machine
+  kvps-scheduler, kvps-server, kvps-worker   one process each, on many
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] not in COMMANDS:
+        _refuse(argv)
+    command = importlib.import_module(f"kvps.cli.{argv[0]}")
+    code: int = command.main(argv[1:])
+    return code
+
+
+def _refuse(argv: Sequence[str]) -> NoReturn:
+    """Help, or say what is wrong, where no command stands first."""
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.usage = "%(prog)s COMMAND [flags]"
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="what to do")
+    parsed = parser.parse_args(argv)
+    parser.error(f"{argv[0]} stands before the command: write kvps {parsed.command} {argv[0]} ...")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
