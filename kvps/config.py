@@ -19,6 +19,7 @@ from kvps.errors import ConfigError
 
 DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"
 BIGARRAY_VARIABLES = ("KVPS_BIGARRAY_BOUND", "MXNET_KVSTORE_BIGARRAY_BOUND")
+TRANSPORTS = ("auto", "shm", "tcp")
 _LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -221,6 +222,18 @@ def scheduler_bind(scheduler: str) -> str:
     except ValueError:  # a socket binds to addresses, not to names
         return f"tcp://0.0.0.0:{port_of('DMLC_PS_ROOT_PORT', bind)}"
     return bind
+
+
+def transport(env: Mapping[str, str] | None = None) -> str:
+    """Return how payload travels: ``auto``, ``shm`` or ``tcp``.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    wish = text("KVPS_TRANSPORT", "auto", env=env) or "auto"
+    if wish not in TRANSPORTS:
+        raise ConfigError(f"KVPS_TRANSPORT={wish!r}: use one of {', '.join(TRANSPORTS)}")
+    return wish
 
 
 def join_max_s(env: Mapping[str, str] | None = None) -> float:

@@ -85,13 +85,25 @@ class Message:
         return ()
 
 
+class Loan(NamedTuple):
+    """Bytes in the sender's segment, in place of a payload frame."""
+
+    nonce: int
+    """Which segment."""
+    lease: int
+    """To be returned by a RELEASE; one for all loans of a packet."""
+    offset: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One message with its envelope and its payload frames."""
+    """One message with its envelope and its payload frames, or loans in their place."""
 
     envelope: Envelope
     message: Message
     payload: tuple[memoryview, ...] = ()
+    loans: tuple[Loan, ...] = ()
 
 
 MESSAGES: dict[int, type[Message]] = {}
@@ -287,6 +299,8 @@ class Open(Message):
     deterministic: bool
     on_worker_lost: str
     bigarray_bound: int
+    chunk_bytes: int = 1 << 20
+    """How much travels, and is updated, at once; the first OPEN decides."""
 
 
 class Entry(NamedTuple):
@@ -601,3 +615,36 @@ class StatusIs(Message):
     seq: int
     rounds: tuple[OpenRound, ...]
     clocks: tuple[Clock, ...]
+
+
+# --- memory that is shared on one host ----------------------------------------------------------
+
+
+@_tag(60)
+@dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """To the other end of a data connection: you may read this, if you can find it."""
+
+    pid: int
+    fd: int
+    size: int
+    nonce: int
+
+
+@_tag(61)
+@dataclass(frozen=True, slots=True)
+class Taken(Message):
+    """Answer to OFFER: I can read it; or I cannot, and why."""
+
+    nonce: int
+    mapped: bool
+    reason: str = ""
+
+
+@_tag(62)
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """To one who lent memory: of the leases below a number, I hold none but these."""
+
+    before: int
+    but: tuple[int, ...]

@@ -1,12 +1,14 @@
 """Where bytes become numbers: torch and numpy arrays to flat tensors, and to frames and back.
 
 Everything inside kvps is a flat, contiguous torch tensor on the CPU. A frame is a view of one
-(never a copy), and the other way round; half types are summed in float32.
+(never a copy), and the other way round; half types are summed in float32. New tensors that others
+will read come from a :class:`Memory`, which knows what others can read without a copy.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import ctypes
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -64,9 +66,9 @@ def spec_of(value: Array) -> Spec:
     return Spec(NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` as one contiguous row on the CPU; copies if it must."""
-    return tensor.cpu().contiguous().view(-1)
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` side by side in this machine's memory; a copy if it must be."""
+    return tensor.cpu().contiguous()
 
 
 def accumulator(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def to_frame(tensor: torch.Tensor) -> memoryview:
 def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
     """Return the numbers in ``frame`` as a flat tensor, uncopied where memory allows it.
 
-    The tensor may be written to: a frame that was received belongs to its receiver.
+    It must not be written to: it may be another process's memory.
     """
     if not frame.nbytes:
         return torch.empty(0, dtype=TORCH[dtype])
@@ -91,3 +93,41 @@ def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
     tensor = torch.frombuffer(frame, dtype=TORCH[dtype])
     # A small frame may begin at any address (it shares a buffer with its message's head).
     return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a flat tensor as another, which does not keep their memory alive."""
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+class Memory(Protocol):
+    """Where tensors come from whose values others will read."""
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        """Return a flat tensor whose contents are undefined."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether others can read ``tensor``, which is contiguous, where it lies."""
+
+    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the peer along ``route`` would read ``payload`` where it lies."""
+
+
+class Private:
+    """This process's own memory: what others are to read must be copied to them."""
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        """Return a flat tensor whose contents are undefined."""
+        return torch.empty(count, dtype=TORCH[dtype])
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Nobody else can read anything here."""
+        return False
+
+    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
+        """Nobody else can read anything here."""
+        return False
+
+
+PRIVATE = Private()

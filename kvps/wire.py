@@ -4,7 +4,10 @@ A packet is one head frame followed by the payload frames that its message decla
 a fixed envelope of 48 octets, big-endian, and behind it the message's fields as one msgpack
 array::
 
-    "KV" version tag | job 16 | view 4 | role 1 | 0 0 0 | rank 4 | incarnation 8 | seq 8 | fields
+    "KV" version tag | job 16 | view 4 | role 1 | loans 1 | 0 0 | rank 4 | incarnation 8 | seq 8
+    loan (nonce 8, lease 8, offset 8, size 8) ... | fields
+
+Where the payload lies in memory that both ends share, loans of it stand in place of the frames.
 
 :func:`decode` takes any bytes and either returns a packet in which every field has its declared
 type and range and every payload frame its declared size, or raises
@@ -32,6 +35,7 @@ from kvps.messages import (
     TEXT_MAX,
     Entry,
     Envelope,
+    Loan,
     Message,
     Packet,
     Role,
@@ -39,7 +43,8 @@ from kvps.messages import (
 from kvps.specs import BY_ID, Spec
 
 VERSION = 1
-HEAD = struct.Struct("!2sBB16sIB3xIQQ")
+HEAD = struct.Struct("!2sBB16sIBB2xIQQ")
+LOAN = struct.Struct("!QQQQ")
 HEAD_BYTES_MAX = 1 << 20
 PAYLOAD_FRAMES_MAX = 64
 FRAME_BYTES_MAX = 64 << 20
@@ -57,7 +62,10 @@ Check = Callable[[object], object]
 
 
 def encode(packet: Packet) -> list[bytes | memoryview]:
-    """Return the frames of ``packet``: the head, then its payload as it is, uncopied."""
+    """Return the frames of ``packet``: the head, then its payload as it is, uncopied.
+
+    Of a packet with loans the payload stays where it is.
+    """
     envelope, message = packet.envelope, packet.message
     head = HEAD.pack(
         b"KV",
@@ -66,11 +74,14 @@ def encode(packet: Packet) -> list[bytes | memoryview]:
         envelope.job,
         envelope.view,
         envelope.role,
+        len(packet.loans),
         envelope.rank,
         envelope.incarnation,
         envelope.seq,
     )
     body = msgpack.packb([getattr(message, name) for name in _NAMES[type(message)]])
+    if packet.loans:
+        return [b"".join([head, *[LOAN.pack(*loan) for loan in packet.loans], body])]
     return [head + body, *packet.payload]
 
 
@@ -87,7 +98,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         raise ProtocolError(
             f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}"
         )
-    magic, version, tag, job, view, role, rank, incarnation, seq = HEAD.unpack_from(head)
+    magic, version, tag, job, view, role, lent, rank, incarnation, seq = HEAD.unpack_from(head)
     if magic != b"KV" or version != VERSION:
         raise ProtocolError(
             f"expected a packet of version {VERSION}, got magic {magic!r} version {version}"
@@ -95,18 +106,33 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
     cls = MESSAGES.get(tag)
     if cls is None:
         raise ProtocolError(f"no message has tag {tag}")
-    if head[25:28] != bytes(3):
+    if head[26:28] != bytes(2):
         raise ProtocolError("the envelope's reserved octets are not zero")
     if role not in _ROLES:
         raise ProtocolError(f"no role has number {role}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
-    message = _build(cls, _unpack(head[HEAD.size :]))
+    loans = _loans(head, lent) if lent else ()
+    message = _build(cls, _unpack(head[HEAD.size + lent * LOAN.size :]))
     payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
     sizes = message.payload_sizes()
-    if payload or sizes:
-        _compare(cls, tuple([len(frame) for frame in payload]), sizes)
-    return Packet(Envelope(job, view, _ROLES[role], rank, incarnation, seq), message, payload)
+    if payload or loans or sizes:
+        if payload and loans:
+            raise ProtocolError(f"a {cls.__name__} with both payload frames and loans")
+        got = [loan.size for loan in loans] if loans else [len(frame) for frame in payload]
+        _compare(cls, tuple(got), sizes)
+    envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
+    return Packet(envelope, message, payload, loans)
+
+
+def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
+    body = head[HEAD.size : HEAD.size + count * LOAN.size]
+    if len(body) < count * LOAN.size:
+        raise ProtocolError(f"a head of {len(head)} octets does not hold {count} loans")
+    loans = tuple([Loan(*one) for one in LOAN.iter_unpack(body)])
+    if max(max(loan) for loan in loans) > _INT_MAX:
+        raise ProtocolError("a number in a loan is over 2^63-1")
+    return loans
 
 
 def _compare(cls: type[Message], got: tuple[int, ...], declared: tuple[int, ...]) -> None:

@@ -84,7 +84,7 @@ def _print(console: Console, plan: Plan, rows: list[Row]) -> None:
     place = "" if plan.hosts is None else f", links of {plan.rate}"
     console.print(
         f"{_sizes(plan, case)}{place}; ms of a push and pull of all arrays: median of "
-        f"{plan.rounds} rounds, then of {plan.repeat} runs in turns; below 1 is faster than gloo",
+        f"{plan.rounds} rounds, then of runs in turns ({plan.repeat}); a ratio below 1 is faster than gloo",
         soft_wrap=True,
     )
     if plan.sweep is not None:
@@ -101,7 +101,11 @@ def _sizes(plan: Plan, case: Case) -> str:
     swept = plan.sweep.name if plan.sweep else ""
     workload = f"{case.workload}, " if swept in ("workers", "servers") else ""
     counts = [("workers", case.workers), ("servers", case.servers)]
-    return workload + ", ".join(f"{count} {name}" for name, count in counts if name != swept)
+    return workload + ", ".join(
+        f"{count} {name.removesuffix('s') if count == 1 else name}"
+        for name, count in counts
+        if name != swept
+    )
 
 
 def _settings(plan: Plan) -> dict[str, object]:

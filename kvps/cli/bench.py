@@ -73,7 +73,7 @@ def _main(argv: Sequence[str]) -> int:
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     leash = Leash()  # before anything has threads
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
         # These load rich and numpy, which --help does not wait for.

@@ -37,7 +37,7 @@ class OpenStore(Call):
 
 @dataclass(frozen=True, slots=True)
 class Init(Call):
-    """Create keys (rank 0) or wait until they are there. ``rows`` are flat values."""
+    """Create keys (rank 0) or wait until they are there. ``rows`` are contiguous values."""
 
     keys: tuple[tuple[str, Spec], ...]
     rows: tuple[torch.Tensor, ...]
@@ -61,7 +61,7 @@ class Lookup(Call):
 
 @dataclass(frozen=True, slots=True)
 class PushValues(Call):
-    """Push ``rows``, flat and one per key; with ``sinks``, pull the new values into them."""
+    """Push ``rows``, contiguous and one per key; with ``sinks``, pull the new values into them."""
 
     keys: tuple[str, ...]
     rows: tuple[torch.Tensor, ...]
@@ -73,7 +73,7 @@ class PushValues(Call):
 
 @dataclass(frozen=True, slots=True)
 class PullValues(Call):
-    """Pull into ``sinks``, flat and one per key."""
+    """Pull into ``sinks``, contiguous and one per key."""
 
     keys: tuple[str, ...]
     sinks: tuple[torch.Tensor, ...]

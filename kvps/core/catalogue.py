@@ -10,6 +10,7 @@ from kvps.core.plan import Held, Key, Plan, make
 from kvps.errors import KeyNotFound
 from kvps.messages import Open
 from kvps.specs import Spec
+from kvps.tensors import PRIVATE, Memory
 
 
 @dataclass(slots=True)
@@ -20,6 +21,8 @@ class Catalogue:
     rank: int
     servers: int
     worker_grace_s: float
+    memory: Memory = PRIVATE
+    """Where values are put together that the servers are to read."""
     is_short: bool = False
     """A worker of the job is lost."""
     keys: dict[str, Key] = field(default_factory=dict)

@@ -5,7 +5,7 @@ answers, in order; if one of them was refused, the refusal is raised where it wa
 takes three steps reads as three steps, and needs no thread and no state machine of its own. A
 conversation never waits for anything but answers.
 
-``rows`` are the caller's values, one flat tensor per key. They are read as late as possible; when
+``rows`` are the caller's values, one contiguous tensor per key. They are read as late as possible; when
 the caller stops waiting before that, the worker puts copies into the list.
 """
 
@@ -153,7 +153,9 @@ def _create(
     if create:
         stubs = [Key(*key, tuple(held)) for key, held in zip(keys, fresh, strict=True)]
         yield [
-            _bulk(share, Load(share.chunk, BY_NAME[share.dtype].id, share.runs(numbers)), rows)
+            _bulk(
+                book, share, Load(share.chunk, BY_NAME[share.dtype].id, share.runs(numbers)), rows
+            )
             for share in make(stubs).shares
         ]
     book.place((name, spec, held) for (name, spec), held in zip(keys, placed, strict=True))
@@ -221,11 +223,13 @@ def lookup(
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _bulk(share: Share, message: Load | Push, rows: Rows, priority: int = 0) -> Request:
+def _bulk(
+    book: Catalogue, share: Share, message: Load | Push, rows: Rows, priority: int = 0
+) -> Request:
     return Request(
         share.server,
         message,
-        fill=lambda: (share.gather(rows),),
+        fill=lambda: (share.gather(rows, book.memory),),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
         priority=priority,
@@ -250,7 +254,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Rows) -> Conversation:
             call.sinks is not None,
             share.runs(numbers),
         )
-        request = _bulk(share, message, rows, call.priority)
+        request = _bulk(book, share, message, rows, call.priority)
         if call.eager:
             request.freeze()
         if call.sinks is not None:

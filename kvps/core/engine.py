@@ -24,14 +24,17 @@ from kvps.core.hyper import Hyper
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId
 from kvps.core.quorum import Quorum
-from kvps.core.rounds import WINDOW, Due, Span, Verdict
+from kvps.core.rounds import WINDOW, Due, Span, Sum, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Push
-from kvps.specs import BY_ID
-from kvps.tensors import accumulator
+from kvps.specs import BY_ID, BY_NAME
+from kvps.tensors import PRIVATE, TORCH, Memory
+
+BLOCK_COUNT = 256 << 10
+"""Elements that are added up and updated at once: they stay in the processor's cache between."""
 
 Work = list[tuple[Span, int, torch.Tensor]]
 """What is left of a push once it is judged: spans, the push's number for them, its gradient."""
@@ -40,17 +43,18 @@ Work = list[tuple[Span, int, torch.Tensor]]
 class Engine:
     """The chunks of one server and everything that happens to their values."""
 
-    def __init__(self, server: int, servers: int, workers: int) -> None:
+    def __init__(self, server: int, servers: int, workers: int, memory: Memory = PRIVATE) -> None:
         self.server = server
         self.servers = servers
         self.workers = workers
-        self.chunks = Chunks()
+        self.chunks = Chunks(memory)
         self.norms: dict[NormId, Norm] = {}
         """Of the updates that are not made yet."""
         self._told: dict[NormId, tuple[float, ...]] = {}
         """This server's sums for updates that are made, for one who has missed them: the last
         WINDOW of each (store, key, rank)."""
         self._untold: list[Norm] = []
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def chunk(self, number: int) -> Chunk:
         """Return a chunk by its number.
@@ -66,12 +70,19 @@ class Engine:
     # --- pushes -----------------------------------------------------------------------------
 
     def push(
-        self, space: Namespace, message: Push, gradient: torch.Tensor, quorum: Quorum, now: float
+        self,
+        space: Namespace,
+        message: Push,
+        gradient: torch.Tensor,
+        quorum: Quorum,
+        now: float,
+        *,
+        lent: bool = False,
     ) -> tuple[Verdict, Iterator[Reading]]:
         """Judge a push; return what becomes of it, and those whom it wakes.
 
         It is taken in while these are iterated over. A push that is EARLY anywhere is not
-        taken in at all.
+        taken in at all. A gradient that is ``lent`` is not written to.
 
         Raises:
             ProtocolError, Mismatch, ConfigError: if it can never be; nothing is changed.
@@ -100,7 +111,7 @@ class Engine:
             return Verdict.DUPLICATE, iter(())
         if space.updater is not None:
             space.state_of(chunk)  # if it cannot be made, nothing was taken in
-        return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now)
+        return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now, lent)
 
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
         if BY_ID[message.dtype].name != chunk.dtype:
@@ -133,16 +144,18 @@ class Engine:
         work: Work,
         quorum: Quorum,
         now: float,
+        lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
         for span, number, _ in work:
             span.take(ranks, number)
         for span, number, part in work:
             if space.ordered:
-                span.round(number, now).add(ranks, part, space.opened.deterministic)
+                keep = space.opened.deterministic
+                span.round(number, now).add(ranks, part, lent=lent, keep=keep)
                 yield from self.close(space, chunk, span, quorum)
             else:
-                yield from self._due(space, chunk, span, Due(number, ranks, accumulator(part)))
+                yield from self._due(space, chunk, span, Due(number, ranks, Sum((part,))))
 
     def close(
         self, space: Namespace, chunk: Chunk, span: Span, quorum: Quorum
@@ -151,7 +164,8 @@ class Engine:
         required = quorum.required(space.opened.on_worker_lost)
         while required and span.closable(required):
             closed = span.rounds.popleft()
-            yield from self._due(space, chunk, span, Due(closed.number, (), closed.sum()))
+            total = closed.sum()
+            yield from self._due(space, chunk, span, Due(closed.number, (), total))
 
     # --- updates ----------------------------------------------------------------------------
 
@@ -184,6 +198,7 @@ class Engine:
         if updater is None or not updater.needs_norms:
             yield from self._update(space, chunk, span, due)
             return
+        due.sum = Sum((due.sum.whole(),))  # it may be lent, and is used twice
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -199,12 +214,29 @@ class Engine:
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
         if space.updater is None:
-            chunk.writable()[span.start : span.stop].copy_(due.gradient)
+            self._assign(chunk, span, due.sum)
         else:
             span.step += 1
             self._apply(space, space.updater, chunk, span, due, norms)
         span.version += 1
         yield from chunk.woken(span.start, span.stop)
+
+    def _assign(self, chunk: Chunk, span: Span, total: Sum) -> None:
+        target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
+        for begin in range(0, len(target), BLOCK_COUNT):
+            block = target[begin : begin + BLOCK_COUNT]
+            if BY_NAME[chunk.dtype].kind == "half":
+                wide = self._scratch_for(torch.float32)[: len(block)]
+                total.into(wide, begin, begin + len(block))
+                block.copy_(wide)
+            else:
+                total.into(block, begin, begin + len(block))
+
+    def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for one block of sums."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(BLOCK_COUNT, dtype=dtype)
+        return self._scratch[dtype]
 
     def _apply(
         self,
@@ -216,17 +248,23 @@ class Engine:
         norms: torch.Tensor | None,
     ) -> None:
         weight, state = chunk.writable(), space.state_of(chunk)
-        for start, stop, lr, weight_decay in self._segments(space, chunk, span):
-            updater.apply(
-                weight[start:stop],
-                due.gradient[start - span.start : stop - span.start],
-                {name: tensor[start:stop] for name, tensor in state.items()},
-                step=span.step,
-                lr=lr,
-                weight_decay=weight_decay,
-                norms=norms,
-                rank=due.rank,
-            )
+        is_half = BY_NAME[chunk.dtype].kind == "half"
+        scratch = self._scratch_for(torch.float32 if is_half else TORCH[chunk.dtype])
+        for first, last, lr, weight_decay in self._segments(space, chunk, span):
+            for start in range(first, last, BLOCK_COUNT):
+                stop = min(start + BLOCK_COUNT, last)
+                gradient = scratch[: stop - start]
+                due.sum.into(gradient, start - span.start, stop - span.start)
+                updater.apply(
+                    weight[start:stop],
+                    gradient,
+                    {name: tensor[start:stop] for name, tensor in state.items()},
+                    step=span.step,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    norms=norms,
+                    rank=due.rank,
+                )
 
     def _segments(
         self, space: Namespace, chunk: Chunk, span: Span
@@ -254,7 +292,7 @@ class Engine:
         state = space.state_of(chunk)
         sums = updater.partial_norms(
             chunk.buffer.tensor[start:stop],
-            due.gradient,
+            due.sum.parts[0],
             {name: tensor[start:stop] for name, tensor in state.items()},
             step=span.step + 1,
             lr=lr,

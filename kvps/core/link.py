@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvps.messages import Message, Packet
+from kvps.tensors import PRIVATE, Memory
 
 if TYPE_CHECKING:
     from kvps.core.worker import Talk
 
 WINDOW_BYTES = 16 << 20
 """Payload that may be on its way to one server without having been acknowledged; the last
-request may go beyond it."""
+request may go beyond it. What the server reads where it lies is not on its way."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -41,7 +42,7 @@ class Request:
     fill: Callable[[], tuple[torch.Tensor, ...]] | None = None
     """Makes the payload, at the latest when it is sent."""
     payload_bytes: int = 0
-    """What it takes of the window; over 0, it changes the server's values and is never dropped."""
+    """How much it carries; over 0, it changes the server's values and is never dropped."""
     lane: int = 0
     """The chunk whose requests must keep their order; 0 for those that travel by themselves."""
     priority: int = 0
@@ -52,6 +53,8 @@ class Request:
     seq: int = 0
     """Its number on its link, from 1 on; 0 while it was not sent."""
     sent_at: float = 0.0
+    bytes_away: int = 0
+    """What it takes of the window."""
     received: bool = False
     dropped: bool = False
     """Nobody wants the answer any more."""
@@ -69,8 +72,16 @@ class Request:
 class Link:
     """The requests of one worker to one server."""
 
-    def __init__(self, server: int, endpoint: str = "", incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        server: int,
+        endpoint: str = "",
+        incarnation: int = 0,
+        memory: Memory = PRIVATE,
+    ) -> None:
         self.server = server
+        self.route = f"server {server}"
+        self._memory = memory
         self.endpoint = endpoint
         self.incarnation = incarnation
         self.ready = False
@@ -108,7 +119,9 @@ class Link:
             self._seq += 1
             request.seq, request.sent_at = self._seq, now
             self.outstanding[request.seq] = request
-            self._bytes_away += request.payload_bytes
+            if not self._memory.lends(self.route, request.payload):
+                request.bytes_away = request.payload_bytes
+                self._bytes_away += request.bytes_away
             yield request
 
     def drop(self, request: Request) -> None:
@@ -122,7 +135,7 @@ class Link:
         request = self.outstanding.get(seq)
         if request is not None and not request.received:
             request.received = True
-            self._bytes_away -= request.payload_bytes
+            self._bytes_away -= request.bytes_away
         return request
 
     def answer(self, seq: int) -> Request | None:
@@ -133,13 +146,13 @@ class Link:
             request.payload = ()
         return request
 
-    def overdue(self, now: float) -> list[tuple[int, ...]]:
-        """Return what to probe for, one tuple per PROBE, if it is time to."""
+    def is_overdue(self, now: float) -> bool:
+        """Whether it is time to probe; if so, it is taken to be done."""
         probe_at = self.probe_at()
         if probe_at is None or now < probe_at:
-            return []
+            return False
         self._probed_at = now
-        return self.unanswered()
+        return True
 
     def unanswered(self) -> list[tuple[int, ...]]:
         """Return all that has no answer, one tuple per PROBE."""

@@ -23,6 +23,7 @@ from kvps.specs import BY_ID, BY_NAME, Spec
 
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
+CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
 
 @dataclass(slots=True)
@@ -56,6 +57,11 @@ class Namespace:
                 f"store {opened.store!r}: mode {opened.mode!r:.40} and on_worker_lost "
                 f"{opened.on_worker_lost!r:.40} must be of {', '.join(MODES)} and of "
                 f"{', '.join(POLICIES)}"
+            )
+        if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise ConfigError(
+                f"store {opened.store!r}: chunk_bytes {opened.chunk_bytes} must be from "
+                f"{CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}"
             )
         self.opened = opened
         self.name = opened.store
@@ -206,7 +212,9 @@ class Namespace:
         spec = _spec(entry)
         slab = self._slabs.get(spec.dtype)
         if slab is None:
-            slab = self._slabs[spec.dtype] = Slab(self.name, spec.dtype, self._chunks)
+            slab = self._slabs[spec.dtype] = Slab(
+                self.name, spec.dtype, self._chunks, self.opened.chunk_bytes
+            )
         pieces = slab.place(entry.key, entry.size)
         self.shards[entry.key] = Shard(entry.key, spec, entry.start, entry.size, pieces)
 

@@ -15,7 +15,10 @@ import torch
 
 from kvps.messages import Ask, Run
 from kvps.specs import BY_NAME, Spec
-from kvps.tensors import TORCH
+from kvps.tensors import Memory, unowned
+
+WINDOWS_MAX = 8
+"""In how many places a share's elements are remembered."""
 
 
 class Held(NamedTuple):
@@ -72,6 +75,10 @@ class Share:
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
     """For each segment its key's index, and which of the key's elements; None for all."""
     _sizes: list[int] = field(default_factory=list)
+    _shapes: list[tuple[int, ...]] = field(default_factory=list)
+    """For each segment its size, and its shape as it lies in a row."""
+    _windows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """By address of the elements of this share, a tensor for each segment."""
 
     def seal(self, keys: Sequence[Key]) -> None:
         """Prepare for use: all segments are there."""
@@ -84,6 +91,7 @@ class Share:
             whole = size == keys[index].spec.count
             self._cuts.append((index, None if whole else slice(offset, offset + size)))
             self._sizes.append(size)
+            self._shapes.append(keys[index].spec.shape if whole else (size,))
             self.size += size
 
     def runs(self, numbers: Sequence[int]) -> tuple[Run, ...]:
@@ -116,28 +124,62 @@ class Share:
             stop, last = segment.start + segment.size, conditions
         return tuple(asks)
 
-    def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy this share's elements out of ``rows``, one flat tensor per key of the plan."""
-        out = torch.empty(self.size, dtype=TORCH[self.dtype])
-        parts = self._slices(rows)
-        if len(parts) == 1:
-            out.copy_(parts[0])
-        else:
-            torch.cat(parts, out=out)
+    def gather(self, rows: Sequence[torch.Tensor], memory: Memory) -> torch.Tensor:
+        """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
+
+        They are copied into ``memory``, unless they lie there side by side already.
+        """
+        parts = self._parts(rows)
+        if memory.holds(parts[0]) and _adjoin(parts):
+            return parts[0].as_strided((self.size,), (1,))
+        out = memory.empty(self.size, self.dtype)
+        torch._foreach_copy_(self._windows_of(out), parts)
         return out
 
     def scatter(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Copy this share's elements back into ``rows``."""
-        torch._foreach_copy_(self._slices(rows), list(torch.split(values, self._sizes)))
+        torch._foreach_copy_(self._parts(rows), self._windows_of(values))
 
-    def _slices(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _parts(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
-        return [rows[key] if cut is None else rows[key][cut] for key, cut in self._cuts]
+        return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
+
+    def _windows_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return one tensor for each segment, which together are ``values``.
+
+        A share's elements come to lie in the same few places again and again, and to make a
+        thousand tensors takes longer than to copy them: so they are remembered by address. They
+        keep no memory alive, and are only used while ``values`` does.
+        """
+        if len(self.segments) == 1:
+            return [values.view(self._shapes[0])]
+        address = values.data_ptr()
+        windows = self._windows.get(address)
+        if windows is None:
+            if len(self._windows) >= WINDOWS_MAX:
+                self._windows.clear()
+            parts = torch.split(unowned(values), self._sizes)
+            windows = [one.view(shape) for one, shape in zip(parts, self._shapes, strict=True)]
+            self._windows[address] = windows
+        return windows
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of all elements of this share."""
         return self.size * BY_NAME[self.dtype].itemsize
+
+
+def _adjoin(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether ``parts`` lie side by side in one piece of memory."""
+    if len(parts) == 1:
+        return True
+    at = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at:
+            return False
+        at += part.nbytes
+    whole = parts[0].untyped_storage()
+    return at <= whole.data_ptr() + whole.nbytes()
 
 
 def _all_equal(numbers: Sequence[int]) -> bool:

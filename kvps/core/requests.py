@@ -101,7 +101,7 @@ class Requests:
         message, seq = packet.message, packet.envelope.seq
         match message:
             case Push():
-                yield from self._push(session, seq, message, packet.payload[0], now)
+                yield from self._push(session, seq, message, packet, now)
             case Pull():
                 yield from self._pull(session, seq, message)
             case Load():
@@ -141,12 +141,14 @@ class Requests:
     # --- values ---------------------------------------------------------------------------------
 
     def _push(
-        self, session: Session, seq: int, message: Push, frame: memoryview, now: float
+        self, session: Session, seq: int, message: Push, packet: Packet, now: float
     ) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        gradient = from_frame(frame, BY_ID[message.dtype].name)
-        verdict, woken = self.engine.push(space, message, gradient, self.member.quorum(), now)
+        gradient = from_frame(packet.payload[0], BY_ID[message.dtype].name)
+        verdict, woken = self.engine.push(
+            space, message, gradient, self.member.quorum(), now, lent=bool(packet.loans)
+        )
         if verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
         reading = None
@@ -158,8 +160,8 @@ class Requests:
         yield from self._tell_norms()
         if reading is not None:
             yield from self._read(reading)
-            if not reading.is_pending:
-                return
+            if not reading.is_pending or packet.loans:
+                return  # no window waits for the receipt of what is lent; its values will do
         version = min(
             span.version
             for run in message.runs

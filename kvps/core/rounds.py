@@ -36,6 +36,8 @@ from kvps.tensors import accumulator
 
 WINDOW = 64
 """How many rounds of a span may be open at once."""
+LENT_MAX = 8
+"""How many gradients of a round are left where their senders have them."""
 
 
 class Verdict(enum.Enum):
@@ -50,37 +52,91 @@ class Verdict(enum.Enum):
     """It speaks for ranks of which some have been counted and some have not."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Gradients that are to be added up, in this order. They are only read."""
+
+    parts: tuple[torch.Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def into(self, out: torch.Tensor, start: int, stop: int) -> None:
+        """Write the sum of the elements from ``start`` to ``stop`` into ``out``.
+
+        ``out`` is of the type that sums are taken in.
+        """
+        first, *others = [part[start:stop] for part in self.parts]
+        if others and first.dtype == others[0].dtype == out.dtype:
+            torch.add(first, others.pop(0), out=out)
+        else:
+            out.copy_(first)
+        for part in others:
+            out.add_(part)
+
+    def whole(self) -> torch.Tensor:
+        """Return the sum in memory of its own."""
+        out = accumulator(self.parts[0][:0]).new_empty(len(self))
+        self.into(out, 0, len(self))
+        return out
+
+    def cut(self, at: int) -> tuple[Sum, Sum]:
+        """Return the sums of the elements before ``at``, and from there on."""
+        left, right = [part[:at] for part in self.parts], [part[at:] for part in self.parts]
+        return Sum(tuple(left)), Sum(tuple(right))
+
+
 @dataclass(slots=True)
 class Round:
-    """The pushes of one number, summed as they come or, if order matters, kept until the end."""
+    """The pushes of one number.
+
+    They are added up when the round closes: then the sum goes where it is needed, in one pass. Those
+    that came in frames are added to the first before that, so that a round of many ranks needs no
+    more memory than one of two; those that lie in their senders' memory are left there, up to
+    :data:`LENT_MAX`. Where sums must be taken in rank order, all are kept.
+    """
 
     number: int
     opened_at: float
     ranks: set[int] = field(default_factory=set)
     total: torch.Tensor | None = None
+    """What is added up so far."""
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By lowest rank, where sums must be taken in rank order; empty otherwise."""
+    """What is not, by lowest rank, as it came."""
 
-    def add(self, ranks: tuple[int, ...], gradient: torch.Tensor, keep: bool) -> None:
-        """Count ``ranks`` in. ``gradient`` belongs to the round from here on."""
+    def add(
+        self, ranks: tuple[int, ...], gradient: torch.Tensor, *, lent: bool, keep: bool
+    ) -> None:
+        """Count ``ranks`` in.
+
+        Args:
+            ranks: who pushed.
+            gradient: of all of them. It belongs to the round from here on, unless it is lent.
+            lent: ``gradient`` is its sender's memory, and must not be written to.
+            keep: sums must be taken in rank order.
+        """
         self.ranks.update(ranks)
-        if keep:
-            self.kept[min(ranks)] = gradient
-        else:
-            self._accumulate(gradient)
-
-    def sum(self) -> torch.Tensor:
-        """Return the sum; in rank order where the pushes were kept."""
-        for rank in sorted(self.kept):
-            self._accumulate(self.kept.pop(rank))
-        assert self.total is not None, "a round without pushes cannot be summed"
-        return self.total
-
-    def _accumulate(self, gradient: torch.Tensor) -> None:
-        if self.total is None:
+        if not keep and not lent and self.total is None and not self.kept:
             self.total = accumulator(gradient)
+            return
+        if not keep and len(self.kept) >= (LENT_MAX if lent else 1):
+            self._add_up()
+        self.kept[min(ranks)] = gradient
+
+    def _add_up(self) -> None:
+        """Add what is kept to the total."""
+        parts = list(self.kept.values())
+        self.kept.clear()
+        if self.total is None:
+            self.total = Sum(tuple(parts)).whole()
         else:
-            self.total.add_(gradient)
+            for part in parts:
+                self.total.add_(part)
+
+    def sum(self) -> Sum:
+        """Return the sum; in rank order where all pushes were kept."""
+        kept = [self.kept[rank] for rank in sorted(self.kept)]
+        return Sum((*([] if self.total is None else [self.total]), *kept))
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -99,7 +155,7 @@ class Due:
     number: int
     ranks: tuple[int, ...]
     """Who pushed it; empty where it is the sum of a round."""
-    gradient: torch.Tensor
+    sum: Sum
 
     @property
     def rank(self) -> int | None:
@@ -200,6 +256,7 @@ class Span:
         """Split off the elements from ``at`` on (an index into the chunk)."""
         assert self.start < at < self.stop, (self.start, at, self.stop)
         length = at - self.start
+        due = [(one, one.sum.cut(length)) for one in self.due]
         right = Span(
             at,
             self.stop,
@@ -208,10 +265,10 @@ class Span:
             dict(self.pushed),
             dict(self.head_start),
             deque(one.cut(length) for one in self.rounds),
-            deque(Due(one.number, one.ranks, one.gradient[length:]) for one in self.due),
+            deque(Due(one.number, one.ranks, halves[1]) for one, halves in due),
         )
-        for one in self.due:
-            one.gradient = one.gradient[:length]
+        for one, halves in due:
+            one.sum = halves[0]
         self.stop = at
         return right
 
@@ -236,7 +293,7 @@ class Span:
         """Assert the invariants."""
         assert self.start < self.stop
         for due in self.due:
-            assert len(due.gradient) == self.stop - self.start
+            assert len(due.sum) == self.stop - self.start
         first = self.version + len(self.due)
         assert len(self.rounds) <= WINDOW
         for offset, one in enumerate(self.rounds):

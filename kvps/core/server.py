@@ -34,6 +34,7 @@ from kvps.messages import (
     Role,
     Welcome,
 )
+from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 SILENCES_MAX = 5
@@ -43,9 +44,16 @@ SILENCES_MAX = 5
 class Server:
     """One server process's part in one job after another."""
 
-    def __init__(self, identity: Identity, now: float, memory_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        now: float,
+        memory_limit: int | None = None,
+        memory: Memory = PRIVATE,
+    ) -> None:
         self.member = Membership(identity, now)
-        self.requests = Requests(self.member, Engine(0, 1, 0), memory_limit)
+        self._memory = memory
+        self.requests = Requests(self.member, Engine(0, 1, 0, self._memory), memory_limit)
         self._memory_limit = memory_limit
         self._endpoints: dict[int, str] = {}
         """Where each other server is connected to."""
@@ -109,7 +117,7 @@ class Server:
         """Hold nothing of any job."""
         welcome = self.member.welcome
         assert welcome is not None
-        engine = Engine(self.member.rank, welcome.servers, welcome.workers)
+        engine = Engine(self.member.rank, welcome.servers, welcome.workers, self._memory)
         self.requests = Requests(self.member, engine, self._memory_limit)
 
     def _on_view(self) -> Effects:

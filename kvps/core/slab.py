@@ -1,12 +1,13 @@
 """Where weights lie in a server's memory: slabs of chunks, and who may write to them.
 
-A *slab* holds all keys of one store and one element type, side by side, in *chunks* of at most
-1 MiB. A chunk is what travels in one message, what is summed in one addition and updated in one
+A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
+1 to 4 MiB. A chunk is what travels in one message, what is summed in one addition and updated in one
 fused step. Small keys share a chunk; a part larger than a chunk gets several of its own.
 
 The values of a chunk are *immutable while someone reads them*: a frame on its way out holds the
-buffer, and an update of a held buffer goes to a fresh one. So a send without copying cannot
-tear, and every answer is one version.
+buffer, and an update of a held buffer goes to another one. So a send without copying cannot
+tear, and every answer is one version. A chunk whose buffer was left that way keeps it for the next
+time: under readers who hold each version until the next, two buffers take turns.
 
 A request that cannot be answered yet waits at an element of a chunk, and is looked at again when
 the span that holds this element moves. (Were it noted in the span, every split and join of spans
@@ -26,12 +27,12 @@ from kvps.core.updaters import State
 from kvps.errors import KeyNotFound, ProtocolError
 from kvps.messages import RUNS_MAX, Ask, Piece, Run
 from kvps.specs import BY_NAME
-from kvps.tensors import TORCH
+from kvps.tensors import PRIVATE, Memory
 
-CHUNK_BYTES = 1 << 20
 OPEN_CHUNKS = 8
 """How many chunks with room left are remembered; bounds the search for a place."""
-_ALIGN = 16
+PAGE_BYTES = 4096
+"""Pieces of one key begin at whole pages: a reader may map them side by side."""
 
 
 class Buffer:
@@ -55,13 +56,20 @@ class Buffer:
 
 
 class Chunk:
-    """Up to 1 MiB of weights, their optimizer state, and the history of each part."""
+    """Some MiB of weights, their optimizer state, and the history of each part."""
 
-    def __init__(self, number: int, store: str, dtype: str, capacity: int) -> None:
+    def __init__(
+        self, number: int, store: str, dtype: str, capacity: int, memory: Memory = PRIVATE
+    ) -> None:
         self.number = number
         self.store = store
         self.dtype = dtype
-        self.buffer = Buffer(torch.empty(capacity, dtype=TORCH[dtype]))
+        self.capacity = capacity
+        """Elements that fit in."""
+        self.buffer = Buffer(memory.empty(capacity, dtype))
+        self._other: Buffer | None = None
+        """The buffer before this one."""
+        self._memory = memory
         self.state: State | None = None
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
@@ -76,11 +84,6 @@ class Chunk:
         self._waiting: dict[int, list[Reading]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
-
-    @property
-    def capacity(self) -> int:
-        """Elements that fit in."""
-        return len(self.buffer.tensor)
 
     @property
     def used(self) -> int:
@@ -208,10 +211,27 @@ class Chunk:
     # --- readers and writers ----------------------------------------------------------------
 
     def writable(self) -> torch.Tensor:
-        """Return the current values for writing; a fresh copy if someone still reads them."""
+        """Return the current values for writing; a copy if someone still reads them."""
         if self.buffer.holds:
-            self.buffer = Buffer(self.buffer.tensor.clone())
+            old = self._turn()
+            self.buffer.tensor[: self.used].copy_(old[: self.used])
         return self.buffer.tensor
+
+    def overwritable(self, start: int, stop: int) -> torch.Tensor:
+        """Return the current values, of which those from ``start`` to ``stop`` will be replaced."""
+        if self.buffer.holds:
+            old = self._turn()
+            self.buffer.tensor[:start].copy_(old[:start])
+            self.buffer.tensor[stop : self.used].copy_(old[stop : self.used])
+        return self.buffer.tensor
+
+    def _turn(self) -> torch.Tensor:
+        """Leave the buffer to its readers and take another; return the values of the one left."""
+        left, other = self.buffer, self._other
+        if other is None or other.holds:
+            other = Buffer(self._memory.empty(self.capacity, self.dtype))
+        self.buffer, self._other = other, left
+        return left.tensor
 
     def wait(self, reading: Reading) -> None:
         """Let ``reading`` wait at ``reading.at``."""
@@ -248,7 +268,8 @@ class Chunk:
 class Chunks:
     """All chunks of a server, by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = PRIVATE) -> None:
+        self._memory = memory
         self.by_number: dict[int, Chunk] = {}
         self.weight_bytes = 0
         """Bytes of all keys; the room that is left inside chunks is not counted."""
@@ -257,7 +278,7 @@ class Chunks:
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
         """Return a new chunk, with a number that no other had."""
         self._made += 1
-        chunk = Chunk(self._made, store, dtype, capacity)
+        chunk = Chunk(self._made, store, dtype, capacity, self._memory)
         self.by_number[chunk.number] = chunk
         return chunk
 
@@ -280,21 +301,23 @@ class Chunks:
 class Slab:
     """All chunks of one store and one element type."""
 
-    def __init__(self, store: str, dtype: str, chunks: Chunks) -> None:
+    def __init__(self, store: str, dtype: str, chunks: Chunks, chunk_bytes: int) -> None:
         self._store = store
         self._dtype = dtype
         self._chunks = chunks
+        self._chunk_bytes = chunk_bytes
         self._open: list[Chunk] = []
 
     def place(self, key: str, count: int) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk."""
         itemsize = BY_NAME[self._dtype].itemsize
         self._chunks.weight_bytes += count * itemsize
-        chunk_count = CHUNK_BYTES // itemsize
+        chunk_count = self._chunk_bytes // itemsize
         if count <= chunk_count:
             return (self._with_room(count, chunk_count).append(key, count),) if count else ()
+        page = PAGE_BYTES // itemsize
         share = -(-count // -(-count // chunk_count))
-        step = -(-share // _ALIGN) * _ALIGN
+        step = -(-share // page) * page
         sizes = [min(step, count - start) for start in range(0, count, step)]
         return tuple(self._new(size).append(key, size) for size in sizes)
 

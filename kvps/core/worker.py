@@ -67,7 +67,7 @@ from kvps.messages import (
     StatusIs,
     Welcome,
 )
-from kvps.tensors import to_frame
+from kvps.tensors import PRIVATE, Memory, to_frame
 
 HELLO_AGAIN_S = 1.0
 BARRIER_AGAIN_S = 2.0
@@ -100,8 +100,9 @@ class Talk:
 class Worker:
     """One worker process's part in one job."""
 
-    def __init__(self, identity: Identity, now: float) -> None:
+    def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
         self.member = Membership(identity, now)
+        self._memory = memory
         self.books: dict[str, Catalogue] = {}
         self.links: list[Link] = []
         """To every server, once the cluster is complete."""
@@ -147,6 +148,7 @@ class Worker:
                 self.member.rank,
                 len(self.links),
                 call.worker_grace_s,
+                self._memory,
                 bool(self.losses.workers),
             )
         rows: list[torch.Tensor] = []
@@ -183,10 +185,10 @@ class Worker:
             self._hello_at = now + HELLO_AGAIN_S
             for link in self.links:
                 if not link.ready:
-                    yield Send(_route(link), self.member.hello())
+                    yield Send(link.route, self.member.hello())
         for link in self.links:
-            for seqs in link.overdue(now):
-                yield Send(_route(link), self.member.packet(Probe(seqs)))
+            if link.is_overdue(now):
+                yield from self._probe(link)
         for request in list(self._barriers.values()):
             if now >= request.sent_at + BARRIER_AGAIN_S:
                 yield from self._send_barrier(request, now)
@@ -254,10 +256,10 @@ class Worker:
             self._hello_at = now + HELLO_AGAIN_S
             for one in view.members:
                 if one.role == Role.SERVER:
-                    link = Link(one.rank, one.endpoint, one.incarnation)
+                    link = Link(one.rank, one.endpoint, one.incarnation, self._memory)
                     self.links.append(link)
-                    yield Connect(_route(link), one.endpoint)
-                    yield Send(_route(link), self.member.hello())
+                    yield Connect(link.route, one.endpoint)
+                    yield Send(link.route, self.member.hello())
         self.losses.learn(view, {one.server: one.incarnation for one in self.links}, now)
         for book in self.books.values():
             book.is_short = bool(self.losses.workers)
@@ -299,7 +301,7 @@ class Worker:
             case Error():
                 yield from self._on_error(link, message, now)
             case _:
-                yield Note("debug", f"unexpected {type(message).__name__} from {_route(link)!r}")
+                yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
 
     def _on_error(self, link: Link, message: Error, now: float) -> Effects:
         error = from_code(message.code, message.text)
@@ -315,6 +317,11 @@ class Worker:
         else:
             yield Note("warning", str(error))
 
+    def _probe(self, link: Link) -> Effects:
+        """Ask a server after all that it has not answered."""
+        for seqs in link.unanswered():
+            yield Send(link.route, self.member.packet(Probe(seqs)))
+
     def _flow(self, link: Link, now: float) -> Effects:
         """Send what the link has room for."""
         for request in link.due(now):
@@ -322,9 +329,7 @@ class Worker:
 
     def _packet(self, link: Link, request: Request) -> Send:
         frames = tuple([to_frame(one) for one in request.payload])
-        return Send(
-            _route(link), Packet(self.member.envelope(request.seq), request.message, frames)
-        )
+        return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
 
     def _send_barrier(self, request: Request, now: float) -> Effects:
         request.sent_at = now
@@ -351,6 +356,9 @@ class Worker:
                 talk.requests = []
                 talk.waiting = set(self._unacked.get(talk.call.store, ()))
                 self._draining.append(talk)
+                for link in self.links:  # of a push that wants values, a server need not say so
+                    if any(one.server == link.server and one.seq for one in talk.waiting):
+                        yield from self._probe(link)
             else:
                 talk.requests = step
                 talk.waiting = set(step)
@@ -387,7 +395,10 @@ class Worker:
         assert talk is not None
         if request.on_reply is not None:
             request.on_reply(packet, not talk.finished)
-        talk.answers[request] = packet
+        # Its values are where they belong, and the memory they came in may be another's.
+        talk.answers[request] = Packet(
+            packet.envelope, packet.message, () if request.on_reply else packet.payload
+        )
         talk.waiting.discard(request)
         if not talk.waiting and talk.ticket in self._talks:
             yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
@@ -511,9 +522,7 @@ class Worker:
             elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
                 talk.probed = True
                 for server in {one.server for one in talk.waiting if one.server is not None}:
-                    link = self.links[server]
-                    for seqs in link.unanswered():
-                        yield Send(_route(link), self.member.packet(Probe(seqs)))
+                    yield from self._probe(self.links[server])
 
     def _time_out(self, talk: Talk, now: float) -> Effects:
         error = self._lateness(talk, now)
@@ -565,10 +574,6 @@ class Worker:
             return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
         assert link.heard_at is not None
         return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
-
-
-def _route(link: Link) -> str:
-    return f"server {link.server}"
 
 
 def _server(route: Route) -> int:

@@ -172,6 +172,7 @@ def drive(
                 wish = perform(core.on_packet(route, packet, clock()))
             if wish is not None:
                 return wish
+            del arrival, packet  # it may be what keeps a loan from being given back
         for item in inbox.take():
             wish = perform(item(core, clock()))
             if wish is not None:

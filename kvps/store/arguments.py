@@ -1,7 +1,12 @@
-"""From what users give to what stores work on: keys to names, values to flat rows.
+"""From what users give to what stores work on: keys to names, values to rows.
 
 A call takes one key or a list, and for each key one value or a list with one value per device.
-All mistakes in that are found here, before anything is sent, and named by key.
+All mistakes in that are found here, before anything is sent, and named by key. A *row* is a
+contiguous tensor on the CPU.
+
+Most calls repeat the last one: the same keys, and a plain tensor of the right type and shape for
+each. Such a list is recognised as a whole (:meth:`Form.fits`), since a thousand small keys should
+not cost a thousand times what one does.
 """
 
 from __future__ import annotations
@@ -13,9 +18,52 @@ import torch
 
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.specs import Spec
-from kvps.tensors import Array, accumulator, as_tensor, flat, spec_of
+from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
 KEY_MAX = 256
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_KEYS = frozenset({str, int})
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the values of a list of keys must look like."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+    @staticmethod
+    def of(names: tuple[str, ...], specs: Mapping[str, Spec]) -> Form | None:
+        """Return the form of ``names``; None if one of them is not known."""
+        found = [specs.get(name) for name in names]
+        known = [spec for spec in found if spec is not None]
+        if len(known) < len(found):
+            return None
+        return Form([one.shape for one in known], [TORCH[one.dtype] for one in known])
+
+    def fits(self, values: object) -> bool:
+        """Whether ``values`` is a list of tensors that are rows as they are, one for each key."""
+        if not isinstance(values, list | tuple) or len(values) != len(self.shapes):
+            return False
+        if not _PLAIN.issuperset(map(type, values)):
+            return False
+        try:
+            return (
+                [one.shape for one in values] == self.shapes
+                and [one.dtype for one in values] == self.dtypes
+                and all(one.is_cpu and one.is_contiguous() for one in values)
+            )
+        except RuntimeError:  # a sparse tensor knows nothing of that
+            return False
+
+
+def as_list(keys: object) -> tuple[str | int, ...] | None:
+    """Return a list of keys such that equal ones mean equal names; None for anything else."""
+    if isinstance(keys, list | tuple) and _KEYS.issuperset(map(type, keys)):
+        return tuple(keys)
+    return None
 
 
 def names_of(keys: object) -> tuple[tuple[str, ...], bool]:
@@ -103,13 +151,13 @@ def reduce(devices: list[Array], on_device: bool) -> torch.Tensor:
 
 
 def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, ...]:
-    """Return one flat row on the CPU for each key; a view of the value where it is one."""
-    return tuple(flat(reduce(devices, on_device)) for devices in values)
+    """Return one row for each key: the value itself where it is one."""
+    return tuple(row_of(reduce(devices, on_device)) for devices in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Where pulled values go: flat rows to be written, and then to the user's tensors."""
+    """Where pulled values go: rows to be written, and then to the user's tensors."""
 
     rows: tuple[torch.Tensor, ...]
     deliver: Callable[[], object]
@@ -132,7 +180,7 @@ def sinks_for(
                 raise KeyNotFound(f"key {name!r} was never initialised; call init() first")
             new.append(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
         result: object = new if is_many else new[0]
-        return Sinks(tuple(one.view(-1) for one in new), lambda: result)
+        return Sinks(tuple(new), lambda: result)
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
     rows: list[torch.Tensor] = []
@@ -140,13 +188,13 @@ def sinks_for(
     for name, devices in zip(names, outs, strict=True):
         targets = [_target(name, one) for one in devices]
         direct = next((t for t in targets if t.device.type == "cpu" and t.is_contiguous()), None)
-        row = direct.view(-1) if direct is not None else _blank(targets[0])
+        row = direct if direct is not None else _blank(targets[0])
         rows.append(row)
         copies.extend((target, row) for target in targets if target is not direct)
 
     def deliver() -> object:
         for target, row in copies:
-            target.copy_(row.view(target.shape))
+            target.copy_(row)
         return out
 
     return Sinks(tuple(rows), deliver)
@@ -166,5 +214,5 @@ def _target(name: str, out: Array) -> torch.Tensor:
 
 
 def _blank(like: torch.Tensor) -> torch.Tensor:
-    """A flat row on the CPU; page-locked where its values go to a GPU."""
-    return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    """A row; page-locked where its values go to a GPU."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")

@@ -24,10 +24,11 @@ from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.messages import Role
-from kvps.net.driver import Inbox, drive
+from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.zeromq import ZmqTransport
 from kvps.store.kvstore import TIMEOUT_S
 from kvps.store.session import Session
+from kvps.store.transport import open_transport
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -56,7 +57,8 @@ def worker_session(
         job=job,
         join_max_s=join_max_s,
     )
-    return Session(identity, ZmqTransport())
+    transport, memory, _ = open_transport()
+    return Session(identity, transport, memory)
 
 
 class LocalCluster:
@@ -121,7 +123,7 @@ class LocalCluster:
         now = time.monotonic()
         self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
         for rank in range(self.servers):
-            one = ZmqTransport("tcp://127.0.0.1:0")
+            one, memory, endpoint = open_transport("tcp://127.0.0.1:0")
             identity = Identity(
                 Role.SERVER,
                 self.scheduler,
@@ -129,9 +131,9 @@ class LocalCluster:
                 os.getpid(),
                 kvps.__version__,
                 rank,
-                endpoint=one.endpoint,
+                endpoint=endpoint,
             )
-            self._drive(f"server {rank}", Server(identity, now), one)
+            self._drive(f"server {rank}", Server(identity, now, memory=memory), one)
 
     def session(self) -> Session:
         """Return the worker that the calling thread is, making it if it is new.
@@ -209,7 +211,7 @@ class LocalCluster:
                 stop()
             raise Timeout(f"the cluster did not end in {END_MAX_S:.0f} s; its threads were stopped")
 
-    def _drive(self, name: str, core: Core, transport: ZmqTransport) -> None:
+    def _drive(self, name: str, core: Core, transport: Transport) -> None:
         inbox: Inbox[Any] = Inbox(transport)
         if isinstance(core, Server):
             inbox.put(lambda core, now: core.start(now))

@@ -28,6 +28,8 @@ from kvps.store.session import Session, leave_at_exit
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
+CHUNK_BYTES, SHARED_CHUNK_BYTES = 1 << 20, 8 << 20
+"""Bytes of a chunk in a network, and on one host, where fewer messages count for more."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
 RESERVED = "kvps."
@@ -91,7 +93,7 @@ def create(
     opened = _opened(kind, staleness, on_worker_lost, deterministic, bigarray_bound)
     grace_s = seconds("worker_grace", worker_grace)
     session = _session(timeout_s)
-    named = replace(opened, store=_named(session, name))
+    named = replace(opened, store=_named(session, name), chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, grace_s)
 
 
@@ -108,7 +110,8 @@ def create_own(store: str, owner: str) -> Any:
         return create(store)
     session = _session(TIMEOUT_S)
     opened = _opened(kind, None, ON_WORKER_LOST[0], False, None)
-    named = replace(opened, store=session.next_name(RESERVED + owner))
+    name = session.next_name(RESERVED + owner)
+    named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
 
 
@@ -136,6 +139,13 @@ def _opened(
         on_worker_lost,
         config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
     )
+
+
+def _chunk_bytes(session: Session) -> int:
+    """Return how much travels at once: little in a network, so that all links are busy soon."""
+    view = session.core.member.view
+    hosts = {one.host for one in view.members} if view is not None else set()
+    return CHUNK_BYTES if config.transport() == "tcp" or len(hosts) > 1 else SHARED_CHUNK_BYTES
 
 
 def _named(session: Session, name: str | None) -> str:

@@ -19,7 +19,16 @@ from kvps.core.placement import Part
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, KvpsError
 from kvps.specs import Spec
-from kvps.store.arguments import Sinks, check_values, names_of, rows_of, sinks_for, values_of
+from kvps.store.arguments import (
+    Form,
+    Sinks,
+    as_list,
+    check_values,
+    names_of,
+    rows_of,
+    sinks_for,
+    values_of,
+)
 from kvps.store.base import KVStoreBase
 from kvps.store.handle import Handle, Ticket
 from kvps.store.names import Kind
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 TIMEOUT_S = 300.0
+LISTS_MAX = 256
+"""How many lists of keys are remembered."""
 
 
 class Straggler(NamedTuple):
@@ -63,6 +74,9 @@ class KVStore(KVStoreBase, abc.ABC):
         self._name = name
         self._timeout_s = timeout_s
         self._specs: dict[str, Spec] = {}
+        self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
+        """Of lists of keys that were used before."""
+        self._forms: dict[tuple[str, ...], Form] = {}
         self._hyper: Hyper | None = None
         self._is_closed = False
         self._later: list[KvpsError] = []
@@ -144,6 +158,7 @@ class KVStore(KVStoreBase, abc.ABC):
         rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
         self._init(tuple(zip(names, specs, strict=True)), rows, self._limit(timeout))
         self._specs.update(zip(names, specs, strict=True))
+        self._forms.clear()
 
     def push(
         self,
@@ -179,7 +194,7 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([1., 2.])
         """
         self._begin()
-        names, is_many = names_of(key)
+        names, is_many = self._names_of(key)
         rows = self._rows(names, is_many, value, timeout)
         ticket = self._push(names, rows, None, priority, not async_op, self._limit(timeout))
         if async_op:
@@ -218,9 +233,9 @@ class KVStore(KVStoreBase, abc.ABC):
             WorkerLost: if a round waits for a worker that ended.
         """
         self._begin()
-        names, is_many = names_of(key)
+        names, is_many = self._names_of(key)
         self._know(names, timeout)
-        sinks = sinks_for(names, is_many, out, self._specs)
+        sinks = self._sinks(names, is_many, out)
         least = _version_of(min_version)
         ticket = self._pull(names, sinks.rows, priority, least, self._limit(timeout))
         return self._result(ticket, sinks, async_op)
@@ -237,9 +252,9 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> Any:
         """Push, and pull what comes of it, in one round trip; see :meth:`push`, :meth:`pull`."""
         self._begin()
-        names, is_many = names_of(key)
+        names, is_many = self._names_of(key)
         rows = self._rows(names, is_many, value, timeout)
-        sinks = sinks_for(names, is_many, out, self._specs)
+        sinks = self._sinks(names, is_many, out)
         ticket = self._push(names, rows, sinks.rows, priority, False, self._limit(timeout))
         return self._result(ticket, sinks, async_op)
 
@@ -264,6 +279,7 @@ class KVStore(KVStoreBase, abc.ABC):
         rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
         ticket = self._broadcast(tuple(specs.items()), rows, sinks.rows, self._limit(timeout))
         self._specs.update(specs)
+        self._forms.clear()
         return self._result(ticket, sinks, async_op=False)
 
     # --- the optimizer ----------------------------------------------------------------------------
@@ -368,6 +384,8 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _know(self, names: tuple[str, ...], timeout: float | None) -> None:
         """Learn of keys that another rank has initialised and this one has not declared."""
+        if names in self._forms:
+            return
         unknown = tuple(name for name in names if name not in self._specs)
         if unknown:
             self._specs.update(self._lookup(unknown, self._limit(timeout)))
@@ -375,10 +393,44 @@ class KVStore(KVStoreBase, abc.ABC):
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
     ) -> tuple[torch.Tensor, ...]:
-        values = values_of(names, is_many, value)
         self._know(names, timeout)
+        form = self._form(names)
+        given = value if is_many else [value]
+        if form is not None and form.fits(given):
+            return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+        values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
         return rows_of(values, self._kind.on_device)
+
+    def _sinks(self, names: tuple[str, ...], is_many: bool, out: object) -> Sinks:
+        form = self._form(names)
+        given = out if is_many else [out]
+        if form is not None and form.fits(given):
+            return Sinks(tuple(given), lambda: out)  # type: ignore[arg-type]  # as above
+        return sinks_for(names, is_many, out, self._specs)
+
+    def _names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
+        """Return the names of one key or a list of keys, and whether it was a list."""
+        keys = as_list(key)
+        if keys is None:
+            return names_of(key)
+        names = self._names.get(keys)
+        if names is None:
+            names, _ = names_of(key)
+            if len(self._names) >= LISTS_MAX:
+                self._names.clear()
+            self._names[keys] = names
+        return names, True
+
+    def _form(self, names: tuple[str, ...]) -> Form | None:
+        form = self._forms.get(names)
+        if form is None:
+            form = Form.of(names, self._specs)
+            if form is not None:
+                if len(self._forms) >= LISTS_MAX:
+                    self._forms.clear()
+                self._forms[names] = form
+        return form
 
     def _result(self, ticket: Ticket, sinks: Sinks, async_op: bool) -> Any:
         handle = Handle(ticket, sinks.deliver)

@@ -105,6 +105,7 @@ class LocalStore(KVStore):
             if name not in self._rows_by_key:
                 self._set(name, row)
 
+    @torch.no_grad()
     def _push(
         self,
         names: tuple[str, ...],
@@ -117,12 +118,13 @@ class LocalStore(KVStore):
         for name in names:
             self._check_update(name)
         for name, row in zip(names, rows, strict=True):
-            self._update(name, row)
+            self._update(name, row.view(-1))
             self._versions[name] += 1
         if sinks is not None:
             return self._pull(names, sinks, priority, 0, limit_s)
         return _over()
 
+    @torch.no_grad()
     def _pull(
         self,
         names: tuple[str, ...],
@@ -137,7 +139,7 @@ class LocalStore(KVStore):
                     f"key {name!r} stands at version {self._versions[name]}; in a local store "
                     f"nobody else will bring it to min_version={least}"
                 )
-            sink.copy_(self._rows_by_key[name])
+            sink.view(-1).copy_(self._rows_by_key[name])
         return _over()
 
     def _broadcast(
@@ -176,7 +178,7 @@ class LocalStore(KVStore):
         return name
 
     def _set(self, name: str, row: torch.Tensor) -> None:
-        self._rows_by_key[name] = row.clone()
+        self._rows_by_key[name] = row.view(-1).clone()
         self._versions.setdefault(name, 0)
         if self._rules is not None:
             self._rules.forget(name)

@@ -22,8 +22,8 @@ from kvps.core.server import Server
 from kvps.errors import ConfigError
 from kvps.messages import Role
 from kvps.net.driver import Inbox, drive
-from kvps.net.zeromq import ZmqTransport
 from kvps.store.roles import on_stop, own_host, report
+from kvps.store.transport import open_transport
 
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
@@ -62,7 +62,7 @@ def run_server(
     if threads is not None:
         torch.set_num_threads(threads)
     join_max_s = config.join_max_s()
-    transport = ZmqTransport(bind)
+    transport, memory, listens = open_transport(bind)
     identity = Identity(
         Role.SERVER,
         scheduler,
@@ -70,10 +70,10 @@ def run_server(
         os.getpid(),
         __version__,
         rank,
-        endpoint=_reachable(transport.endpoint, scheduler, advertise, join_max_s),
+        endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
     )
-    core = Server(identity, time.monotonic(), memory_limit)
+    core = Server(identity, time.monotonic(), memory_limit, memory)
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     with on_stop(inbox, _leave_and_exit):

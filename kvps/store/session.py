@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch
+
 from kvps.core.calls import Call, Flush
 from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.member import Identity
@@ -25,6 +27,7 @@ from kvps.core.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, Transport, drive
 from kvps.store.handle import Ticket
+from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
 LEAVE_MAX_S = 5.0
@@ -34,8 +37,8 @@ LEAVE_MAX_S = 5.0
 class Session:
     """One worker of one cluster, in this process."""
 
-    def __init__(self, identity: Identity, transport: Transport) -> None:
-        self.core = Worker(identity, time.monotonic())
+    def __init__(self, identity: Identity, transport: Transport, memory: Memory) -> None:
+        self.core = Worker(identity, time.monotonic(), memory)
         self.pid = os.getpid()
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
@@ -54,7 +57,8 @@ class Session:
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
             self._inbox.put(lambda core, now: core.start(now))
-            wish = drive(self.core, self._transport, self._inbox, self)
+            with torch.no_grad():  # values may be parameters
+                wish = drive(self.core, self._transport, self._inbox, self)
             error = self.core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )

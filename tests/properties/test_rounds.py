@@ -18,9 +18,10 @@ PUSHES = st.tuples(
 @given(
     steps=st.lists(st.one_of(PUSHES, st.frozensets(st.integers(0, RANKS - 1))), max_size=60),
     keep=st.booleans(),
+    lent=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool) -> None:
+def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, lent: bool) -> None:
     """A step is a push (its number given relative to what its first rank owes), or a new set of
     ranks that are waited for."""
     span = Span(0, 1)
@@ -40,13 +41,13 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool) ->
             if verdict is Verdict.COUNTED:
                 span.take(tuple(ranks), number)
                 value = torch.tensor([float(worth)])
-                span.round(number, 0.0).add(tuple(ranks), value, keep)
+                span.round(number, 0.0).add(tuple(ranks), value, lent=lent, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)
         while required and span.closable(required):
             number = span.version
             assert required <= counted[number].keys()
-            assert span.rounds.popleft().sum().item() == sum(counted[number].values())
+            assert span.rounds.popleft().sum().whole().item() == sum(counted[number].values())
             closed.append(number)
             span.version += 1
         if span.rounds and required:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.core.sessions import Reading, Session
-from kvps.core.slab import CHUNK_BYTES, Chunk, Chunks, Slab
+from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.messages import Piece
 
 SIZES = st.integers(1, 9)
+
+CHUNK_BYTES = 1 << 20
 
 
 class Held(RuleBasedStateMachine):
@@ -21,6 +23,7 @@ class Held(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.chunk = Chunk(1, "kv", "int64", 8)
+        self.chunk.append("k", 8)
         self.chunk.buffer.tensor.zero_()
         self.now = [0] * 8
         self.readers: list[tuple[object, torch.Tensor, list[int]]] = []
@@ -32,6 +35,11 @@ class Held(RuleBasedStateMachine):
         self.chunk.writable()[start:].add_(value)
         assert (self.chunk.buffer is before) is not held
         self.now = self.now[:start] + [one + value for one in self.now[start:]]
+
+    @rule(start=st.integers(0, 7), stop=st.integers(0, 8), value=st.integers(1, 1000))
+    def replace(self, start: int, stop: int, value: int) -> None:
+        self.chunk.overwritable(start, max(start, stop))[start:stop].fill_(value)
+        self.now[start:stop] = [value] * len(self.now[start:stop])
 
     @rule(start=st.integers(0, 7))
     def read(self, start: int) -> None:
@@ -143,7 +151,7 @@ TestCuts.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 @settings(max_examples=60, deadline=None)
 def test_places_do_not_overlap_and_hold_all(counts: list[int]) -> None:
     chunks = Chunks()
-    slab = Slab("kv", "uint8", chunks)
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
     places = [slab.place(f"k{index}", count) for index, count in enumerate(counts)]
     assert [sum(piece.size for piece in place) for place in places] == counts
     assert chunks.weight_bytes == sum(counts)

@@ -28,6 +28,8 @@ from tests.simulation.network import Faults, Network, Process
 
 JOB = bytes(range(16))
 TRASH = 77
+CHUNK_BYTES = 512
+"""Small, so that small tensors meet every limit."""
 """Written over values that the caller may reuse."""
 
 
@@ -66,6 +68,7 @@ class Store:
             self.deterministic,
             self.on_worker_lost,
             self.bigarray_bound,
+            CHUNK_BYTES,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 

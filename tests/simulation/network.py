@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvps import wire
 from kvps.core.effects import (
@@ -29,7 +29,7 @@ from kvps.core.effects import (
     Save,
     Send,
 )
-from kvps.messages import Packet
+from kvps.messages import Loan, Packet
 
 EVENTS_MAX = 10_000
 """Events at one moment; more are a deadline that is never met."""
@@ -45,6 +45,8 @@ class Faults:
     latency_s: float = 0.001
     jitter_s: float = 0.0
     """Over the latency, packets overtake each other."""
+    lent: bool = False
+    """Payload is its sender's memory, and must not be written to."""
     in_order: bool = False
     """Keep the order on each connection, as one TCP connection does."""
 
@@ -81,6 +83,8 @@ class Network:
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
+        self._lent: list[tuple[bytearray, bytes]] = []
+        """What was lent, and what it was then."""
         self.faults = faults
         self.now = 0.0
         self.carried: Counter[str] = Counter()
@@ -109,6 +113,7 @@ class Network:
             assert events < EVENTS_MAX, "time stands still"
             since = self.now
             event()
+        assert all(memory == frame for memory, frame in self._lent), "lent memory was written to"
 
     # --- processes ------------------------------------------------------------------------------
 
@@ -222,5 +227,10 @@ class Network:
         if connection.owner is source:
             route = connection.back
             target.routes.setdefault(route, connection)
-        packet = wire.decode([memoryview(bytearray(one)) for one in frames])
+        memory = [bytearray(one) for one in frames]
+        packet = wire.decode([memoryview(one) for one in memory])
+        if self.faults.lent and packet.payload:
+            loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)
+            packet = replace(packet, loans=loans)
+            self._lent.extend(zip(memory, frames, strict=True))
         self.perform(target, target.core.on_packet(route, packet, self.now))

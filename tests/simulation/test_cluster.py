@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.core import conversations, link, rounds, slab
+from kvps.core import conversations, link, namespace, rounds, slab
 from kvps.errors import (
     KvpsError,
     SchedulerLost,
@@ -35,7 +35,8 @@ FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks and windows, so that small tensors meet every limit."""
-    monkeypatch.setattr(slab, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(namespace, "CHUNK_BYTES_MIN", 1)
+    monkeypatch.setattr(slab, "PAGE_BYTES", 64)
     monkeypatch.setattr(link, "WINDOW_BYTES", 1_000)
     for module in (rounds, conversations):
         monkeypatch.setattr(module, "WINDOW", 4)
@@ -160,6 +161,7 @@ def faults_of(dice: random.Random) -> Faults:
         double=dice.choice([0, 0, 0.1, 0.5]),
         jitter_s=dice.choice([0, 0.002, 0.1, 3.0]),
         in_order=dice.random() < 0.3,
+        lent=dice.random() < 0.5,
     )
 
 

@@ -78,13 +78,14 @@ def test_a_row_is_a_view_where_it_can_be():
     (row,) = rows_of([[value]], on_device=False)
     assert row.data_ptr() == value.data_ptr()
     (row,) = rows_of([[value.T]], on_device=False)
-    assert row.tolist() == [0, 2, 1, 3]
+    assert row.tolist() == [[0, 2], [1, 3]]
+    assert row.is_contiguous()
 
 
 def test_sinks_write_where_they_can_and_copy_where_they_must():
     direct, strided, array = torch.zeros(2, 2), torch.zeros(2, 2).T, np.zeros((2, 2), np.float32)
     sinks = sinks_for(("a",), False, [strided, direct, array], SPECS)
-    sinks.rows[0].copy_(torch.arange(4.0))
+    sinks.rows[0].copy_(torch.arange(4.0).view(2, 2))
     assert direct.tolist() == [[0, 1], [2, 3]]
     sinks.deliver()
     assert strided.tolist() == array.tolist() == [[0, 1], [2, 3]]

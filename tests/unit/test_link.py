@@ -169,17 +169,19 @@ class TestProbes:
     def test_come_two_seconds_after_the_oldest_was_sent_and_again(self) -> None:
         one = ready()
         assert one.probe_at() is None
-        assert one.overdue(99.0) == []
+        assert not one.is_overdue(99.0)
         queued(one, request())
         names(one, 10.0)
         queued(one, request())
         names(one, 11.5)
         assert one.probe_at() == 10.0 + PROBE_AFTER_S
-        assert one.overdue(11.9) == []
-        assert one.overdue(12.0) == [(1, 2)]
+        assert not one.is_overdue(11.9)
+        assert one.is_overdue(12.0)
+        assert one.unanswered() == [(1, 2)]
         assert one.probe_at() == 14.0
         one.answer(1)
-        assert one.overdue(14.0) == [(2,)]
+        assert one.is_overdue(14.0)
+        assert one.unanswered() == [(2,)]
         one.answer(2)
         assert one.probe_at() is None
 
@@ -187,7 +189,7 @@ class TestProbes:
         one = ready()
         queued(one, *[request() for _ in range(PROBE_SEQS_MAX + 1)])
         names(one)
-        first, second = one.overdue(5.0)
+        first, second = one.unanswered()
         assert (len(first), second) == (PROBE_SEQS_MAX, (PROBE_SEQS_MAX + 1,))
 
 

@@ -8,6 +8,7 @@ from kvps.core.placement import parts
 from kvps.core.plan import Held, Key, make
 from kvps.messages import Declare, Declared, Entry, Load, Pulled, Push
 from kvps.specs import Spec
+from kvps.tensors import PRIVATE
 from tests.server_stage import ServerStage, heard
 
 KEYS = 1000
@@ -32,12 +33,12 @@ def test_a_thousand_keys_on_two_servers() -> None:
     messages = answers = 0
     for share in plan.shares:
         load = Load(share.chunk, 1, share.runs([0] * KEYS))
-        stages[share.server].say(0, load, share.gather(rows))
+        stages[share.server].say(0, load, share.gather(rows, PRIVATE))
     for rank in range(2):
         for share in plan.shares:
             push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs([0] * KEYS))
             assert len(push.runs) == 1
-            said = stages[share.server].say(rank, push, share.gather(rows))
+            said = stages[share.server].say(rank, push, share.gather(rows, PRIVATE))
             messages += 1
             answers += len(heard(said, Pulled))
     assert messages == answers == 2 * SERVERS

@@ -15,7 +15,7 @@ TAGS = {
     **{20: "Open", 21: "Declare", 22: "Declared", 23: "Find", 24: "FoundAll"},
     **{30: "Load", 31: "Push", 32: "Ack", 33: "Pull", 34: "Pulled"},
     **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},
-    **{50: "Status", 51: "StatusIs"},
+    **{50: "Status", 51: "StatusIs", 60: "Offer", 61: "Taken", 62: "Release"},
 }
 """Written down once more: a tag that was given is for ever."""
 

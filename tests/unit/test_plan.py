@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvps.core.plan import Held, Key, Plan, make
 from kvps.messages import Ask, Run
 from kvps.specs import Spec
+from kvps.tensors import PRIVATE
 
 
 def key(name: str, *pieces: Held, dtype: str = "float32") -> Key:
@@ -86,7 +87,7 @@ def test_neighbours_with_one_condition_are_one_ask(
 def test_one_whole_key_is_copied_as_it_is() -> None:
     (share,) = make([key("a", Held(0, 1, 0, 4, 0), dtype="int8")]).shares
     row = torch.arange(4, dtype=torch.int8)
-    gathered = share.gather([row])
+    gathered = share.gather([row], PRIVATE)
     row.zero_()
     assert gathered.tolist() == [0, 1, 2, 3]
     share.scatter(gathered, [row])
@@ -112,7 +113,7 @@ def test_what_is_gathered_and_scattered_is_every_element_once(data: st.DataObjec
     rows = [torch.rand(one.spec.count) for one in keys]
     back = [torch.full_like(row, -1.0) for row in rows]
     for share in plan.shares:
-        values = share.gather(rows)
+        values = share.gather(rows, PRIVATE)
         runs = share.runs([0] * len(keys))
         assert len(values) == share.size == sum(run.size for run in runs)
         share.scatter(values, back)

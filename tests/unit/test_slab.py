@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from kvps.core.sessions import Reading, Session
-from kvps.core.slab import CHUNK_BYTES, OPEN_CHUNKS, Buffer, Chunk, Chunks, Slab
+from kvps.core.slab import OPEN_CHUNKS, PAGE_BYTES, Buffer, Chunk, Chunks, Slab
 from kvps.errors import KeyNotFound, ProtocolError
 from kvps.messages import RUNS_MAX, Piece, Run
+
+CHUNK_BYTES = 1 << 20
 
 
 def chunk(*sizes: int, filled: bool = True) -> Chunk:
@@ -193,7 +195,7 @@ def test_retiring_wakes_who_waits_there() -> None:
 
 def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
     chunks = Chunks()
-    slab = Slab("kv", "float32", chunks)
+    slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
     most = CHUNK_BYTES // 4 - 100
     assert slab.place("a", most) == (Piece(1, 0, most),)
     assert slab.place("b", 200) == (Piece(2, 0, 200),)
@@ -206,13 +208,13 @@ def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
 
 def test_a_key_without_elements_needs_no_place() -> None:
     chunks = Chunks()
-    assert Slab("kv", "int8", chunks).place("nothing", 0) == ()
+    assert Slab("kv", "int8", chunks, CHUNK_BYTES).place("nothing", 0) == ()
     assert chunks.by_number == {}
 
 
 def test_a_chunk_has_no_more_keys_than_a_message_has_runs() -> None:
     chunks = Chunks()
-    slab = Slab("kv", "uint8", chunks)
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
     places = [slab.place(str(index), 1)[0].chunk for index in range(RUNS_MAX + 1)]
     assert places == [1] * RUNS_MAX + [2]
     chunks.by_number[1].check()
@@ -220,7 +222,7 @@ def test_a_chunk_has_no_more_keys_than_a_message_has_runs() -> None:
 
 def test_few_chunks_are_searched_for_room() -> None:
     chunks = Chunks()
-    slab = Slab("kv", "uint8", chunks)
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
     for index in range(2 * OPEN_CHUNKS):
         slab.place(str(index), CHUNK_BYTES - 1)
     (piece,) = slab.place("last", 1)
@@ -234,16 +236,17 @@ def test_a_large_key_gets_chunks_of_its_own(dtype: str, beyond: int, times: int)
     chunks = Chunks()
     most = CHUNK_BYTES // {"uint8": 1, "float32": 4, "float64": 8}[dtype]
     for count in (times * most + beyond, times * most + most - 1):
-        pieces = Slab("kv", dtype, chunks).place("big", count)
+        pieces = Slab("kv", dtype, chunks, CHUNK_BYTES).place("big", count)
         assert sum(one.size for one in pieces) == count
         assert len({one.chunk for one in pieces}) == len(pieces) == times + 1
         assert all(0 < one.size <= most and one.start == 0 for one in pieces)
-        assert all(one.size % 16 == 0 for one in pieces[:-1])
+        itemsize = CHUNK_BYTES // most
+        assert all(one.size * itemsize % PAGE_BYTES == 0 for one in pieces[:-1])
 
 
 def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None:
     chunks = Chunks()
-    slab = Slab("kv", "float32", chunks)
+    slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
     first, second = slab.place("a", 10), slab.place("b", 10)
     waits = Reading(Session(0, b"w0", 1), 1, "kv", 1, True, (), at=10)
     chunks.by_number[1].wait(waits)

@@ -14,7 +14,7 @@ from kvps.tensors import (
     accumulator,
     as_tensor,
     dtype_of,
-    flat,
+    row_of,
     from_frame,
     spec_of,
     to_frame,
@@ -42,16 +42,16 @@ def test_arrays_and_tensors_share_their_memory() -> None:
 
 def test_any_stride_and_shape_will_do() -> None:
     grid = np.arange(6, dtype=np.int64).reshape(2, 3)
-    assert flat(as_tensor(grid.T)).tolist() == [0, 3, 1, 4, 2, 5]
-    assert flat(torch.arange(6).reshape(2, 3).t()).tolist() == [0, 3, 1, 4, 2, 5]
-    assert flat(as_tensor(np.array(7.0))).tolist() == [7.0]
-    assert flat(torch.tensor(7.0)).tolist() == [7.0]
-    assert flat(torch.empty(2, 0)).tolist() == []
+    assert row_of(as_tensor(grid.T)).view(-1).tolist() == [0, 3, 1, 4, 2, 5]
+    assert row_of(torch.arange(6).reshape(2, 3).t()).view(-1).tolist() == [0, 3, 1, 4, 2, 5]
+    assert row_of(as_tensor(np.array(7.0))).tolist() == 7.0
+    assert row_of(torch.tensor(7.0)).tolist() == 7.0
+    assert row_of(torch.empty(2, 0)).tolist() == [[], []]
 
 
-def test_what_is_flat_already_is_not_copied() -> None:
+def test_what_is_a_row_already_is_not_copied() -> None:
     tensor = torch.zeros(2, 3)
-    assert flat(tensor).data_ptr() == tensor.data_ptr()
+    assert row_of(tensor).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize(

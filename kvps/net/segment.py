@@ -1,0 +1,276 @@
+"""Memory that processes of one host share: where it lies, who may use which part, who may read it.
+
+Every process has at most one *segment*: a file without a name (``memfd_create``), as large as the
+machine's memory and empty, of which parts are backed before they are used (``posix_fallocate``:
+where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
+directory, so nothing is left behind by a kill.
+
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody:
+the file must be one of ours, of the size that was said, sealed against shrinking (a file that
+shrank under its reader would kill the reader), and begin with the *nonce* that was said, a random
+number. Who cannot do all that, in another container or as another user, gets frames instead.
+
+A part that is taken is a *block*. It is given back when nothing refers to it any more; blocks that
+are read by others are kept alive by :mod:`kvps.net.leases`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from kvps.errors import KvpsError, ProtocolError
+
+NAME = "kvps"
+PAGE_BYTES = mmap.PAGESIZE
+ALIGN_BYTES = 64
+"""Blocks begin at a cache line; those of a page or more at a page."""
+BACK_BYTES = 16 << 20
+"""How much is backed at once, at most; at least as much as is there already, or is needed."""
+NONCE_BYTES = 8
+
+_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: of no use to other modules
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+
+
+class Offer(NamedTuple):
+    """How another process may find a segment."""
+
+    pid: int
+    fd: int
+    size_bytes: int
+    nonce: int
+
+
+class Unshared(KvpsError):
+    """Memory cannot be shared, and why."""
+
+
+class Slot:
+    """A range of a segment; given back when the last reference to it dies."""
+
+    __slots__ = ("_freed", "size_bytes", "start")
+
+    def __init__(self, start: int, size_bytes: int, freed: deque[tuple[int, int]]) -> None:
+        self.start = start
+        self.size_bytes = size_bytes
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append((self.start, self.size_bytes))
+
+
+class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """The bytes of a slot, or of a loan. Do not slice it: a part would not keep the whole alive."""
+
+    keep: object
+    """What must live as long as these bytes are referred to."""
+
+
+class Segment:
+    """This process's memory that others may read.
+
+    Raises:
+        Unshared: if this machine has no such memory.
+    """
+
+    def __init__(self, size_bytes: int | None = None) -> None:
+        self.nonce = secrets.randbits(63)
+        self.size_bytes = _pages(size_bytes or _memory_bytes())
+        if not hasattr(os, "memfd_create"):
+            raise Unshared("this system has no memfd_create")
+        try:
+            self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, self.size_bytes)
+            os.posix_fallocate(self._fd, 0, PAGE_BYTES)
+            self._map = mmap.mmap(self._fd, self.size_bytes)
+            fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
+        except (OSError, ValueError) as error:
+            raise Unshared(f"no segment of {self.size_bytes} bytes: {error}") from error
+        self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self.is_read = False
+        """Somebody has mapped it, or is about to."""
+        self.readers: set[str | bytes] = set()
+        """Along which routes there is one who has."""
+        self._lock = threading.Lock()
+        self._used = self._backed = PAGE_BYTES
+        self._freed: deque[tuple[int, int]] = deque()
+        """Given back, by whatever thread dropped the last reference."""
+        self._free: dict[int, list[int]] = {}
+        """Where free ranges begin, by their size; the last one given back is taken first."""
+
+    @property
+    def offer(self) -> Offer:
+        """How others find it."""
+        return Offer(os.getpid(), self._fd, self.size_bytes, self.nonce)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory that it occupies."""
+        return self._backed
+
+    def take(self, size_bytes: int) -> Block | None:
+        """Return a block that nobody else has, its contents undefined; None if none is left.
+
+        Any thread may call this.
+        """
+        rounded = _rounded(size_bytes)
+        with self._lock:
+            start = self._find(rounded)
+        if start is None:
+            return None
+        block = Block((size_bytes,), np.uint8, self._map, start)
+        block.keep = Slot(start, rounded, self._freed)
+        return block
+
+    def offset_of(self, frame: memoryview) -> int | None:
+        """Return where ``frame`` lies in this segment; None if it lies elsewhere."""
+        address = int(np.frombuffer(frame, np.uint8).ctypes.data)
+        offset = address - self.address
+        return offset if 0 <= offset <= self.size_bytes - frame.nbytes else None
+
+    def close(self) -> None:
+        """Let nobody find it any more; those who have mapped it keep what they have."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _find(self, size_bytes: int) -> int | None:
+        while self._freed:
+            start, freed_bytes = self._freed.popleft()
+            self._free.setdefault(freed_bytes, []).append(start)
+        alike = self._free.get(size_bytes)
+        if alike:
+            return alike.pop()
+        return self._bump(size_bytes) or self._split(size_bytes)
+
+    def _bump(self, size_bytes: int) -> int | None:
+        """Take from behind all that was ever used."""
+        align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
+        start = -(-self._used // align) * align
+        stop = start + size_bytes
+        if stop > self.size_bytes:
+            return None
+        if stop > self._backed:
+            more = max(stop - self._backed, min(self._backed, BACK_BYTES))
+            more = min(_pages(more), self.size_bytes - self._backed)
+            try:
+                os.posix_fallocate(self._fd, self._backed, more)
+            except OSError:
+                return None
+            self._backed += more
+        self._used = stop
+        return start
+
+    def _split(self, size_bytes: int) -> int | None:
+        """Take from a larger free range, after joining those that are neighbours."""
+        ranges: list[tuple[int, int]] = []
+        for start, size in sorted((s, size) for size, many in self._free.items() for s in many):
+            if ranges and sum(ranges[-1]) == start:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + size)
+            else:
+                ranges.append((start, size))
+        align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
+        self._free = {}
+        found = None
+        for start, size in sorted(ranges, key=lambda one: one[1]):
+            begin = -(-start // align) * align
+            stop = begin + size_bytes
+            if found is None and stop <= start + size:
+                found = begin
+                rest = [(start, begin - start), (stop, start + size - stop)]
+            else:
+                rest = [(start, size)]
+            for left, length in rest:
+                if length:
+                    self._free.setdefault(length, []).append(left)
+        return found
+
+
+class Mapping:
+    """Another process's segment, for reading.
+
+    Raises:
+        Unshared: if it is not there, or is not what was offered.
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        self._path = f"/proc/{offer.pid}/fd/{offer.fd}"
+        try:
+            if not os.readlink(self._path).startswith(f"/memfd:{NAME} "):
+                raise Unshared(f"{self._path} is no memory of kvps: another container?")
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unshared(
+                f"its memory cannot be opened ({error}): another container or user?"
+            ) from error
+        try:
+            self._open(fd)
+        except (OSError, ValueError, OverflowError) as error:
+            raise Unshared(f"its memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    def _open(self, fd: int) -> None:
+        status = os.fstat(fd)
+        seals = fcntl.fcntl(fd, _GET_SEALS)
+        if status.st_size != self.offer.size_bytes or seals & _SEALS != _SEALS:
+            raise Unshared("its memory is not of the size that was said, or may shrink")
+        self._inode = status.st_ino
+        self._map = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
+        if int.from_bytes(self._map[:NONCE_BYTES], "big") != self.offer.nonce:
+            raise Unshared("its memory is another process's: another container?")
+        # Python lets nobody share what it holds for read-only without a copy; the pages are.
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self._whole = (ctypes.c_ubyte * status.st_size).from_address(self.address)
+
+    def read(self, offset: int, size_bytes: int, keep: object) -> Block:
+        """Return bytes of it. They must not be written to: that would end this process.
+
+        Args:
+            offset: where they begin.
+            size_bytes: how many.
+            keep: what must live as long as they are referred to.
+
+        Raises:
+            ProtocolError: if they are not in it.
+        """
+        if not PAGE_BYTES <= offset <= self.offer.size_bytes - size_bytes:
+            raise ProtocolError(
+                f"bytes {offset} to {offset + size_bytes} are not in a segment of "
+                f"{self.offer.size_bytes}"
+            )
+        block = Block((size_bytes,), np.uint8, self._whole, offset)  # type: ignore[arg-type]  # a ctypes array is a buffer
+        block.keep = (self, keep)
+        return block
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its owner still has it."""
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except OSError:
+            return False
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _rounded(size_bytes: int) -> int:
+    align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
+    return max(-(-size_bytes // align), 1) * align

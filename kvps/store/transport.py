@@ -1,0 +1,87 @@
+"""How this process's packets and values travel: decided here, from KVPS_TRANSPORT.
+
+``auto`` shares memory with those who can open it and sends frames to the others, ``shm`` insists
+on it, ``tcp`` sends frames to all.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvps import config
+from kvps.core.effects import Route
+from kvps.errors import ConfigError
+from kvps.net.driver import Transport
+from kvps.net.segment import Segment, Unshared
+from kvps.net.sharing import SHARE_MIN_BYTES, SharingTransport
+from kvps.net.zeromq import ZmqTransport
+from kvps.specs import BY_NAME
+from kvps.tensors import TORCH, Memory, Private
+
+log = logging.getLogger("kvps")
+
+
+class Shared:
+    """Memory in this process's segment, as long as somebody reads that and there is room in it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        """Return a flat tensor whose contents are undefined."""
+        size_bytes = count * BY_NAME[dtype].itemsize
+        if self._segment.is_read and size_bytes >= SHARE_MIN_BYTES:
+            block = self._segment.take(size_bytes)
+            if block is not None:
+                return torch.from_numpy(block).view(TORCH[dtype])
+        return torch.empty(count, dtype=TORCH[dtype])
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether others can read ``tensor``, which is contiguous, where it lies."""
+        at = tensor.data_ptr() - self._segment.address
+        return self._segment.is_read and 0 <= at < self._segment.size_bytes
+
+    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the peer along ``route`` would read ``payload`` where it lies."""
+        return route in self._segment.readers and all(
+            self.holds(one) and one.nbytes >= SHARE_MIN_BYTES for one in payload
+        )
+
+
+def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
+    """Return a transport, the memory to send from, and where it listens.
+
+    Args:
+        bind: where to listen; None for a worker, which offers its memory to the servers.
+
+    Raises:
+        ConfigError: if the port is busy, or memory cannot be shared and has to be.
+    """
+    wish = config.transport()
+    zmq = ZmqTransport(bind)
+    if wish == "tcp":
+        return zmq, Private(), zmq.endpoint
+    try:
+        segment = Segment()
+    except Unshared as error:
+        if wish == "shm":
+            zmq.close(0.0)
+            raise ConfigError(
+                f"KVPS_TRANSPORT=shm, and memory cannot be shared here: {error}. Set "
+                "KVPS_TRANSPORT=auto"
+            ) from error
+        log.warning("values travel in frames, not in shared memory: %s", error)
+        return zmq, Private(), zmq.endpoint
+    shares = _to_servers if bind is None else _to_nobody
+    transport = SharingTransport(zmq, segment, insist=wish == "shm", offers=shares)
+    return transport, Shared(segment), zmq.endpoint
+
+
+def _to_servers(route: Route) -> bool:
+    return isinstance(route, str) and route.startswith("server ")
+
+
+def _to_nobody(route: Route) -> bool:
+    return False
