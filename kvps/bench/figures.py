@@ -1,7 +1,7 @@
 """What was measured, and what is computed of it: medians, ratios, a document.
 
-A round takes as long as its slowest worker. A run's figure is the median of its rounds, a row's the
-median of its runs, and a ratio is a row's time over that of gloo in the same case.
+A round takes as long as its slowest worker. A trial's figure is the median of its rounds, a row's
+the median of its trials, and a ratio is a row's time over that of gloo in the same case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Traffic:
     """What one host's link carried in a round, on average."""
 
     host: str
@@ -43,11 +43,11 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run of one system."""
+class Trial:
+    """One start of one system: the times of its rounds."""
 
     rounds_ms: tuple[float, ...]
-    links: tuple[Link, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -56,22 +56,22 @@ class Run:
 
 
 @dataclass(slots=True)
-class Row:
-    """All runs of one system in one case."""
+class Measured:
+    """All trials of one system in one case."""
 
     case: Case
     system: str
-    runs: list[Run] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
-        """The median of the runs' medians."""
-        return statistics.median(run.median_ms for run in self.runs)
+        """The median of the trials' medians."""
+        return statistics.median(trial.median_ms for trial in self.trials)
 
     @property
     def extremes_ms(self) -> tuple[float, float]:
-        """The fastest and the slowest run."""
-        medians = [run.median_ms for run in self.runs]
+        """The fastest and the slowest trial."""
+        medians = [trial.median_ms for trial in self.trials]
         return min(medians), max(medians)
 
 
@@ -79,18 +79,18 @@ def alternate(
     cases: Sequence[Case],
     systems: Sequence[str],
     repeat: int,
-    measure: Callable[[Case, str], Run],
-) -> list[Row]:
+    measure: Callable[[Case, str], Trial],
+) -> list[Measured]:
     """Measure every system in every case ``repeat`` times, one system after the other.
 
     Machines drift: A, B, C, A, B, C has all systems drift alike, A, A, B, B, C, C has not.
     """
     rows = []
     for case in cases:
-        of_case = [Row(case, system) for system in systems]
+        of_case = [Measured(case, system) for system in systems]
         for _ in range(repeat):
             for row in of_case:
-                row.runs.append(measure(case, row.system))
+                row.trials.append(measure(case, row.system))
         rows += of_case
     return rows
 
@@ -100,7 +100,7 @@ def slowest(workers: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(max(times) for times in zip(*workers, strict=True))
 
 
-def ratio_of(row: Row, rows: Sequence[Row]) -> float | None:
+def ratio_of(row: Measured, rows: Sequence[Measured]) -> float | None:
     """Return the row's time over gloo's in the same case; None if gloo was not measured."""
     for other in rows:
         if other.case == row.case and other.system == BASE:
@@ -108,11 +108,11 @@ def ratio_of(row: Row, rows: Sequence[Row]) -> float | None:
     return None
 
 
-def links_of(row: Row) -> tuple[Link, ...]:
-    """Return what each host's link carried in a round, as the median of the runs."""
-    hosts = zip(*(run.links for run in row.runs), strict=True)
+def traffic_of(row: Measured) -> tuple[Traffic, ...]:
+    """Return what each host's link carried in a round, as the median of the trials."""
+    hosts = zip(*(trial.traffic for trial in row.trials), strict=True)
     return tuple(
-        Link(
+        Traffic(
             same[0].host,
             statistics.median(one.in_bytes for one in same),
             statistics.median(one.out_bytes for one in same),
@@ -122,7 +122,7 @@ def links_of(row: Row) -> tuple[Link, ...]:
 
 
 def document(
-    rows: Sequence[Row],
+    rows: Sequence[Measured],
     machine: Mapping[str, object],
     settings: Mapping[str, object],
     limits: Mapping[str, float],
@@ -136,7 +136,7 @@ def document(
     }
 
 
-def _row(row: Row, rows: Sequence[Row]) -> dict[str, object]:
+def _row(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
     return {
         "workload": row.case.workload,
         "payload_bytes": row.case.payload_bytes,
@@ -146,9 +146,11 @@ def _row(row: Row, rows: Sequence[Row]) -> dict[str, object]:
         "system": row.system,
         "median_ms": row.median_ms,
         "ratio_to_gloo": ratio_of(row, rows),
-        "runs": [{"median_ms": run.median_ms, "rounds_ms": run.rounds_ms} for run in row.runs],
-        "links": [
+        "trials": [
+            {"median_ms": trial.median_ms, "rounds_ms": trial.rounds_ms} for trial in row.trials
+        ],
+        "traffic": [
             {"host": one.host, "in_bytes": one.in_bytes, "out_bytes": one.out_bytes}
-            for one in links_of(row)
+            for one in traffic_of(row)
         ],
     }

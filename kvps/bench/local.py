@@ -1,4 +1,4 @@
-"""One run of one system on this machine: which processes it has, and what they are told.
+"""One trial of one system on this machine: which processes it has, and what they are told.
 
 Every system gets one thread per process and ports of its own. kvps runs under ``kvps-launch`` as
 for a user; the workers of the others are started here.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import kvps
 from kvps import config
-from kvps.bench.figures import Case, Run, slowest
+from kvps.bench.figures import Case, Trial, slowest
 from kvps.bench.processes import Group, Leash
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
@@ -27,7 +27,7 @@ GLOO_WORKER = "kvps.bench.peers.gloo"
 
 def measure(
     system: System, case: Case, rounds: int, interpreters: Mapping[str, str], leash: Leash
-) -> Run:
+) -> Trial:
     """Run a system once.
 
     Raises:
@@ -42,11 +42,11 @@ def measure(
             (Path(folder) / "kvps").symlink_to(Path(kvps.__file__).parent)
             start = _start_mxnet if system.kind == "mxnet" else _start_ray
             start(group, system, case, rounds, interpreters[system.kind], folder)
-        return run_of(group.wait(), 1 if system.kind == "ray" else case.workers, system.name)
+        return trial_of(group.wait(), 1 if system.kind == "ray" else case.workers, system.name)
 
 
-def run_of(workers: list[list[float]], expected: int, name: str) -> Run:
-    """Return the run of which these are the workers' times.
+def trial_of(workers: list[list[float]], expected: int, name: str) -> Trial:
+    """Return the trial of which these are the workers' times.
 
     Raises:
         KvpsError: if there are too few.
@@ -56,7 +56,7 @@ def run_of(workers: list[list[float]], expected: int, name: str) -> Run:
             f"{name}: {len(workers)} of {expected} workers said how long their rounds took; run "
             "it by itself with --systems, and look for what else uses this machine's memory"
         )
-    return Run(slowest(workers))
+    return Trial(slowest(workers))
 
 
 def worker_flags(system: System, case: Case, rounds: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""One run of one system on hosts with links of a set rate, and what each link carried.
+"""One trial of one system on hosts with links of a set rate, and what each link carried.
 
 The links' counters are read twice, before the first measured round and after the last, while all
 workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
@@ -7,7 +7,7 @@ workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
 from __future__ import annotations
 
 from kvps import config
-from kvps.bench.figures import Case, Link, Run
+from kvps.bench.figures import Case, Traffic, Trial
 from kvps.bench.layout import Hosts
 from kvps.bench.local import (
     GLOO_WORKER,
@@ -15,7 +15,7 @@ from kvps.bench.local import (
     THREADS,
     gloo_environment,
     module,
-    run_of,
+    trial_of,
     worker_flags,
 )
 from kvps.bench.namespaces import Namespaces
@@ -32,7 +32,7 @@ LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 def measure(
     system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, leash: Leash
-) -> Run:
+) -> Trial:
     """Run a system once.
 
     Raises:
@@ -55,19 +55,19 @@ def measure(
                 is_measured=True,
                 pass_fds=gate if rank == 0 else (),
             )
-        run = run_of(group.wait(), case.workers, system.name)
+        trial = trial_of(group.wait(), case.workers, system.name)
     if len(counted) != 2:
         raise KvpsError(f"{system.name}: the links were read {len(counted)} times, not 2")
-    return Run(run.rounds_ms, links_between(counted[0], counted[1], rounds))
+    return Trial(trial.rounds_ms, traffic_between(counted[0], counted[1], rounds))
 
 
-def links_between(
+def traffic_between(
     before: list[tuple[int, int]], after: list[tuple[int, int]], rounds: int
-) -> tuple[Link, ...]:
+) -> tuple[Traffic, ...]:
     """Return what each link carried in a round, from its counters before and after all of them."""
     pairs = enumerate(zip(before, after, strict=True))
     return tuple(
-        Link(
+        Traffic(
             f"host {host}",
             (last[0] - first[0]) / rounds,
             (last[1] - first[1]) / rounds,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvps.bench import figures, limits, local, machine, network, tables
-from kvps.bench.figures import Case, Row, Run
+from kvps.bench.figures import Case, Measured, Trial
 from kvps.bench.layout import bytes_per_s
 from kvps.bench.namespaces import Namespaces
 from kvps.bench.plan import Plan
@@ -44,7 +44,7 @@ def perform(plan: Plan, leash: Leash) -> None:
         _draw(plan, rows)
 
 
-def _rows(plan: Plan, leash: Leash) -> list[Row]:
+def _rows(plan: Plan, leash: Leash) -> list[Measured]:
     screen = Console(stderr=True)
     with (
         Namespaces(plan.hosts.count, plan.rate) if plan.hosts else nullcontext() as namespaces,
@@ -56,42 +56,44 @@ def _rows(plan: Plan, leash: Leash) -> list[Row]:
         ) as progress,
     ):
         task = progress.add_task("", total=len(plan.cases) * plan.repeat * len(plan.systems))
-        one_run = _one_run(plan, leash, namespaces)
+        one_trial = _one_trial(plan, leash, namespaces)
 
-        def measure(case: Case, system: str) -> Run:
+        def measure(case: Case, system: str) -> Trial:
             progress.update(task, description=f"{case.workload}: {system}")
-            run = one_run(case, system)
+            trial = one_trial(case, system)
             progress.advance(task)
-            return run
+            return trial
 
         names = [system.name for system in plan.systems]
         return figures.alternate(plan.cases, names, plan.repeat, measure)
 
 
-def _one_run(plan: Plan, leash: Leash, namespaces: Namespaces | None) -> Callable[[Case, str], Run]:
+def _one_trial(
+    plan: Plan, leash: Leash, namespaces: Namespaces | None
+) -> Callable[[Case, str], Trial]:
     by_name = {system.name: system for system in plan.systems}
 
-    def run(case: Case, name: str) -> Run:
+    def trial(case: Case, name: str) -> Trial:
         if plan.hosts is None or namespaces is None:
             return local.measure(by_name[name], case, plan.rounds, plan.interpreters, leash)
         return network.measure(by_name[name], case, plan.rounds, plan.hosts, namespaces, leash)
 
-    return run
+    return trial
 
 
-def _print(console: Console, plan: Plan, rows: list[Row]) -> None:
+def _print(console: Console, plan: Plan, rows: list[Measured]) -> None:
     case = plan.cases[0]
     place = "" if plan.hosts is None else f", links of {plan.rate}"
     console.print(
         f"{_sizes(plan, case)}{place}; ms of a push and pull of all arrays: median of "
-        f"{plan.rounds} rounds, then of runs in turns ({plan.repeat}); a ratio below 1 is faster than gloo",
+        f"{plan.rounds} rounds, then of trials in turns ({plan.repeat}); ratios below 1 beat gloo",
         soft_wrap=True,
     )
     if plan.sweep is not None:
         console.print(tables.table_of_sweep(rows, plan.sweep))
     elif plan.hosts is not None:
         console.print(tables.table_of_network(rows, bytes_per_s(plan.rate)))
-        console.print(tables.table_of_links(rows, plan.hosts))
+        console.print(tables.table_of_traffic(rows, plan.hosts))
     else:
         console.print(tables.table_of(rows))
 
@@ -126,7 +128,7 @@ def _write(plan: Plan, document: dict[str, object]) -> None:
         raise StorageError(f"cannot write --json {plan.json}: {error}") from error
 
 
-def _draw(plan: Plan, rows: list[Row]) -> None:
+def _draw(plan: Plan, rows: list[Measured]) -> None:
     from kvps.bench import plots  # loads matplotlib, which not everybody has
 
     assert plan.plot is not None

@@ -8,14 +8,14 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvps.bench.figures import Row
+from kvps.bench.figures import Measured
 from kvps.bench.sweeps import Sweep
 
 DOTS_PER_INCH = 150
 TIME = "median time of a round, ms"
 
 
-def draw_bars(rows: Sequence[Row], path: Path, title: str) -> None:
+def draw_bars(rows: Sequence[Measured], path: Path, title: str) -> None:
     """Draw one panel per case, one bar per system."""
     cases = list(dict.fromkeys(row.case for row in rows))
     most = max(sum(row.case == case for row in rows) for case in cases)
@@ -27,7 +27,7 @@ def draw_bars(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _draw_case(panel: Axes, rows: Sequence[Row]) -> None:
+def _draw_case(panel: Axes, rows: Sequence[Measured]) -> None:
     medians = [row.median_ms for row in rows]
     below = [row.median_ms - row.extremes_ms[0] for row in rows]
     above = [row.extremes_ms[1] - row.median_ms for row in rows]
@@ -39,7 +39,7 @@ def _draw_case(panel: Axes, rows: Sequence[Row]) -> None:
     panel.set_title(f"{case.workload}: {case.arrays:,} arrays, {case.payload_bytes / 1e6:,.1f} MB")
 
 
-def draw_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, title: str) -> None:
+def draw_sweep(rows: Sequence[Measured], sweep: Sweep, path: Path, title: str) -> None:
     """Draw one line per system, both axes logarithmic."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.add_subplot()

@@ -1,6 +1,6 @@
-"""The processes of one run: started together, waited for without polling, ended together.
+"""The processes of one trial: started together, waited for without polling, ended together.
 
-A run is over when all processes that measure have ended; those that serve them then get some
+A trial is over when all processes that measure have ended; those that serve them then get some
 seconds to end by themselves. If one fails, all are ended, and the error has its last words.
 """
 
@@ -22,7 +22,7 @@ from typing import IO, Protocol
 from kvps.bench.rounds import RESULT
 from kvps.errors import KvpsError
 
-RUN_MAX_S = 1800.0
+TRIAL_MAX_S = 1800.0
 SERVERS_MAX_S = 10.0
 """How long servers may take to end when all workers have."""
 END_MAX_S = 15.0
@@ -52,9 +52,9 @@ class _Child:
 
 
 class Group:
-    """The processes of one run. Use it in a ``with`` block, which leaves none of them."""
+    """The processes of one trial. Use it in a ``with`` block, which leaves none of them."""
 
-    def __init__(self, leash: Leash, limit_s: float = RUN_MAX_S) -> None:
+    def __init__(self, leash: Leash, limit_s: float = TRIAL_MAX_S) -> None:
         self._leash = leash
         self._limit_s = limit_s
         self._children: list[_Child] = []
@@ -86,7 +86,7 @@ class Group:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start a process; the run is over when those that are measured have ended."""
+        """Start a process; the trial is over when those that are measured have ended."""
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - see _take
         popen = subprocess.Popen(
             argv,
@@ -118,10 +118,10 @@ class Group:
         return passed, ask
 
     def wait(self) -> list[list[float]]:
-        """Wait until the run is over; return what was measured, one list of times per worker.
+        """Wait until the trial is over; return what was measured, one list of times per worker.
 
         Raises:
-            KvpsError: if a process failed, or the run takes too long.
+            KvpsError: if a process failed, or the trial takes too long.
         """
         self._turn_until(lambda: not any(one.is_measured for one in self._children), self._limit_s)
         if any(one.is_measured for one in self._children):

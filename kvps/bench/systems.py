@@ -61,7 +61,7 @@ def chosen(
     Args:
         names: what the user asked for; None for all.
         interpreters: the peers for which there is an interpreter.
-        has_places: whether this kvps can push and pull in place and choose its transport.
+        has_places: whether this kvps can push and pull in place.
 
     Raises:
         ConfigError: if one that is named cannot be measured.
@@ -81,7 +81,7 @@ def _lack(system: System, interpreters: Collection[str], has_places: bool) -> st
     """Say why a system cannot be measured; empty if it can."""
     if system.kind in PEERS and system.kind not in interpreters:
         return f"say which Python has it: --{system.kind} PATH/python (docs/benchmarks.md)"
-    if (system.how == "in-place" or system.env) and system.kind == "kvps" and not has_places:
+    if system.kind == "kvps" and system.how == "in-place" and not has_places:
         return "this version of kvps has no KVStore.empty_like"
     return ""
 

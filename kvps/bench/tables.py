@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from kvps.bench.figures import Row, links_of, ratio_of
+from kvps.bench.figures import Measured, ratio_of, traffic_of
 from kvps.bench.layout import Hosts
 from kvps.bench.sweeps import Sweep
 
@@ -24,7 +24,7 @@ def headline(machine: Mapping[str, object]) -> str:
     return line
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[Measured]) -> Table:
     """Return all systems, workload by workload."""
     table = Table()
     for name in ("workload", "arrays", "MB", "system"):
@@ -40,7 +40,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def table_of_sweep(rows: Sequence[Row], sweep: Sweep) -> Table:
+def table_of_sweep(rows: Sequence[Measured], sweep: Sweep) -> Table:
     """Return all systems, value by value."""
     table = Table()
     table.add_column(sweep.axis, justify="right")
@@ -54,7 +54,7 @@ def table_of_sweep(rows: Sequence[Row], sweep: Sweep) -> Table:
     return table
 
 
-def table_of_network(rows: Sequence[Row], link_bytes_per_s: float) -> Table:
+def table_of_network(rows: Sequence[Measured], link_bytes_per_s: float) -> Table:
     """Return all systems, with how near they come to what a link allows."""
     table = Table()
     for name in ("workload", "system"):
@@ -68,7 +68,7 @@ def table_of_network(rows: Sequence[Row], link_bytes_per_s: float) -> Table:
     return table
 
 
-def table_of_links(rows: Sequence[Row], hosts: Hosts) -> Table:
+def table_of_traffic(rows: Sequence[Measured], hosts: Hosts) -> Table:
     """Return what each host's link carried in a round."""
     table = Table()
     for name in ("workload", "system", "host", "holds"):
@@ -76,15 +76,15 @@ def table_of_links(rows: Sequence[Row], hosts: Hosts) -> Table:
     for name in ("MB in", "MB out", "in / M", "out / M"):
         table.add_column(name, justify="right")
     for row in rows:
-        links = links_of(row)
-        for number, link in enumerate(links):
+        traffic = traffic_of(row)
+        for number, one in enumerate(traffic):
             what = (row.case.workload, row.system) if number == 0 else ("", "")
-            carried = (link.in_bytes, link.out_bytes)
+            carried = (one.in_bytes, one.out_bytes)
             table.add_row(
-                *(*what, link.host, hosts.holds(number)),
-                *(f"{one / 1e6:.2f}" for one in carried),
-                *(f"{one / row.case.payload_bytes:.2f}" for one in carried),
-                end_section=number + 1 == len(links),
+                *(*what, one.host, hosts.holds(number)),
+                *(f"{count / 1e6:.2f}" for count in carried),
+                *(f"{count / row.case.payload_bytes:.2f}" for count in carried),
+                end_section=number + 1 == len(traffic),
             )
     return table
 
@@ -99,11 +99,11 @@ def table_of_limits(limits: Mapping[str, float]) -> Table:
 
 
 def _add_time_columns(table: Table) -> None:
-    for name in ("median ms", "runs from .. to", "ratio to gloo"):
+    for name in ("median ms", "trials from .. to", "ratio to gloo"):
         table.add_column(name, justify="right")
 
 
-def _times(row: Row, rows: Sequence[Row]) -> tuple[str, str, str]:
+def _times(row: Measured, rows: Sequence[Measured]) -> tuple[str, str, str]:
     ratio = ratio_of(row, rows)
     least, most = row.extremes_ms
     return (

@@ -32,9 +32,9 @@ systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place', 
   ray; docs/benchmarks.md tells what each does, and how to make an environment for MXNet
 sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
 
-A time is the median over runs of the median over rounds of one push and pull of all arrays, as the
-slowest worker sees it. Times of one call compare with each other; machines drift, so times of two
-days do not. Leave the machine alone meanwhile.
+A time is that of one push and pull of all arrays, as the slowest worker sees it: the median of the
+rounds of a trial, then of the trials. Times of one call compare with each other; machines drift, so
+times of two days do not. Leave the machine alone meanwhile.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -55,8 +55,8 @@ def _parser() -> flags.Parser:
     add("--systems", metavar="S", nargs="+", help="which rows to measure (all that there are)")
     add("--workers", metavar="N", help="how many workers (2)")
     add("--servers", metavar="S", help="how many servers (2)")
-    add("--rounds", metavar="R", default="10", help="measured rounds of one run (10)")
-    add("--repeat", metavar="K", default="3", help="runs of each system, in turns (3)")
+    add("--rounds", metavar="R", default="10", help="measured rounds of one trial (10)")
+    add("--repeat", metavar="K", default="3", help="trials of each system, in turns (3)")
     add("--mxnet", metavar="PYTHON", help="an interpreter that has MXNet (this one, if it has)")
     add("--ray", metavar="PYTHON", help="an interpreter that has Ray (this one, if it has)")
     add("--sweep", metavar="AXIS", help="let workers, servers, bytes or keys grow")

@@ -1,0 +1,111 @@
+"""The processes of one trial: what they say, how they fail, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvps.bench import processes
+from kvps.bench.processes import Group, times_in
+from kvps.errors import KvpsError
+
+SAY = 'print(\'RESULT {"rank": 0, "rounds_ms": [1.0, 2.0]}\')'
+WAIT = "import signal; signal.pause()"
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+class Held:
+    """A leash that only remembers."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self.ever: set[int] = set()
+
+    def hold(self, group: int) -> None:
+        self.groups.add(group)
+        self.ever.add(group)
+
+    def forget(self, group: int) -> None:
+        self.groups.discard(group)
+
+
+def start(group: Group, name: str, code: str, *more: str, is_measured: bool = True) -> None:
+    fds = [int(one) for one in more]
+    argv = [sys.executable, "-c", code, *more]
+    group.start(name, argv, os.environ, is_measured=is_measured, pass_fds=fds)
+
+
+def run(leash: Held, limit_s: float = 30.0, **codes: str) -> None:
+    """Run what measures, each under its name."""
+    with Group(leash, limit_s) as group:
+        for name, code in codes.items():
+            start(group, name, code)
+        group.wait()
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_times_stand_in_lines_with_a_mark() -> None:
+    output = 'hello\n[worker 0] RESULT {"rounds_ms": [1.5]}\nRESULT {"rounds_ms": [2, 3]}\n'
+    assert times_in(output) == [[1.5], [2, 3]]
+
+
+def test_a_trial_gives_the_times_of_all_that_measure() -> None:
+    leash = Held()
+    with Group(leash) as group:
+        start(group, "a", SAY)
+        start(group, "b", SAY)
+        assert group.wait() == [[1.0, 2.0], [1.0, 2.0]]
+    assert leash.groups == set()
+
+
+def test_those_that_serve_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SERVERS_MAX_S", 0.1)
+    leash = Held()
+    with Group(leash) as group:
+        start(group, "server", WAIT, is_measured=False)
+        start(group, "worker", SAY)
+        assert group.wait() == [[1.0, 2.0]]
+    assert leash.groups == set()
+    assert all(map(is_gone, leash.ever))
+
+
+def test_one_that_fails_ends_the_trial_with_its_words() -> None:
+    leash = Held()
+    words = r"bad ended with exit code 1; its last words:\nthe reason"
+    with pytest.raises(KvpsError, match=words):
+        run(leash, good=WAIT, bad="import sys; sys.exit('the reason')")
+    assert all(map(is_gone, leash.ever))
+
+
+def test_one_that_is_killed_is_named() -> None:
+    with pytest.raises(KvpsError, match="it was killed by signal 9"):
+        run(Held(), it="import os; os.kill(os.getpid(), 9)")
+
+
+def test_a_trial_that_takes_too_long_names_who_runs() -> None:
+    with pytest.raises(KvpsError, match=r"after 0\.1 s still running: slow; use fewer rounds"):
+        run(Held(), limit_s=0.1, slow=WAIT)
+
+
+def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "END_MAX_S", 0.1)
+    leash = Held()
+    with pytest.raises(KvpsError, match="stubborn"):
+        run(leash, limit_s=0.3, stubborn=STUBBORN)
+    assert all(map(is_gone, leash.ever))
+
+
+def test_a_process_waits_at_the_gate_until_somebody_has_looked() -> None:
+    looked = []
+    code = f"import os, sys; os.write(int(sys.argv[2]), b'.'); os.read(int(sys.argv[1]), 1); {SAY}"
+    with Group(Held()) as group:
+        passed, ask = group.gate(lambda: looked.append("once"))
+        start(group, "worker", code, str(passed), str(ask))
+        assert group.wait() == [[1.0, 2.0]]
+    assert looked == ["once"]

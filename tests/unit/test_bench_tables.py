@@ -1,0 +1,97 @@
+"""Tables and plots of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from kvps.bench import plots, tables
+from kvps.bench.figures import Case, Measured, Traffic, Trial
+from kvps.bench.layout import layout_of
+from kvps.bench.sweeps import SWEEPS
+
+SMALL = Case("small", 2, 2)
+
+
+def row(case: Case, system: str, *medians: float) -> Measured:
+    traffic = (
+        Traffic("host 0", 0.0, 0.0),
+        Traffic("host 1", 1.024e6, 2.048e6),
+        Traffic("host 2", 1.0, 1.0),
+    )
+    return Measured(case, system, [Trial((one,), traffic) for one in medians])
+
+
+def cells(table: Table) -> list[list[str]]:
+    """Return what a table shows, row by row."""
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(table)
+    lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
+    return [[one.strip() for one in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+
+
+def test_a_table_has_ratios_to_gloo() -> None:
+    rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
+    header, *found = cells(tables.table_of(rows))
+    assert header == [
+        *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo"),
+    ]
+    assert found == [
+        ["small", "1,000", "1.0", "kvps", "5.00", "4.00 .. 8.00", "0.50"],
+        ["", "", "", "gloo", "10.0", "10.0 .. 10.0", "1.00"],
+    ]
+
+
+def test_a_table_without_gloo_has_no_ratio() -> None:
+    assert cells(tables.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
+
+
+def test_a_sweep_shows_its_values() -> None:
+    sweep = SWEEPS["bytes"]
+    cases = sweep.cases(SMALL, [1024, 4096])
+    found = cells(tables.table_of_sweep([row(case, "kvps", 1.0) for case in cases], sweep))
+    assert found[0][0] == "size of one array, bytes"
+    assert [one[0] for one in found[1:]] == ["1,024", "4,096"]
+
+
+def test_a_network_shows_the_part_of_the_bound() -> None:
+    # 1.024 MB at 1.024 MB/s take a second
+    found = cells(tables.table_of_network([row(SMALL, "kvps", 2000.0)], 1.024e6))
+    assert found[0][-1] == "% of M/B"
+    assert found[1] == ["small", "kvps", "2,000", "2,000 .. 2,000", "", "50"]
+
+
+def test_links_show_bytes_and_shares_of_the_model() -> None:
+    found = cells(tables.table_of_traffic([row(SMALL, "kvps", 1.0)], layout_of("1x1")))
+    assert found[2] == ["", "", "host 1", "worker 0", "1.02", "2.05", "1.00", "2.00"]
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"), [(1234.5, "1,234"), (123.45, "123"), (12.345, "12.3"), (1.2345, "1.23")]
+)
+def test_times_have_three_digits(time_ms: float, text: str) -> None:
+    assert tables.as_ms(time_ms) == text
+
+
+def test_a_busy_machine_is_mentioned() -> None:
+    idle = {"processor": "P", "cores": 2, "system": "Linux", "python": "3", "torch": "2"}
+    idle |= {"kvps": "0", "load": 0.5}
+    assert "busy" not in tables.headline(idle)
+    assert "load 1.5" in tables.headline({**idle, "load": 1.5})
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(SMALL, "kvps", 4.0, 6.0), row(SMALL, "gloo", 10.0)]
+    plots.draw_bars(rows, tmp_path / "bars.png", "title")
+    for name in ("workers", "bytes"):
+        sweep = SWEEPS[name]
+        swept = [row(case, "kvps", 1.0) for case in sweep.cases(SMALL, [1, 4])]
+        plots.draw_sweep(swept, sweep, tmp_path / f"{name}.png", "title")
+    pictures = list(tmp_path.iterdir())
+    assert len(pictures) == 3
+    assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
