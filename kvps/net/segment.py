@@ -6,12 +6,14 @@ where there is no memory left that is an error, and no SIGBUS later). Nothing ap
 directory, so nothing is left behind by a kill.
 
 Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody:
-the file must be one of ours, of the size that was said, sealed against shrinking (a file that
-shrank under its reader would kill the reader), and begin with the *nonce* that was said, a random
-number. Who cannot do all that, in another container or as another user, gets frames instead.
+the file must be one of ours and of our user, of the size that was said, sealed against shrinking
+(a file that shrank under its reader would kill the reader), and begin with the *nonce* that was
+said, a random number. Who cannot do all that, on another host, in another container or as another
+user, gets frames instead.
 
-A part that is taken is a *block*. It is given back when nothing refers to it any more; blocks that
-are read by others are kept alive by :mod:`kvps.net.leases`.
+A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
+more; blocks that are read by others are kept alive by :mod:`kvps.net.leases`. What was given back
+is taken again before more memory is backed.
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ from kvps.errors import KvpsError, ProtocolError
 
 NAME = "kvps"
 PAGE_BYTES = mmap.PAGESIZE
-ALIGN_BYTES = 64
-"""Blocks begin at a cache line; those of a page or more at a page."""
 BACK_BYTES = 16 << 20
 """How much is backed at once, at most; at least as much as is there already, or is needed."""
 NONCE_BYTES = 8
@@ -69,7 +69,7 @@ class Slot:
 
 
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """The bytes of a slot, or of a loan. Do not slice it: a part would not keep the whole alive."""
+    """The bytes of a slot, or of a loan; a view of them refers to the whole."""
 
     keep: object
     """What must live as long as these bytes are referred to."""
@@ -85,6 +85,9 @@ class Segment:
     def __init__(self, size_bytes: int | None = None) -> None:
         self.nonce = secrets.randbits(63)
         self.size_bytes = _pages(size_bytes or _memory_bytes())
+        self._pid = os.getpid()
+        self._fd = -1
+        self._lock = threading.Lock()
         if not hasattr(os, "memfd_create"):
             raise Unshared("this system has no memfd_create")
         try:
@@ -94,6 +97,7 @@ class Segment:
             self._map = mmap.mmap(self._fd, self.size_bytes)
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         except (OSError, ValueError) as error:
+            self.close()
             raise Unshared(f"no segment of {self.size_bytes} bytes: {error}") from error
         self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
@@ -101,7 +105,6 @@ class Segment:
         """Somebody has mapped it, or is about to."""
         self.readers: set[str | bytes] = set()
         """Along which routes there is one who has."""
-        self._lock = threading.Lock()
         self._used = self._backed = PAGE_BYTES
         self._freed: deque[tuple[int, int]] = deque()
         """Given back, by whatever thread dropped the last reference."""
@@ -111,7 +114,7 @@ class Segment:
     @property
     def offer(self) -> Offer:
         """How others find it."""
-        return Offer(os.getpid(), self._fd, self.size_bytes, self.nonce)
+        return Offer(self._pid, self._fd, self.size_bytes, self.nonce)
 
     @property
     def backed_bytes(self) -> int:
@@ -121,28 +124,34 @@ class Segment:
     def take(self, size_bytes: int) -> Block | None:
         """Return a block that nobody else has, its contents undefined; None if none is left.
 
-        Any thread may call this.
+        Any thread may call this. In a forked process, which has the same memory, none is left.
         """
-        rounded = _rounded(size_bytes)
+        if os.getpid() != self._pid:
+            return None
+        rounded = _pages(max(size_bytes, 1))
         with self._lock:
             start = self._find(rounded)
         if start is None:
             return None
+        slot = Slot(start, rounded, self._freed)
         block = Block((size_bytes,), np.uint8, self._map, start)
-        block.keep = Slot(start, rounded, self._freed)
+        block.keep = slot
         return block
 
     def offset_of(self, frame: memoryview) -> int | None:
-        """Return where ``frame`` lies in this segment; None if it lies elsewhere."""
+        """Return where ``frame`` lies in this segment; None if it lies elsewhere, or is empty."""
+        if not frame.nbytes:
+            return None
         address = int(np.frombuffer(frame, np.uint8).ctypes.data)
         offset = address - self.address
         return offset if 0 <= offset <= self.size_bytes - frame.nbytes else None
 
     def close(self) -> None:
         """Let nobody find it any more; those who have mapped it keep what they have."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
     def _find(self, size_bytes: int) -> int | None:
         while self._freed:
@@ -151,49 +160,53 @@ class Segment:
         alike = self._free.get(size_bytes)
         if alike:
             return alike.pop()
-        return self._bump(size_bytes) or self._split(size_bytes)
-
-    def _bump(self, size_bytes: int) -> int | None:
-        """Take from behind all that was ever used."""
-        align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
-        start = -(-self._used // align) * align
-        stop = start + size_bytes
-        if stop > self.size_bytes:
-            return None
-        if stop > self._backed:
-            more = max(stop - self._backed, min(self._backed, BACK_BYTES))
-            more = min(_pages(more), self.size_bytes - self._backed)
-            try:
-                os.posix_fallocate(self._fd, self._backed, more)
-            except OSError:
+        if self._used + size_bytes > self._backed:
+            found = self._split(size_bytes)
+            if found is not None:
+                return found
+            if not self._back(size_bytes):
                 return None
-            self._backed += more
-        self._used = stop
-        return start
+        self._used += size_bytes
+        return self._used - size_bytes
+
+    def _back(self, size_bytes: int) -> bool:
+        """Back so much behind what is used; return whether it is there."""
+        least = self._used + size_bytes - self._backed
+        if least <= 0:
+            return True
+        more = max(least, min(self._backed, BACK_BYTES))
+        more = min(more, self.size_bytes - self._backed)
+        if more < least:
+            return False
+        try:
+            os.posix_fallocate(self._fd, self._backed, more)
+        except OSError:
+            return False
+        self._backed += more
+        return True
 
     def _split(self, size_bytes: int) -> int | None:
-        """Take from a larger free range, after joining those that are neighbours."""
+        """Take from the smallest free range that will do, after joining those side by side.
+
+        One at the end of all that is used is used no more.
+        """
         ranges: list[tuple[int, int]] = []
         for start, size in sorted((s, size) for size, many in self._free.items() for s in many):
             if ranges and sum(ranges[-1]) == start:
                 ranges[-1] = (ranges[-1][0], ranges[-1][1] + size)
             else:
                 ranges.append((start, size))
-        align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
+        if ranges and sum(ranges[-1]) == self._used:
+            self._used = ranges.pop()[0]
+        fit = min((one for one in ranges if one[1] >= size_bytes), key=_size, default=None)
+        if fit is not None:
+            ranges.remove(fit)
+            ranges.append((fit[0] + size_bytes, fit[1] - size_bytes))
         self._free = {}
-        found = None
-        for start, size in sorted(ranges, key=lambda one: one[1]):
-            begin = -(-start // align) * align
-            stop = begin + size_bytes
-            if found is None and stop <= start + size:
-                found = begin
-                rest = [(start, begin - start), (stop, start + size - stop)]
-            else:
-                rest = [(start, size)]
-            for left, length in rest:
-                if length:
-                    self._free.setdefault(length, []).append(left)
-        return found
+        for start, size in ranges:
+            if size:
+                self._free.setdefault(size, []).append(start)
+        return None if fit is None else fit[0]
 
 
 class Mapping:
@@ -208,11 +221,11 @@ class Mapping:
         self._path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
             if not os.readlink(self._path).startswith(f"/memfd:{NAME} "):
-                raise Unshared(f"{self._path} is no memory of kvps: another container?")
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                raise Unshared(f"{self._path} is no memory of kvps: another host or container?")
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise Unshared(
-                f"its memory cannot be opened ({error}): another container or user?"
+                f"its memory cannot be opened ({error}): another host, container or user?"
             ) from error
         try:
             self._open(fd)
@@ -224,9 +237,11 @@ class Mapping:
     def _open(self, fd: int) -> None:
         status = os.fstat(fd)
         seals = fcntl.fcntl(fd, _GET_SEALS)
+        if status.st_uid != os.geteuid():
+            raise Unshared(f"its memory is user {status.st_uid}'s, not user {os.geteuid()}'s")
         if status.st_size != self.offer.size_bytes or seals & _SEALS != _SEALS:
             raise Unshared("its memory is not of the size that was said, or may shrink")
-        self._inode = status.st_ino
+        self._inode = status.st_dev, status.st_ino
         self._map = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
         if int.from_bytes(self._map[:NONCE_BYTES], "big") != self.offer.nonce:
             raise Unshared("its memory is another process's: another container?")
@@ -254,13 +269,28 @@ class Mapping:
         block.keep = (self, keep)
         return block
 
+    def open(self) -> int | None:
+        """Return a descriptor of it, for the caller to close; None if its owner is gone."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != self._inode:
+            os.close(fd)
+            return None
+        return fd
+
     @property
     def is_there(self) -> bool:
-        """Whether its owner still has it."""
+        """Whether its owner still has it, as far as can be seen."""
         try:
-            return os.stat(self._path).st_ino == self._inode
-        except OSError:
+            status = os.stat(self._path)
+        except (FileNotFoundError, ProcessLookupError):
             return False
+        except OSError:
+            return True  # it lives, and may not be looked at any more
+        return (status.st_dev, status.st_ino) == self._inode
 
 
 def _memory_bytes() -> int:
@@ -271,6 +301,5 @@ def _pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _rounded(size_bytes: int) -> int:
-    align = PAGE_BYTES if size_bytes >= PAGE_BYTES else ALIGN_BYTES
-    return max(-(-size_bytes // align), 1) * align
+def _size(extent: tuple[int, int]) -> int:
+    return extent[1]

@@ -5,8 +5,13 @@ segment and the peer has mapped that, loans of it travel in place of its bytes; 
 with loans, its payload is read where it lies. So whoever wants to send without a copy only has to
 let its values lie in the segment.
 
-Who opens a data connection offers its segment after every WELCOME; the other end maps it, says so,
-and offers its own. Until then, and where that fails, payload travels in frames.
+Who opens a data connection offers its segment after every WELCOME; the other end maps it, offers
+its own, and says that it has mapped. Only who could map the other's memory lends to it: so each can
+see that the other has ended, and take back what it lent. Until then, and where that fails, payload
+travels in frames.
+
+A peer is a process, known by the nonce of its segment: it may come back along another connection,
+or with another incarnation, and still holds what it held.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from kvps.net.segment import Mapping, Offer, Segment, Unshared
 
 log = logging.getLogger("kvps")
 
+LOANS_MAX = 255
+"""In how many places the payload of one packet may lie: an octet counts them."""
 SHARE_MIN_BYTES = 4096
 """Payload below this travels in frames: that is cheaper than a loan."""
 RELEASE_EVERY = 16
@@ -36,12 +43,11 @@ SWEEP_EVERY_S = 5.0
 
 
 class Peer:
-    """Another process that shares memory with this one, by identity and not by route."""
+    """Another process whose memory is mapped here."""
 
-    def __init__(self, route: Route, mapping: Mapping | None) -> None:
+    def __init__(self, route: Route, mapping: Mapping) -> None:
         self.route = route
         self.mapping = mapping
-        """Its segment, mapped here."""
         self.reads_ours = False
         self.given = Given()
         self.taken = Taken()
@@ -53,8 +59,9 @@ class SharingTransport:
     def __init__(
         self,
         inner: Transport,
-        segment: Segment,
+        segment: Segment | None,
         *,
+        why_not: str = "",
         insist: bool = False,
         offers: Callable[[Route], bool] = lambda route: False,
         clock: Callable[[], float] = time.monotonic,
@@ -63,20 +70,25 @@ class SharingTransport:
 
         Args:
             inner: carries the packets.
-            segment: where payload lies that others may read.
+            segment: where payload lies that others may read; None shares nothing.
+            why_not: where it is None, the reason, for those who offer their memory.
             insist: sharing that fails is an error, and not a warning.
             offers: along which of our own connections memory is offered.
             clock: seconds.
         """
         self._inner = inner
         self._segment = segment
+        self._why_not = why_not
         self._insist = insist
         self._offers = offers
         self._clock = clock
-        self._peers: dict[tuple[int, int, int], Peer] = {}
-        """By role, rank and incarnation."""
+        self._welcomed: set[tuple[bytes, int, int]] = set()
+        """The members that have been answered here: job, rank and incarnation."""
+        self._peers: dict[int, Peer] = {}
+        """By the nonce of their segment."""
+        self._by_identity: dict[tuple[bytes, int, int, int], Peer] = {}
+        """By job, role, rank and incarnation."""
         self._by_route: dict[Route, Peer] = {}
-        self._by_nonce: dict[int, Peer] = {}
         self._envelope: Envelope | None = None
         """That of what was last sent: who we are."""
         self._swept_at = clock()
@@ -87,20 +99,23 @@ class SharingTransport:
 
     def connect(self, name: str, endpoint: str) -> None:
         """Open a connection that is called ``name`` from now on."""
-        self._by_route.pop(name, None)
-        self._segment.readers.discard(name)
+        self._part(name)
         self._inner.connect(name, endpoint)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody; by loans where the peer can read them."""
-        self._envelope = packet.envelope
+        envelope, message = packet.envelope, packet.message
+        self._envelope = envelope
         if packet.payload:
             peer = self._by_route.get(route)
             if peer is not None and peer.reads_ours:
-                offsets = self._offsets(packet.payload)
-                if offsets is not None:
-                    self._lend(peer, route, packet, hold, offsets)
+                loans = self._lend(peer, packet.payload, hold)
+                if loans is not None:
+                    self._inner.send(route, Packet(envelope, message, (), loans), None)
                     return
+            packet = _framed(packet)
+        elif isinstance(message, Welcome):
+            self._welcomed.add((envelope.job, message.rank, message.incarnation))
         self._inner.send(route, packet, hold)
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
@@ -110,19 +125,24 @@ class SharingTransport:
             ProtocolError: in place of a packet that cannot be read.
             ConfigError: if memory cannot be shared with a peer and it has to be.
         """
-        self._return(RELEASE_EVERY)
-        if self._clock() >= self._swept_at + SWEEP_EVERY_S:
+        if self._peers:
+            self._return(RELEASE_EVERY)
             self._sweep()
-        is_idle = True
-        for route, packet in self._inner.poll(0.0):
-            is_idle = False
-            yield from self._receive(route, packet)
-        if self._is_woken:  # the wake may have ended the poll above
-            self._is_woken = False
-        elif is_idle and timeout_s != 0.0:
-            self._return(1)
-            for route, packet in self._inner.poll(timeout_s):
+            is_idle = True
+            for route, packet in self._inner.poll(0.0):
+                is_idle = False
                 yield from self._receive(route, packet)
+            is_woken, self._is_woken = self._is_woken, False  # the wake may have ended that poll
+            if is_woken or not is_idle or timeout_s == 0.0:
+                return
+            self._return(1)
+        for route, packet in self._inner.poll(timeout_s):
+            yield from self._receive(route, packet)
+
+    @property
+    def mappings(self) -> list[Mapping]:
+        """What is mapped here of others."""
+        return [one.mapping for one in self._peers.values()]
 
     def wake(self) -> None:
         """Make a waiting :meth:`poll` return; any thread may call this."""
@@ -132,56 +152,32 @@ class SharingTransport:
     def close(self, linger_s: float) -> None:
         """Close all connections, and let nobody new read our memory."""
         self._inner.close(linger_s)
-        self._segment.close()
+        if self._segment is not None:
+            self._segment.close()
 
-    # --- sending by loans ------------------------------------------------------------------------
+    # --- lending and borrowing -------------------------------------------------------------------
 
-    def _offsets(self, payload: tuple[memoryview, ...]) -> list[int] | None:
-        """Where ``payload`` lies in our segment; None if some of it does not, or it is small."""
+    def _lend(
+        self, peer: Peer, payload: tuple[memoryview, ...], hold: Hold | None
+    ) -> tuple[Loan, ...] | None:
+        """Lend ``payload``; None if it is small, or does not lie in our segment."""
+        segment = self._segment
+        assert segment is not None, "nobody reads what there is not"
+        if sum([one.nbytes for one in payload]) < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
+            return None
         offsets = []
         for frame in payload:
-            offset = self._segment.offset_of(frame) if frame.nbytes >= SHARE_MIN_BYTES else None
+            offset = segment.offset_of(frame)
             if offset is None:
                 return None
             offsets.append(offset)
-        return offsets
-
-    def _lend(
-        self, peer: Peer, route: Route, packet: Packet, hold: Hold | None, offsets: list[int]
-    ) -> None:
-        lease = peer.given.give(packet.payload, hold)
-        nonce = self._segment.nonce
-        loans = tuple(
+        lease = peer.given.give(payload, hold)
+        return tuple(
             [
-                Loan(nonce, lease, offset, frame.nbytes)
-                for offset, frame in zip(offsets, packet.payload, strict=True)
+                Loan(segment.nonce, lease, offset, frame.nbytes)
+                for offset, frame in zip(offsets, payload, strict=True)
             ]
         )
-        self._inner.send(route, Packet(packet.envelope, packet.message, (), loans), None)
-
-    # --- receiving -------------------------------------------------------------------------------
-
-    def _receive(
-        self, route: Route, packet: Packet | Dropped
-    ) -> Iterator[tuple[Route, Packet | Dropped]]:
-        if isinstance(packet, Dropped):
-            self._by_route.pop(route, None)
-            self._segment.readers.discard(route)
-            yield route, packet
-            return
-        message = packet.message
-        if isinstance(message, OfferMessage | TakenMessage | Release):
-            self._settle(route, packet.envelope, message)
-            return
-        if isinstance(message, Welcome) and self._offers(route):
-            self._offer(route)
-        if route not in self._by_route:
-            peer = self._peers.get(_identity(packet.envelope))
-            if peer is not None:  # it has come back along another connection
-                self._by_route[route], peer.route = peer, route
-        if packet.loans:
-            packet = self._borrow(packet)
-        yield route, packet
 
     def _borrow(self, packet: Packet) -> Packet:
         """Return ``packet`` with its payload where it lies in its sender's memory.
@@ -190,70 +186,110 @@ class SharingTransport:
             ProtocolError: if that is not mapped here, or it comes too late.
         """
         nonce, number = packet.loans[0].nonce, packet.loans[0].lease
-        peer = self._by_nonce.get(nonce)
+        peer = self._by_identity.get(_identity(packet.envelope))
         who = f"{packet.envelope.node}"
-        if peer is None or peer.mapping is None:
+        if peer is None or peer.mapping.offer.nonce != nonce:
             raise ProtocolError(f"{who} lends memory that is not mapped here")
         if any(loan.nonce != nonce or loan.lease != number for loan in packet.loans):
             raise ProtocolError(f"{who} lends one packet's payload by several leases")
         lease = peer.taken.take(number)
         if lease is None:
             raise ProtocolError(f"lease {number} of {who} was given back already")
-        mapping = peer.mapping
-        payload = [mapping.read(one.offset, one.size, lease).data for one in packet.loans]
+        payload = [peer.mapping.read(one.offset, one.size, lease).data for one in packet.loans]
         return replace(packet, payload=tuple(payload))
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def _receive(
+        self, route: Route, packet: Packet | Dropped
+    ) -> Iterator[tuple[Route, Packet | Dropped]]:
+        if isinstance(packet, Dropped):
+            self._part(route)
+            yield route, packet
+            return
+        envelope, message = packet.envelope, packet.message
+        self._meet(route, envelope)
+        match message:
+            case OfferMessage():
+                self._on_offer(route, envelope, message)
+                return
+            case TakenMessage():
+                self._on_taken(route, envelope, message)
+                return
+            case Release():
+                if route in self._by_route:
+                    self._by_route[route].given.release(message)
+                return
+            case Welcome() if self._segment is not None and self._offers(route):
+                self._say(route, OfferMessage(*self._segment.offer))
+        if packet.loans:
+            packet = self._borrow(packet)
+        yield route, packet
+
+    def _meet(self, route: Route, envelope: Envelope) -> None:
+        """The one of ``envelope`` speaks along ``route``, and is answered there from now on."""
+        peer = self._by_identity.get(_identity(envelope))
+        if self._by_route.get(route) is not peer:
+            self._part(route)
+            if peer is not None:
+                self._part(peer.route)
+                self._by_route[route], peer.route = peer, route
+                if peer.reads_ours and self._segment is not None:
+                    self._segment.readers.add(route)
+
+    def _part(self, route: Route) -> None:
+        """Nobody who shares memory is at the end of ``route`` any more."""
+        if self._by_route.pop(route, None) is not None and self._segment is not None:
+            self._segment.readers.discard(route)
 
     # --- agreeing on it --------------------------------------------------------------------------
 
-    def _offer(self, route: Route) -> None:
-        self._say(route, OfferMessage(*self._segment.offer))
+    def _on_offer(self, route: Route, envelope: Envelope, message: OfferMessage) -> None:
+        """Map what is offered, offer our own, and say that we have.
 
-    def _settle(
-        self, route: Route, envelope: Envelope, message: OfferMessage | TakenMessage | Release
-    ) -> None:
-        """A peer said something about memory."""
-        peer = self._peers.get(_identity(envelope))
-        match message:
-            case OfferMessage():
-                self._on_offer(route, envelope, message, peer)
-            case TakenMessage():
-                if message.nonce != self._segment.nonce:
-                    return  # of a life before this one
-                if not message.mapped:
-                    self._complain(f"{envelope.node} cannot read ours: {message.reason}")
-                    return
-                if peer is None:
-                    peer = self._add(route, envelope, None)
-                peer.reads_ours = self._segment.is_read = True
-                self._segment.readers.add(route)
-            case Release():
-                if peer is not None:
-                    peer.given.release(message)
-
-    def _on_offer(
-        self, route: Route, envelope: Envelope, message: OfferMessage, peer: Peer | None
-    ) -> None:
+        Raises:
+            ProtocolError: if it comes from one who is no member.
+            ConfigError: if it cannot be mapped and has to be.
+        """
+        is_ours, life = self._offers(route), (envelope.job, envelope.rank, envelope.incarnation)
+        if not is_ours and life not in self._welcomed:
+            raise ProtocolError(f"{envelope.node} offers memory and was not welcomed")
+        if self._segment is None:
+            self._say(route, TakenMessage(message.nonce, False, self._why_not))
+            return
         offer = Offer(message.pid, message.fd, message.size, message.nonce)
-        if peer is None or peer.mapping is None or peer.mapping.offer != offer:
+        peer = self._peers.get(offer.nonce)
+        if peer is None:
             try:
-                mapping = Mapping(offer)
+                peer = Peer(route, Mapping(offer))
             except Unshared as error:
                 self._say(route, TakenMessage(offer.nonce, False, str(error)))
                 self._complain(f"{envelope.node}: {error}")
                 return
-            if peer is None:
-                peer = self._add(route, envelope, mapping)
-            peer.mapping = mapping
-            self._by_nonce[offer.nonce] = peer
-        self._say(route, TakenMessage(offer.nonce, True))
-        if not self._offers(route):
-            self._offer(route)
+            self._peers[offer.nonce] = peer
+        elif peer.mapping.offer != offer:
+            raise ProtocolError(f"{envelope.node} offers the same memory in another way")
+        self._by_identity[_identity(envelope)] = peer
+        self._meet(route, envelope)
+        if not is_ours:
+            self._say(route, OfferMessage(*self._segment.offer))
             self._segment.is_read = True  # what is made from now on, it will be able to read
+        self._say(route, TakenMessage(offer.nonce, True))
 
-    def _add(self, route: Route, envelope: Envelope, mapping: Mapping | None) -> Peer:
-        peer = Peer(route, mapping)
-        self._peers[_identity(envelope)] = self._by_route[route] = peer
-        return peer
+    def _on_taken(self, route: Route, envelope: Envelope, message: TakenMessage) -> None:
+        """Lend from now on, if the other's memory is mapped here.
+
+        Raises:
+            ConfigError: if ours is not mapped there and has to be.
+        """
+        if self._segment is None or message.nonce != self._segment.nonce:
+            return  # of a life before this one
+        peer = self._by_route.get(route)
+        if not message.mapped:
+            self._complain(f"{envelope.node} cannot read ours: {message.reason}")
+        elif peer is not None:
+            peer.reads_ours = self._segment.is_read = True
+            self._segment.readers.add(route)
 
     def _say(self, route: Route, message: Message) -> None:
         assert self._envelope is not None, "we have said HELLO, or WELCOME"
@@ -279,23 +315,34 @@ class SharingTransport:
     def _return(self, least: int) -> None:
         """Tell those of whom at least so many leases were given back."""
         for peer in self._peers.values():
-            if peer.taken.returned >= least:
+            if peer.taken.returned >= least and self._by_route.get(peer.route) is peer:
                 message = peer.taken.release()
                 if message is not None:
                     self._say(peer.route, message)
 
     def _sweep(self) -> None:
-        """Forget those who are gone: they read nothing, and their memory is of no use."""
-        self._swept_at = self._clock()
-        for identity, peer in list(self._peers.items()):
-            if peer.mapping is not None and not peer.mapping.is_there:
-                peer.given.end()
-                del self._peers[identity]
-                del self._by_nonce[peer.mapping.offer.nonce]
-                if self._by_route.get(peer.route) is peer:
-                    del self._by_route[peer.route]
-                    self._segment.readers.discard(peer.route)
+        """Forget those who have ended: they read nothing, and their memory is of no use."""
+        now = self._clock()
+        if now < self._swept_at + SWEEP_EVERY_S:
+            return
+        self._swept_at = now
+        for nonce, peer in list(self._peers.items()):
+            if peer.mapping.is_there:
+                continue
+            peer.given.end()
+            del self._peers[nonce]
+            if self._by_route.get(peer.route) is peer:
+                self._part(peer.route)
+            for identity in [key for key, one in self._by_identity.items() if one is peer]:
+                del self._by_identity[identity]
 
 
-def _identity(envelope: Envelope) -> tuple[int, int, int]:
-    return envelope.role, envelope.rank, envelope.incarnation
+def _framed(packet: Packet) -> Packet:
+    """Return ``packet`` with its payload in one frame, if it declares one and lies in several."""
+    if len(packet.payload) > 1 and len(packet.message.payload_sizes()) == 1:
+        return replace(packet, payload=(memoryview(b"".join(packet.payload)),))
+    return packet
+
+
+def _identity(envelope: Envelope) -> tuple[bytes, int, int, int]:
+    return envelope.job, envelope.role, envelope.rank, envelope.incarnation
