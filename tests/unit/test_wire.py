@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -174,7 +175,7 @@ def test_the_largest_numbers_come_through() -> None:
         (with_head("BEAT", 2, b"\x00"), "version 0"),
         (with_head("BEAT", 2, b"\x02"), "expected a packet of version 1, got .* version 2"),
         (with_head("BEAT", 24, b"\x03"), "role has number 3"),
-        (with_head("BEAT", 25, b"\x01"), "reserved"),
+        (with_head("BEAT", 26, b"\x01"), "reserved"),
         (with_head("BEAT", 27, b"\x01"), "reserved"),
         (with_head("BEAT", 32, b"\xff"), "over 2\\^63-1"),
         (with_head("BEAT", 40, b"\x80"), "over 2\\^63-1"),
@@ -212,6 +213,101 @@ def test_a_size_that_is_merely_claimed_is_compared_and_no_more() -> None:
     fields = [("exp_avg", 2, 2**63 - 1)] * 64
     refused(with_fields("STATE-IS", 1, 1, fields, payload=[b"12345678"] * 64), "declares")
     refused(with_fields("STATE-IS", 1, 1, fields * 100, payload=[b""] * 64), "declares")
+
+
+# --- loans --------------------------------------------------------------------------------------
+
+
+def lent(name: str, *loans: m.Loan, payload: Sequence[memoryview] = ()) -> Frames:
+    """A packet of that kind whose payload is lent; ``payload`` comes beside it."""
+    packet = PACKETS[name]
+    frames = encode(Packet(packet.envelope, packet.message, (), loans))
+    return [bytes(frame) for frame in (*frames, *payload)]
+
+
+NONCE = 0x0123456789ABCDEF
+LENT = (m.Loan(NONCE, 17, 4096, 8), m.Loan(NONCE, 17, 8192, 4))
+"""What a PUSH of three float32 lends in two places."""
+
+
+@pytest.mark.spec("R4", "R5")
+@pytest.mark.parametrize(
+    ("name", "loans"),
+    [
+        ("PUSH", (m.Loan(NONCE, 1, 4096, 12),)),
+        ("PUSH", LENT),
+        ("PUSH", (*LENT, *[m.Loan(NONCE, 17, 4096, 0)] * 253)),
+        ("PULLED", (m.Loan(0, 0, 0, 8),)),
+        ("STATE-IS", (m.Loan(NONCE, 1, 4096, 8), m.Loan(NONCE, 1, 64, 8))),
+        ("LOAD", (m.Loan(2**63 - 1, 2**63 - 1, 2**63 - 1, 8),)),
+    ],
+)
+def test_loans_come_through_in_place_of_payload(name: str, loans: tuple[m.Loan, ...]) -> None:
+    frames = lent(name, *loans)
+    assert len(frames) == 1
+    packet = decode(frames)
+    assert packet == Packet(PACKETS[name].envelope, PACKETS[name].message, (), loans)
+    assert all(type(one) is m.Loan for one in packet.loans)
+
+
+@pytest.mark.spec("R4", "R5", "R14")
+def test_the_octets_of_a_loan() -> None:
+    """As docs/protocol.md shows them."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text("utf-8")
+    shown = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[-1]
+    assert "".join(re.sub(r"#.*|\s", "", shown)) == lent("PUSH", *LENT)[0].hex()
+
+
+@pytest.mark.spec("R5", "R14")
+def test_a_head_that_holds_fewer_loans_than_it_says() -> None:
+    (head,) = lent("PUSH", *LENT)
+    for length in range(HEAD.size + 1, HEAD.size + 2 * wire.LOAN.size):
+        refused([head[:length]], f"head of {length} octets does not hold 2 loans")
+    refused([head[: HEAD.size + 2 * wire.LOAN.size]], "not msgpack")
+    refused(with_head("BEAT", 25, b"\x01"), "does not hold 1 loans")
+    refused(with_head("DECLARE", 25, b"\xff"), "does not hold 255 loans")
+
+
+@pytest.mark.spec("R5", "R14")
+@pytest.mark.parametrize("field", m.Loan._fields)
+def test_a_number_of_a_loan_that_is_too_large(field: str) -> None:
+    loan = m.Loan(NONCE, 1, 4096, 12)._replace(**{field: 2**63})
+    refused(lent("PUSH", loan), "a number in a loan is over 2\\^63-1")
+
+
+@pytest.mark.spec("R4", "R14")
+@pytest.mark.parametrize(
+    ("frames", "match"),
+    [
+        (lent("PUSH", *LENT, payload=[floats(1.0, -2.0, 0.5)]), "both payload frames and loans"),
+        (lent("PUSH", m.Loan(NONCE, 1, 4096, 8)), r"\(12,\) octets, got \(8,\)"),
+        (lent("PUSH", m.Loan(NONCE, 1, 4096, 16)), r"\(12,\) octets, got \(16,\)"),
+        (lent("PUSH", *LENT, LENT[0]), r"\(12,\) octets, got \(20,\)"),
+        (lent("PUSH", *[m.Loan(NONCE, 1, 4096, 2**63 - 4)] * 3), r"\(12,\) octets, got \(27670"),
+        (lent("PUSH", *[m.Loan(NONCE, 1, 4096, 6)] * 2), "ends within an element of 4"),
+        (lent("BEAT", m.Loan(NONCE, 1, 4096, 8)), r"\(\) octets, got \(8,\)"),
+        (lent("BEAT", m.Loan(NONCE, 1, 4096, 0)), r"\(\) octets, got \(0,\)"),
+        (lent("STATE-IS", m.Loan(NONCE, 1, 4096, 16)), r"\(8, 8\) octets, got \(16,\)"),
+        (lent("SET-STATE", *[m.Loan(NONCE, 1, 0, 4)] * 2), r"\(8,\) octets, got \(4, 4\)"),
+        (lent("PULLED", *[m.Loan(NONCE, 1, 0, 4)] * 2), r"\(8,\) octets, got \(4, 4\)"),
+    ],
+)
+def test_loans_that_are_not_what_is_declared(frames: Frames, match: str) -> None:
+    refused(frames, match)
+
+
+@pytest.mark.spec("R6")
+def test_what_is_lent_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 12)
+    decode(lent("PUSH", *LENT))
+    monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 11)
+    refused(lent("PUSH", *LENT), "over 11 octets")
+
+
+@pytest.mark.spec("R75", "R92")
+def test_an_open_of_before_has_chunks_of_a_mebibyte() -> None:
+    message = decode(with_fields("OPEN", "s", "sync", 0, False, "wait", 7)).message
+    assert message == m.Open("s", "sync", 0, False, "wait", 7, 1 << 20)
 
 
 # --- msgpack ------------------------------------------------------------------------------------

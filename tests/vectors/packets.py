@@ -6,6 +6,7 @@ one there; ``python -m tests.vectors.packets`` prints the JSON of all.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -20,6 +21,10 @@ SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
 SERVER = Envelope(JOB, 7, Role.SERVER, 1, 2, 0)
 WORKER = Envelope(JOB, 7, Role.WORKER, 3, 5, 42)
 CREATOR = Envelope(JOB, 7, Role.WORKER, 0, 4, 9)
+
+
+def asking_nothing(envelope: Envelope) -> Envelope:
+    return dataclasses.replace(envelope, seq=0)
 
 
 def floats(*numbers: float) -> memoryview:
@@ -59,7 +64,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Done(42), ()),
         (WORKER, m.Probe((40, 41)), ()),
         (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),)), ()),
-        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000), ()),
+        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23), ()),
         (
             CREATOR,
             m.Declare(
@@ -104,6 +109,9 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             m.StatusIs(42, (m.OpenRound("w", 6, (1, 2), 0.75),), (m.Clock("w", {"0": 7, "3": 6}),)),
             (),
         ),
+        (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),
+        (SERVER, m.Taken(0x0123456789ABCDEF, False, "another user's"), ()),
+        (asking_nothing(WORKER), m.Release(18, (4, 17)), ()),
     ]
 
 

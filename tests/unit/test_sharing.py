@@ -1,0 +1,847 @@
+"""Payload through shared memory: who agrees with whom, what is lent, and when it comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from kvps import messages as m
+from kvps.core.effects import Hold, Route
+from kvps.errors import ConfigError, ProtocolError
+from kvps.messages import Envelope, Loan, Message, Packet, Role
+from kvps.net import sharing
+from kvps.net.driver import DROPPED, Dropped
+from kvps.net.memory import MemoryNetwork
+from kvps.net.segment import PAGE_BYTES, Block, Mapping, Offer, Segment, Unshared
+from kvps.net.sharing import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
+from kvps.tensors import to_frame
+from tests.server_stage import ServerStage, opening, refusal
+
+MIB = 1 << 20
+JOB = bytes(range(16))
+SERVER = Envelope(JOB, 1, Role.SERVER, 0, 1, 0)
+WORKER = Envelope(JOB, 1, Role.WORKER, 3, 2, 0)
+SEGMENTS: list[Segment | None] = []
+"""Of the processes of one test."""
+HELLO = m.Hello(1, 0, "test", 0, 2, 3, "here", os.getpid())
+WELCOME = m.Welcome(3, 2, 4, 1)
+
+
+def push(size_bytes: int) -> m.Push:
+    return m.Push(1, 9, (3,), 1.0, True, (m.Run(0, size_bytes, 0),))
+
+
+class Clock:
+    """A clock that the test winds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Buffer:
+    """Something that is held while it is read."""
+
+    def __init__(self) -> None:
+        self.is_held = True
+
+    def release(self) -> None:
+        assert self.is_held, "released twice"
+        self.is_held = False
+
+
+class Process:
+    """One end: a transport, its segment, and what it heard."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        envelope: Envelope,
+        bind: str | None = None,
+        *,
+        shares: bool = True,
+        insist: bool = False,
+    ) -> None:
+        self.envelope = envelope
+        self.clock = Clock()
+        self.segment = Segment(MIB) if shares else None
+        SEGMENTS.append(self.segment)
+        self.inner = network.transport(bind)
+        self.transport = SharingTransport(
+            self.inner,
+            self.segment,
+            why_not="" if shares else "it will not",
+            insist=insist,
+            offers=lambda route: bind is None and str(route).startswith("server "),
+            clock=self.clock,
+        )
+        self.heard: list[tuple[Route, Packet | Dropped]] = []
+        self.refused: list[str] = []
+
+    def say(
+        self, route: Route, message: Message, *payload: memoryview, hold: Hold | None = None
+    ) -> None:
+        self.transport.send(route, Packet(self.envelope, message, payload), hold)
+
+    def listen(self) -> list[Message | Dropped]:
+        """Take all that came; return the messages of this time."""
+        before = len(self.heard)
+        arrivals = self.transport.poll(0.0)
+        try:
+            self.heard += arrivals
+        except ProtocolError as error:
+            self.refused.append(str(error))
+        return [one if isinstance(one, Dropped) else one.message for _, one in self.heard[before:]]
+
+    def idle(self) -> None:
+        """Have nothing to do for a moment: what was given back is told."""
+        self.heard += self.transport.poll(0.001)
+
+    def take(self, size_bytes: int) -> Block:
+        assert self.segment is not None
+        block = self.segment.take(size_bytes)
+        assert block is not None
+        return block
+
+    def payload(self) -> list[memoryview]:
+        """That of the packet which was heard last."""
+        packet = self.heard[-1][1]
+        assert isinstance(packet, Packet)
+        return list(packet.payload)
+
+    def last_route(self) -> Route:
+        return self.heard[-1][0]
+
+    def forget(self) -> None:
+        """Refer to nothing that was heard."""
+        self.heard.clear()
+
+
+@pytest.fixture
+def network() -> Iterator[MemoryNetwork]:
+    yield MemoryNetwork()
+    for one in SEGMENTS:
+        if one is not None:
+            one.close()
+    SEGMENTS.clear()
+
+
+@pytest.fixture
+def carried(network: MemoryNetwork) -> list[Packet]:
+    """All packets as they travel."""
+    seen: list[Packet] = []
+
+    def note(packet: Packet) -> int:
+        seen.append(packet)
+        return 1
+
+    network.filter = note
+    return seen
+
+
+def greet(server: Process, worker: Process, name: str = "server 0") -> Route:
+    """Let ``worker`` connect, and both agree; return the server's route to it."""
+    worker.transport.connect(name, server.inner.endpoint)
+    worker.say(name, HELLO)
+    assert server.listen() == [HELLO]
+    route = server.last_route()
+    server.say(route, m.Welcome(worker.envelope.rank, worker.envelope.incarnation, 4, 1))
+    settle(worker, server)
+    assert worker.heard, "the core hears of the WELCOME"
+    return route
+
+
+def settle(*processes: Process) -> None:
+    """Let them say what they have to say to one another."""
+    for _ in range(4):
+        for one in processes:
+            one.listen()
+
+
+def pair(network: MemoryNetwork) -> tuple[Process, Process, Route]:
+    server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
+    return server, worker, greet(server, worker)
+
+
+# --- agreeing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R77", "R82", "R83")
+def test_the_one_who_connected_offers_and_both_map(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    server, worker, route = pair(network)
+    assert server.segment
+    assert worker.segment
+    assert [(one.envelope.role, one.message) for one in carried[2:]] == [
+        (Role.WORKER, m.Offer(*worker.segment.offer)),
+        (Role.SERVER, m.Offer(*server.segment.offer)),
+        (Role.SERVER, m.Taken(worker.segment.nonce, True)),
+        (Role.WORKER, m.Taken(server.segment.nonce, True)),
+    ]
+    assert all(one.envelope.seq == 0 for one in carried[2:])
+    assert [type(one) for one in server.listen() + worker.listen()] == [], "no core hears of it"
+    assert worker.segment.readers == {"server 0"}
+    assert server.segment.readers == {route}
+    assert worker.segment.is_read
+    assert server.segment.is_read
+    assert len(worker.transport.mappings) == len(server.transport.mappings) == 1
+
+
+def test_nothing_is_offered_to_a_scheduler(network: MemoryNetwork, carried: list[Packet]) -> None:
+    scheduler, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
+    greet(scheduler, worker, "scheduler")
+    assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
+
+
+@pytest.mark.spec("R77")
+def test_a_second_welcome_changes_nothing(network: MemoryNetwork) -> None:
+    server, worker, route = pair(network)
+    mappings = server.transport.mappings + worker.transport.mappings
+    server.say(route, WELCOME)
+    settle(worker, server)
+    assert server.transport.mappings + worker.transport.mappings == mappings
+
+
+@pytest.mark.spec("R84")
+def test_payload_travels_by_reference_both_ways(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    server, worker, route = pair(network)
+    assert server.segment
+    assert worker.segment
+    for one, to, other in ((worker, "server 0", server), (server, route, worker)):
+        block = one.take(SHARE_MIN_BYTES)
+        block[:] = 5
+        one.say(to, push(SHARE_MIN_BYTES), block.data)
+        assert one.segment
+        offset = one.segment.offset_of(block.data)
+        assert carried[-1].payload == ()
+        assert carried[-1].loans == (Loan(one.segment.nonce, 1, offset or 0, SHARE_MIN_BYTES),)
+        assert other.listen() == [push(SHARE_MIN_BYTES)]
+        (frame,) = other.payload()
+        assert bytes(frame) == bytes(block)
+        block[0] = 6
+        assert frame[0] == 6, "it is the same memory"
+
+
+@pytest.mark.spec("R84")
+def test_one_payload_may_lie_in_several_places(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    blocks = [worker.take(size) for size in (PAGE_BYTES, 100, PAGE_BYTES)]
+    for mark, block in enumerate(blocks):
+        block[:] = mark
+    worker.say("server 0", push(2 * PAGE_BYTES + 100), *[one.data for one in blocks])
+    server.listen()
+    assert [bytes(one) for one in server.payload()] == [bytes(one) for one in blocks]
+
+
+FRAMES: dict[str, Callable[[Process], Sequence[memoryview]]] = {
+    "elsewhere": lambda worker: [memoryview(bytes(2 * PAGE_BYTES))],
+    "partly elsewhere": lambda worker: [
+        worker.take(PAGE_BYTES).data,
+        memoryview(bytes(PAGE_BYTES)),
+    ],
+    "small": lambda worker: [worker.take(PAGE_BYTES).data[: SHARE_MIN_BYTES - 1]],
+    "small and in two places": lambda worker: [
+        worker.take(PAGE_BYTES).data[:1000],
+        worker.take(PAGE_BYTES).data[:1000],
+    ],
+    "in too many places": lambda worker: [worker.take(PAGE_BYTES).data[:32]] * 256,
+}
+
+
+@pytest.mark.parametrize("which", FRAMES)
+def test_what_cannot_be_lent_travels_in_one_frame(
+    network: MemoryNetwork, carried: list[Packet], which: str
+) -> None:
+    server, worker, _ = pair(network)
+    payload = FRAMES[which](worker)
+    size = sum(one.nbytes for one in payload)
+    worker.say("server 0", push(size), *payload)
+    assert carried[-1].loans == ()
+    assert [one.nbytes for one in carried[-1].payload] == [size]
+    assert server.listen() == [push(size)]
+    assert bytes(server.payload()[0]) == b"".join(payload)
+
+
+def test_a_message_of_several_frames_keeps_them(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    state = m.SetState(1, 0, 2, 3, (m.Field("a", 9, 3), m.Field("b", 9, 5000)))
+    payload = [memoryview(b"abc"), memoryview(bytes(5000))]
+    worker.say("server 0", state, *payload)
+    assert server.listen() == [state]
+    assert [bytes(one) for one in server.payload()] == [bytes(one) for one in payload]
+
+
+# --- giving back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R85", "R86")
+def test_memory_is_held_until_the_reader_drops_it(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    assert worker.segment
+    block, hold = worker.take(PAGE_BYTES), Buffer()
+    start = worker.segment.offset_of(block.data)
+    worker.say("server 0", push(PAGE_BYTES), block.data, hold=hold)
+    del block
+    server.listen()
+    server.idle()
+    worker.listen()
+    assert hold.is_held
+    assert worker.segment.offset_of(worker.take(PAGE_BYTES).data) != start
+    server.forget()
+    server.idle()
+    worker.listen()
+    assert not hold.is_held
+    taken = {worker.segment.offset_of(one.data) for one in [worker.take(PAGE_BYTES)] * 2}
+    assert start in taken
+
+
+@pytest.mark.spec("R86")
+def test_a_busy_reader_tells_of_several_at_once(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    server, worker, _ = pair(network)
+    block = worker.take(PAGE_BYTES)
+    for count in range(1, sharing.RELEASE_EVERY + 1):
+        worker.say("server 0", push(PAGE_BYTES), block.data)
+        server.listen()
+        server.forget()
+        assert not any(isinstance(one.message, m.Release) for one in carried), count
+    worker.say("server 0", push(PAGE_BYTES), block.data)
+    server.listen()
+    assert carried[-1].message == m.Release(sharing.RELEASE_EVERY + 1, ())
+
+
+@pytest.mark.spec("R86")
+def test_lost_packets_hold_memory_until_the_next(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    holds = [Buffer() for _ in range(3)]
+    block = worker.take(PAGE_BYTES)
+    network.filter = lambda packet: 0
+    worker.say("server 0", push(PAGE_BYTES), block.data, hold=holds[0])
+    network.filter = lambda packet: 1
+    worker.say("server 0", push(PAGE_BYTES), block.data, hold=holds[1])
+    server.listen()
+    server.forget()
+    network.filter = lambda packet: 0  # the RELEASE is lost
+    server.idle()
+    network.filter = lambda packet: 1
+    worker.listen()
+    assert all(one.is_held for one in holds)
+    worker.say("server 0", push(PAGE_BYTES), block.data, hold=holds[2])
+    server.listen()
+    server.forget()
+    server.idle()
+    worker.listen()
+    assert not any(one.is_held for one in holds)
+
+
+@pytest.mark.spec("R87")
+def test_a_packet_that_comes_twice_is_taken_once(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    network.filter = lambda packet: 2
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data)
+    assert server.listen() == [push(PAGE_BYTES)]
+    assert server.refused == ["lease 1 of worker 3 was given back already"]
+
+
+def test_a_payload_that_nobody_can_be_sent_is_held_until_the_next(network: MemoryNetwork) -> None:
+    server, worker, route = pair(network)
+    server.transport._by_route[b"nobody"] = server.transport._by_route[route]
+    hold = Buffer()
+    server.say(b"nobody", push(PAGE_BYTES), server.take(PAGE_BYTES).data, hold=hold)
+    assert hold.is_held
+    server.say(route, push(PAGE_BYTES), server.take(PAGE_BYTES).data)
+    worker.listen()
+    worker.forget()
+    worker.idle()
+    server.listen()
+    assert not hold.is_held
+
+
+@pytest.mark.spec("R85")
+def test_other_threads_may_drop_what_was_read(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    hold = Buffer()
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=hold)
+    server.listen()
+    thread = threading.Thread(target=server.forget)
+    thread.start()
+    thread.join()
+    server.idle()
+    worker.listen()
+    assert not hold.is_held
+
+
+# --- coming back, and ending ------------------------------------------------------------------------
+
+
+def test_a_peer_that_comes_back_another_way_is_the_same(network: MemoryNetwork) -> None:
+    server, worker, old = pair(network)
+    hold = Buffer()
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=hold)
+    server.listen()
+    kept = server.payload()
+    server.forget()
+    new = greet(server, worker)
+    assert new != old
+    assert server.segment
+    assert worker.segment
+    assert server.segment.readers == {new}
+    assert worker.segment.readers == {"server 0"}
+    server.idle()
+    worker.listen()
+    assert hold.is_held
+    kept.clear()
+    server.idle()
+    worker.listen()
+    assert not hold.is_held
+    assert len(server.transport.mappings) == 1
+
+
+@pytest.mark.spec("R88")
+def test_another_incarnation_of_one_process_keeps_its_leases(network: MemoryNetwork) -> None:
+    """What the server still reads of the older one must not be given back by the newer."""
+    server, worker, _ = pair(network)
+    first, second = Buffer(), Buffer()
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=first)
+    server.listen()
+    kept = server.payload()
+    server.forget()
+    worker.envelope = Envelope(JOB, 2, Role.WORKER, 3, 7, 0)
+    greet(server, worker)
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=second)
+    assert server.listen() == [push(PAGE_BYTES)]
+    server.forget()
+    server.idle()
+    worker.listen()
+    assert (first.is_held, second.is_held) == (True, False)
+    kept.clear()
+    server.idle()
+    worker.listen()
+    assert not first.is_held
+
+
+@pytest.mark.spec("R88")
+def test_another_process_of_one_identity_begins_anew(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data)
+    server.listen()
+    server.forget()
+    server.idle()
+    other = Process(network, WORKER)
+    greet(server, other)
+    hold = Buffer()
+    other.say("server 0", push(PAGE_BYTES), other.take(PAGE_BYTES).data, hold=hold)
+    assert server.listen() == [push(PAGE_BYTES)], "its lease 1 is another's"
+    assert not server.refused
+    server.forget()
+    server.idle()
+    other.listen()
+    assert not hold.is_held
+
+
+def test_a_replacement_at_the_end_of_a_route_is_lent_nothing(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    """A socket may connect again by itself, and find another process there."""
+    server, worker, route = pair(network)
+    assert worker.segment
+    server.envelope = Envelope(JOB, 2, Role.SERVER, 0, 9, 0)
+    server.say(route, m.Beat(1))
+    assert worker.listen() == [m.Beat(1)]
+    assert worker.segment.readers == set()
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data)
+    assert carried[-1].loans == ()
+
+
+def test_a_broken_connection_ends_the_lending_along_it(network: MemoryNetwork) -> None:
+    server, worker, route = pair(network)
+    assert server.segment
+    worker.inner.close(0.0)
+    assert server.listen() == [DROPPED]
+    assert server.segment.readers == set()
+    server.say(route, push(PAGE_BYTES), server.take(PAGE_BYTES).data)
+    assert len(server.transport.mappings) == 1, "it may live"
+
+
+@pytest.mark.spec("R89")
+def test_the_end_of_a_peer_gives_all_back(network: MemoryNetwork) -> None:
+    server, worker, route = pair(network)
+    assert server.segment
+    hold = Buffer()
+    server.say(route, push(PAGE_BYTES), server.take(PAGE_BYTES).data, hold=hold)
+    worker.say("server 0", push(PAGE_BYTES), memoryview(worker.take(PAGE_BYTES)))
+    server.listen()
+    (kept,) = server.payload()
+    server.forget()
+    worker.transport.close(0.0)
+    server.listen()
+    assert hold.is_held, "a broken connection says nothing about a process"
+    server.clock.now += SWEEP_EVERY_S
+    server.listen()
+    assert not hold.is_held
+    assert server.transport.mappings == []
+    assert server.segment.readers == set()
+    assert bytes(kept) == bytes(PAGE_BYTES), "what it lent can still be read"
+
+
+def test_one_of_two_that_ends_is_forgotten(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    other = Process(network, Envelope(JOB, 1, Role.WORKER, 1, 5, 0))
+    route = greet(server, other)
+    assert server.segment
+    worker.transport.close(0.0)
+    server.clock.now += SWEEP_EVERY_S
+    settle(server)
+    assert server.segment.readers == {route}
+    assert len(server.transport.mappings) == 1
+    assert other.segment
+    other.say("server 0", push(PAGE_BYTES), other.take(PAGE_BYTES).data)
+    assert server.listen() == [push(PAGE_BYTES)]
+
+
+# --- refusing -------------------------------------------------------------------------------------
+
+
+def answers(network: MemoryNetwork, carried: list[Packet], offer: m.Offer) -> list[Message]:
+    """What a server says to a member that makes this offer."""
+    server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER, shares=False)
+    greet(server, worker)
+    before = len(carried)
+    worker.say("server 0", offer)
+    settle(server, worker)
+    return [one.message for one in carried[before + 1 :]]
+
+
+@pytest.mark.spec("R79", "R82", "R90")
+def test_what_cannot_be_mapped_is_said_and_warned_of_once(
+    network: MemoryNetwork, carried: list[Packet], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvps"):
+        (answer,) = answers(network, carried, m.Offer(2**62, 3, MIB, 17))
+    assert isinstance(answer, m.Taken)
+    assert (answer.nonce, answer.mapped) == (17, False)
+    assert "cannot be opened" in answer.reason
+    assert [one.message for one in caplog.records] == [
+        f"values travel in frames, not in shared memory: worker 3: {answer.reason}"
+    ]
+
+
+@pytest.mark.spec("R90")
+def test_the_other_end_warns_once_and_sends_frames(
+    network: MemoryNetwork, carried: list[Packet], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Process(network, SERVER, "mem://s", shares=False)
+    worker = Process(network, WORKER)
+    with caplog.at_level(logging.WARNING, "kvps"):
+        route = greet(server, worker)
+        server.say(route, WELCOME)
+        settle(worker, server)
+    assert [one.message for one in caplog.records] == [
+        "values travel in frames, not in shared memory: server 0 cannot read ours: it will not"
+    ]
+    assert worker.segment
+    assert not worker.segment.is_read
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data)
+    assert carried[-1].loans == ()
+    assert server.listen() == [push(PAGE_BYTES)]
+    server.transport.close(0.0)
+
+
+@pytest.mark.spec("R90")
+@pytest.mark.parametrize("insists", ["server", "worker"])
+def test_who_insists_ends_with_the_reason(
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, insists: str
+) -> None:
+    def refuse(offer: Offer) -> Mapping:
+        raise Unshared("as the test wants it")
+
+    monkeypatch.setattr(sharing, "Mapping", refuse)
+    server = Process(network, SERVER, "mem://s", insist=insists == "server")
+    worker = Process(network, WORKER, insist=insists == "worker")
+    with pytest.raises(ConfigError, match=r"KVPS_TRANSPORT=shm.*as the test wants.*as one user"):
+        greet(server, worker)
+
+
+class Script:
+    """An inner transport that yields what it is told to, and notes what is sent."""
+
+    def __init__(self) -> None:
+        self.arrivals: deque[tuple[Route, Packet | Dropped]] = deque()
+        self.sent: list[tuple[Route, Packet, Hold | None]] = []
+        self.waits: list[float | None] = []
+        self.on_poll: Callable[[], None] = lambda: None
+        self.woken = 0
+        self.closed: float | None = None
+
+    def connect(self, name: str, endpoint: str) -> None:
+        """Nobody is there."""
+
+    def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
+        self.sent.append((route, packet, hold))
+
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+        self.waits.append(timeout_s)
+        self.on_poll()
+        while self.arrivals:
+            yield self.arrivals.popleft()
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def close(self, linger_s: float) -> None:
+        self.closed = linger_s
+
+    @property
+    def messages(self) -> list[Message]:
+        return [packet.message for _, packet, _ in self.sent]
+
+
+class Lone:
+    """A server whose only peer is what the test says it is."""
+
+    def __init__(self) -> None:
+        self.inner = Script()
+        self.segment, self.peers = Segment(MIB), Segment(MIB)
+        self.clock = Clock()
+        self.transport = SharingTransport(self.inner, self.segment, clock=self.clock)
+
+    def hear(self, message: Message, *loans: Loan, envelope: Envelope = WORKER) -> list[Packet]:
+        """Let the peer say this along its route; return what the core hears."""
+        return self.arrive(b"w", Packet(envelope, message, (), loans))
+
+    def arrive(self, route: Route, packet: Packet | Dropped) -> list[Packet]:
+        self.inner.arrivals.append((route, packet))
+        return [one for _, one in self.transport.poll(0.0) if isinstance(one, Packet)]
+
+    def share(self) -> None:
+        """Agree with the peer."""
+        self.transport.send(b"w", Packet(SERVER, WELCOME), None)
+        self.hear(m.Offer(*self.peers.offer))
+        self.hear(m.Taken(self.segment.nonce, True))
+        self.inner.sent.clear()
+
+    def loan(self, lease: int, offset: int = PAGE_BYTES, size: int = PAGE_BYTES) -> Loan:
+        return Loan(self.peers.nonce, lease, offset, size)
+
+
+@pytest.fixture
+def lone() -> Iterator[Lone]:
+    one = Lone()
+    yield one
+    one.segment.close()
+    one.peers.close()
+
+
+@pytest.mark.spec("R77")
+def test_a_stranger_offers_in_vain(lone: Lone) -> None:
+    with pytest.raises(ProtocolError, match="worker 3 offers memory and was not welcomed"):
+        lone.hear(m.Offer(*lone.peers.offer))
+    lone.transport.send(b"w", Packet(SERVER, m.Welcome(3, 1, 4, 1)), None)
+    with pytest.raises(ProtocolError, match="not welcomed"):
+        lone.hear(m.Offer(*lone.peers.offer))
+    assert lone.transport.mappings == []
+    assert lone.inner.messages == [m.Welcome(3, 1, 4, 1)]
+
+
+@pytest.mark.spec("R81")
+def test_loans_of_what_is_not_mapped(lone: Lone) -> None:
+    with pytest.raises(ProtocolError, match="worker 3 lends memory that is not mapped here"):
+        lone.hear(push(PAGE_BYTES), lone.loan(1))
+    lone.share()
+    other = lone.loan(1)._replace(nonce=lone.peers.nonce ^ 1)
+    with pytest.raises(ProtocolError, match="not mapped here"):
+        lone.hear(push(PAGE_BYTES), other)
+    stranger = Envelope(JOB, 1, Role.WORKER, 1, 5, 0)
+    with pytest.raises(ProtocolError, match="worker 1 lends memory that is not mapped here"):
+        lone.hear(push(PAGE_BYTES), lone.loan(1), envelope=stranger)
+
+
+@pytest.mark.spec("R84")
+def test_loans_of_one_packet_have_one_lease(lone: Lone) -> None:
+    lone.share()
+    for other in (lone.loan(2), lone.loan(1)._replace(nonce=5)):
+        with pytest.raises(ProtocolError, match="several leases"):
+            lone.hear(push(2 * PAGE_BYTES), lone.loan(1), other)
+    assert len(lone.hear(push(PAGE_BYTES), lone.loan(1))) == 1, "the lease was not used up"
+
+
+@pytest.mark.spec("R81", "R86")
+def test_loans_outside_the_segment_are_given_back(lone: Lone) -> None:
+    lone.share()
+    for lease, offset in enumerate((0, MIB, 2**63 - 1), start=1):
+        with pytest.raises(ProtocolError, match="are not in a segment"):
+            lone.hear(push(PAGE_BYTES), lone.loan(lease, offset))
+    list(lone.transport.poll(1.0))
+    assert lone.inner.messages == [m.Release(4, ())]
+
+
+def test_the_same_memory_is_not_offered_in_two_ways(lone: Lone) -> None:
+    lone.share()
+    copy = os.dup(lone.peers.offer.fd)
+    with pytest.raises(ProtocolError, match="in another way"):
+        lone.hear(m.Offer(*lone.peers.offer._replace(fd=copy)))
+    os.close(copy)
+
+
+def test_a_taken_of_another_life_changes_nothing(lone: Lone) -> None:
+    lone.transport.send(b"w", Packet(SERVER, WELCOME), None)
+    lone.hear(m.Offer(*lone.peers.offer))
+    lone.hear(m.Taken(lone.segment.nonce ^ 1, True))
+    assert lone.segment.readers == set()
+    lone.hear(m.Taken(lone.segment.nonce ^ 1, False, "of long ago"))
+
+
+@pytest.mark.spec("R83")
+def test_a_taken_of_one_whose_memory_is_not_mapped_changes_nothing(lone: Lone) -> None:
+    lone.transport.send(b"w", Packet(SERVER, WELCOME), None)
+    lone.hear(m.Taken(lone.segment.nonce, True))
+    assert lone.segment.readers == set()
+    assert lone.hear(m.Release(9, ())) == []
+
+
+@pytest.mark.spec("R83")
+def test_nobody_lends_to_one_whose_memory_it_cannot_map(lone: Lone) -> None:
+    """Its end could not be seen."""
+    lone.transport.send(b"w", Packet(SERVER, WELCOME), None)
+    lone.hear(m.Offer(*lone.peers.offer._replace(nonce=5)))
+    lone.hear(m.Taken(lone.segment.nonce, True))
+    assert lone.segment.readers == set()
+    block = lone.segment.take(PAGE_BYTES)
+    assert block is not None
+    lone.transport.send(b"w", Packet(SERVER, push(PAGE_BYTES), (block.data,)), None)
+    assert lone.inner.sent[-1][1].loans == ()
+
+
+def test_where_nothing_is_shared_nothing_is_said_of_it() -> None:
+    inner = Script()
+    alone = SharingTransport(inner, None, why_not="KVPS_TRANSPORT=tcp")
+    alone.send("server 0", Packet(WORKER, HELLO), None)
+    for message in (WELCOME, m.Taken(1, True), m.Taken(1, False, "no"), m.Release(1, ())):
+        inner.arrivals.append(("server 0", Packet(SERVER, message)))
+    assert [one.message for _, one in alone.poll(2.0) if isinstance(one, Packet)] == [WELCOME]
+    assert inner.messages == [HELLO]
+    inner.arrivals.append(("server 0", DROPPED))
+    assert list(alone.poll(None)) == [("server 0", DROPPED)]
+    alone.connect("server 0", "somewhere")
+    alone.close(0.5)
+    assert inner.closed == 0.5
+    assert inner.waits == [2.0, None]
+
+
+def test_a_closed_one_is_found_by_nobody(lone: Lone) -> None:
+    lone.transport.close(0.25)
+    assert lone.inner.closed == 0.25
+    assert lone.segment.offer.fd == -1
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+
+def test_without_peers_it_waits_at_once(lone: Lone) -> None:
+    assert list(lone.transport.poll(3.0)) == []
+    assert list(lone.transport.poll(None)) == []
+    assert lone.inner.waits == [3.0, None]
+
+
+def test_with_peers_it_looks_before_it_waits(lone: Lone) -> None:
+    lone.share()
+    lone.inner.waits.clear()
+    assert list(lone.transport.poll(3.0)) == []
+    assert lone.inner.waits == [0.0, 3.0]
+    lone.inner.waits.clear()
+    assert list(lone.transport.poll(0.0)) == []
+    assert len(lone.hear(push(0))) == 1
+    assert lone.inner.waits == [0.0, 0.0], "what is there is enough"
+
+
+def test_what_was_given_back_is_told_before_a_wait(lone: Lone) -> None:
+    lone.share()
+    lone.hear(push(PAGE_BYTES), lone.loan(1))
+    assert lone.inner.messages == []
+    told: list[list[Message]] = []
+    lone.inner.on_poll = lambda: told.append(lone.inner.messages)
+    list(lone.transport.poll(None))
+    assert told == [[], [m.Release(2, ())]]
+
+
+def test_a_wake_during_the_look_ends_the_wait(lone: Lone) -> None:
+    lone.share()
+    lone.inner.waits.clear()
+    lone.inner.on_poll = lone.transport.wake
+    assert list(lone.transport.poll(None)) == []
+    assert lone.inner.waits == [0.0]
+    assert lone.inner.woken == 1
+    lone.inner.on_poll = lambda: None
+    assert list(lone.transport.poll(None)) == []
+    assert lone.inner.waits == [0.0, 0.0, None], "one wake ends one wait"
+
+
+def test_another_thread_wakes_it(network: MemoryNetwork) -> None:
+    server, _, _ = pair(network)
+    thread = threading.Timer(0.01, server.transport.wake)
+    thread.start()
+    assert list(server.transport.poll(None)) == []
+    thread.join()
+
+
+# --- what a server does with what is lent -----------------------------------------------------------
+
+
+def lend(stage: ServerStage, rank: int, values: list[torch.Tensor], seq: int) -> list[Message]:
+    """Let ``rank`` push ``values`` of key "a" as loans, and ask for what comes of it."""
+    (piece,) = stage.pieces["a"]
+    sizes = [one.nbytes for one in values]
+    message = m.Push(piece.chunk, 1, (rank,), 1.0, True, (m.Run(piece.start, piece.size, 0),))
+    packet = Packet(
+        Envelope(stage.job, stage.view, Role.WORKER, rank, stage.seats[rank].incarnation, seq),
+        message,
+        tuple([to_frame(one) for one in values]),
+        tuple([Loan(1, seq, PAGE_BYTES, size) for size in sizes]),
+    )
+    effects = stage.server.on_packet(b"w%d" % rank, packet, stage.now)
+    return [one.message for one in stage.take(effects)]
+
+
+@pytest.mark.spec("R91")
+def test_a_lent_pushpull_is_answered_and_not_acknowledged() -> None:
+    stage = ServerStage()
+    stage.open()
+    stage.init("a", [0.0, 0.0, 0.0])
+    first = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    assert lend(stage, 0, first, 50) == []
+    (probed,) = stage.say(0, m.Probe((50,)))
+    assert isinstance(probed.message, m.Probed)
+    assert [one.seq for one in probed.message.pending] == [50]
+    answers = lend(stage, 1, [torch.ones(3)], 50)
+    assert [type(one) for one in answers] == [m.Pulled, m.Pulled]
+    assert stage.values("a") == [2.0, 3.0, 4.0]
+    assert first[0].tolist() + first[1].tolist() == [1, 2, 3], "what is lent is only read"
+
+
+@pytest.mark.spec("R92")
+@pytest.mark.parametrize("chunk_bytes", [1 << 16, 1 << 20, 1 << 24])
+def test_the_first_open_says_how_large_chunks_are(chunk_bytes: int) -> None:
+    stage = ServerStage()
+    stage.open(chunk_bytes=chunk_bytes)
+    stage.open(chunk_bytes=1 << 17)
+    stage.declare("a", torch.zeros(3 * chunk_bytes // 4))
+    assert {4 * piece.size for piece in stage.pieces["a"]} == {chunk_bytes}
+
+
+@pytest.mark.spec("R92")
+@pytest.mark.parametrize("chunk_bytes", [0, (1 << 16) - 1, (1 << 24) + 1, 2**63 - 1])
+def test_chunks_of_other_sizes_are_refused(chunk_bytes: int) -> None:
+    said = ServerStage().say(0, opening(chunk_bytes=chunk_bytes))
+    assert refusal(said).startswith("ConfigError: store 'kv': chunk_bytes")
