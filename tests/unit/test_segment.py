@@ -354,6 +354,22 @@ def test_a_reader_sees_that_the_owner_is_gone(segment: Segment) -> None:
             os.close(number)
 
 
+def test_it_can_be_opened_again_while_it_is_there(segment: Segment) -> None:
+    mapping = Mapping(segment.offer)
+    fd = mapping.open()
+    assert fd is not None
+    assert os.fstat(fd).st_ino == os.fstat(segment.offer.fd).st_ino
+    os.close(fd)
+    number = segment.offer.fd
+    segment.close()
+    assert mapping.open() is None
+    with open("/dev/null", "rb") as other:
+        os.dup2(other.fileno(), number)
+        assert mapping.open() is None, "the number is another file's now"
+        if other.fileno() != number:
+            os.close(number)
+
+
 def test_an_owner_that_may_not_be_looked_at_is_not_gone(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,291 @@
+"""Shared memory between real processes: who maps whom, what travels then, what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvps
+from kvps import wire
+from kvps.messages import Packet
+from kvps.net.sharing import SHARE_MIN_BYTES, SWEEP_EVERY_S
+from tests.integration.processes import Cluster, Process, Processes, until
+
+COUNT = 300_000
+FRAMES = "values travel in frames, not in shared memory"
+ROUNDS = f"""
+import kvps, os, sys, time, torch
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros({COUNT}))
+for turn in range(3):
+    out = kv.pushpull("w", torch.full(({COUNT},), kv.rank + turn + 1.0))
+print("sum", out.unique().tolist(), flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+"""Two workers' third sum is 3 + 4; then they wait to be let go."""
+NOBODY = 65534
+AS_NOBODY = "import os, kvps, torch\nimport kvps.store.create\n" + (
+    f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+)
+"""Another user from here on: what is imported later could not be read."""
+TOO_LITTLE = """
+import resource, kvps, torch
+import kvps.store.create
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+"""
+"""No room to map as much as the machine has."""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def segments(pid: int) -> dict[int, str]:
+    """The segments that a process has mapped: how, by number of the file."""
+    found: dict[int, str] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "/memfd:kvps" in line:
+            _, how, _, _, inode, *_ = line.split()
+            assert found.setdefault(int(inode), how) == how, "no segment is mapped in two ways"
+    return found
+
+
+def own(pid: int) -> int:
+    """The segment that a process can write to."""
+    (inode,) = [inode for inode, how in segments(pid).items() if how == "rw-s"]
+    return inode
+
+
+def let_go(cluster: Cluster, *workers: Process) -> None:
+    """Let the workers end, and with them the job."""
+    (cluster.processes.folder / "go").touch()
+    assert [one.wait() for one in workers] == [0] * len(workers), workers
+    assert cluster.process.wait() == 0
+
+
+def warnings(*processes: Process) -> list[str]:
+    return [line for one in processes for line in one.err.splitlines() if FRAMES in line]
+
+
+def test_processes_of_one_host_map_each_other(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 2)
+    servers = [cluster.server(), cluster.server()]
+    script = processes.script(ROUNDS)
+    workers = [cluster.plain(script), cluster.plain(script)]
+    for one in workers:
+        one.expect(r"sum \[7.0\]")
+    mine = {one.pid: own(one.pid) for one in (*servers, *workers)}
+    assert len(set(mine.values())) == 4
+    for ones, others in ((servers, workers), (workers, servers)):
+        for one in ones:
+            expected = {mine[one.pid]: "rw-s", **{mine[other.pid]: "r--s" for other in others}}
+            assert segments(one.pid) == expected
+    assert warnings(*servers, *workers) == []
+    let_go(cluster, *workers)
+    assert [one.wait() for one in servers] == [0, 0]
+
+
+@pytest.mark.spec("R84")
+def test_no_payload_travels_between_those_who_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a warm cluster; the first values may go before all have agreed."""
+    travelled: Counter[str] = Counter()
+    encode = wire.encode
+
+    def note(packet: Packet) -> list[bytes | memoryview]:
+        kind = type(packet.message).__name__
+        travelled[kind] += sum(one.nbytes for one in packet.payload)
+        travelled[f"{kind} lent"] += len(packet.loans)
+        return encode(packet)
+
+    def work(rank: int) -> None:
+        kv = kvps.create("dist_sync")
+        kv.init(["a", "b"], [torch.zeros(COUNT), torch.zeros(10_000)])
+        values = [torch.ones(COUNT), torch.ones(10_000)]
+        for turn in range(6):
+            if turn == 2:
+                kv.barrier()
+                travelled.clear()
+                kv.barrier()
+            (out, _) = kv.pushpull(["a", "b"], values)
+            assert out.eq(2).all()
+
+    with kvps.LocalCluster(2, 2) as cluster:
+        monkeypatch.setattr(wire, "encode", note)
+        cluster.run(work)
+    assert travelled["Push lent"] >= 4 * 2
+    assert travelled["Pulled lent"] >= 4 * 2
+    assert travelled["Push"] + travelled["Pulled"] < SHARE_MIN_BYTES
+
+
+def test_tcp_shares_nothing(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server(KVPS_TRANSPORT="tcp")
+    script = processes.script(ROUNDS)
+    workers = [cluster.plain(script, KVPS_TRANSPORT="tcp") for _ in range(2)]
+    for one in workers:
+        one.expect(r"sum \[7.0\]")
+        assert segments(one.pid) == {}
+    assert segments(server.pid) == {}
+    assert warnings(server, *workers) == []
+    let_go(cluster, *workers)
+    assert server.wait() == 0
+
+
+@pytest.mark.spec("R90")
+def test_a_server_that_does_not_share_is_named_once(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server(KVPS_TRANSPORT="tcp")
+    script = processes.script(ROUNDS)
+    workers = [cluster.plain(script), cluster.plain(script, KVPS_TRANSPORT="tcp")]
+    for one in workers:
+        one.expect(r"sum \[7.0\]")
+    let_go(cluster, *workers)
+    assert server.wait() == 0
+    (line,) = warnings(server, *workers)
+    assert "server 0 cannot read ours: KVPS_TRANSPORT=tcp is set there" in line
+
+
+def test_a_transport_that_is_none(processes: Processes) -> None:
+    server = processes.kvps("server", KVPS_TRANSPORT="pigeon")
+    assert server.wait() == 78
+    assert "KVPS_TRANSPORT='pigeon': use one of auto, shm, tcp" in server.err
+    cluster = processes.scheduler(1, 1)
+    worker = cluster.plain(processes.script(ROUNDS), KVPS_TRANSPORT="pigeon")
+    assert worker.wait() == 1
+    assert "ConfigError: KVPS_TRANSPORT='pigeon'" in worker.err
+    cluster.process.signal(signal.SIGKILL)
+
+
+# --- where it cannot be ------------------------------------------------------------------------------
+
+
+@needs_root
+@pytest.mark.spec("R79", "R90")
+def test_another_user_gets_frames_and_one_warning(processes: Processes) -> None:
+    processes.folder.chmod(0o755)  # it has to see that it may go
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    workers = [
+        cluster.plain(processes.script(ROUNDS, "own.py")),
+        cluster.plain(processes.script(AS_NOBODY + ROUNDS, "other.py")),
+    ]
+    for one in workers:
+        one.expect(r"sum \[7.0\]")
+    assert own(server.pid) in segments(workers[0].pid)
+    assert set(segments(server.pid)) == {own(server.pid), own(workers[0].pid)}
+    assert set(segments(workers[1].pid)) == {own(workers[1].pid)}
+    let_go(cluster, *workers)
+    assert server.wait() == 0
+    (at_server,) = warnings(server)
+    assert f"its memory is user {NOBODY}'s, not user 0's" in at_server
+    (at_worker,) = warnings(workers[1])
+    assert "server 0 cannot read ours" in at_worker
+    assert warnings(workers[0]) == []
+
+
+@needs_root
+@pytest.mark.spec("R90")
+@pytest.mark.parametrize("insists", ["server", "worker"])
+def test_who_insists_on_another_users_memory_ends(processes: Processes, insists: str) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server(KVPS_TRANSPORT="shm" if insists == "server" else "auto")
+    script = processes.script(AS_NOBODY + ROUNDS)
+    worker = cluster.plain(script, KVPS_TRANSPORT="shm" if insists == "worker" else "auto")
+    one = server if insists == "server" else worker
+    assert one.wait() == (78 if insists == "server" else 1), one
+    assert re.search(
+        r"KVPS_TRANSPORT=shm, and memory cannot be shared: .*one host as one user", one.err
+    )
+    for left in (cluster.process, server, worker):
+        left.signal(signal.SIGKILL)
+
+
+@pytest.mark.spec("R90")
+def test_too_little_address_space_is_warned_of(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = cluster.server()
+    worker = cluster.plain(processes.script(TOO_LITTLE + ROUNDS))
+    worker.expect(r"sum \[3.0\]")
+    assert segments(worker.pid) == {}
+    let_go(cluster, worker)
+    assert server.wait() == 0
+    (line,) = warnings(server, worker)
+    assert "no segment of" in line
+
+
+@pytest.mark.spec("R90")
+def test_too_little_address_space_ends_who_insists(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    worker = cluster.plain(processes.script(TOO_LITTLE + ROUNDS), KVPS_TRANSPORT="shm")
+    assert worker.wait() == 1
+    assert "ConfigError: KVPS_TRANSPORT=shm, and memory cannot be shared here" in worker.err
+    cluster.process.signal(signal.SIGKILL)
+
+
+# --- kills ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R78", "R89")
+def test_a_kill_leaves_no_memory_behind(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    script = processes.script(ROUNDS)
+    workers = [cluster.plain(script), cluster.plain(script)]
+    for one in workers:
+        one.expect(r"sum \[7.0\]")
+    inodes = {own(one.pid) for one in (server, *workers)}
+    first = own(workers[0].pid)
+    workers[0].signal(signal.SIGKILL)
+    until(lambda: first not in segments(server.pid), "end of the mapping", SWEEP_EVERY_S + 10)
+    assert own(workers[1].pid) in segments(server.pid)
+    for one in (server, workers[1], cluster.process):
+        one.signal(signal.SIGKILL)
+        one.wait()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                left = set(segments(int(folder.name)))
+            except OSError:
+                continue
+            assert not left & inodes, folder.name
+
+
+def test_rounds_go_on_when_a_worker_is_killed_in_the_middle(processes: Processes) -> None:
+    """What it lent is there as long as the server reads it."""
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    dies = processes.script(
+        "import kvps, os, signal, torch\n"
+        "kv = kvps.create('dist_sync')\n"
+        f"kv.init('w', torch.zeros({COUNT}))\n"
+        f"kv.push('w', torch.full(({COUNT},), 5.0))\n"
+        "print('pushed', flush=True)\n"
+        "signal.pause()\n",
+        "dies.py",
+    )
+    waits = processes.script(
+        "import kvps, os, time, torch\n"
+        "kv = kvps.create('dist_sync')\n"
+        f"kv.init('w', torch.zeros({COUNT}))\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        f"print('sum', kv.pushpull('w', torch.full(({COUNT},), 2.0)).unique().tolist())\n",
+        "waits.py",
+    )
+    first = cluster.plain(dies, KVPS_RANK="0")
+    second = cluster.plain(waits, KVPS_RANK="1")
+    first.expect("pushed")
+    until(lambda: own(first.pid) in segments(server.pid), "a mapping")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    (processes.folder / "go").touch()
+    second.expect(r"sum \[7.0\]")
+    for one in (server, second, cluster.process):
+        one.signal(signal.SIGKILL)
+        one.wait()
