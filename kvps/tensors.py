@@ -8,6 +8,7 @@ will read come from a :class:`Memory`, which knows what others can read without 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -107,11 +108,11 @@ class Memory(Protocol):
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether others can read ``tensor``, which is contiguous, where it lies."""
+    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether the peer along ``route`` would read ``pieces`` where they lie."""
 
-    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the peer along ``route`` would read ``payload`` where it lies."""
+    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return values that were lent here as one tensor without a copy; None if that fails."""
 
 
 class Private:
@@ -121,13 +122,13 @@ class Private:
         """Return a flat tensor whose contents are undefined."""
         return torch.empty(count, dtype=TORCH[dtype])
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
         """Nobody else can read anything here."""
         return False
 
-    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
-        """Nobody else can read anything here."""
-        return False
+    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Nobody lends anything here."""
+        return None
 
 
 PRIVATE = Private()

@@ -35,9 +35,11 @@ from kvps.messages import (
     TEXT_MAX,
     Entry,
     Envelope,
+    Load,
     Loan,
     Message,
     Packet,
+    Push,
     Role,
 )
 from kvps.specs import BY_ID, Spec
@@ -120,6 +122,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         if payload and loans:
             raise ProtocolError(f"a {cls.__name__} with both payload frames and loans")
         got = [loan.size for loan in loans] if loans else [len(frame) for frame in payload]
+        if loans and isinstance(message, Load | Push):
+            got = [_sum(message, got)]
         _compare(cls, tuple(got), sizes)
     envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
     return Packet(envelope, message, payload, loans)
@@ -133,6 +137,14 @@ def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
     if max(max(loan) for loan in loans) > _INT_MAX:
         raise ProtocolError("a number in a loan is over 2^63-1")
     return loans
+
+
+def _sum(message: Load | Push, sizes: list[int]) -> int:
+    """Return the octets of a payload that is lent in one place or several."""
+    itemsize = BY_ID[message.dtype].itemsize
+    if any(size % itemsize for size in sizes):
+        raise ProtocolError(f"a loan of {sizes!s:.60} octets ends within an element of {itemsize}")
+    return sum(sizes)
 
 
 def _compare(cls: type[Message], got: tuple[int, ...], declared: tuple[int, ...]) -> None:

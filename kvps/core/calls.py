@@ -11,6 +11,7 @@ again.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,17 @@ import torch
 from kvps.core.hyper import Hyper
 from kvps.messages import Open
 from kvps.specs import Spec
+
+
+class Views(enum.Enum):
+    """Values are wanted where they lie."""
+
+    VIEWS = "views"
+
+
+Sinks = tuple[torch.Tensor, ...] | Views | None
+"""Where pulled values go: into contiguous tensors, one per key; nowhere, as the call finishes with
+views of them; or None if none are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +73,11 @@ class Lookup(Call):
 
 @dataclass(frozen=True, slots=True)
 class PushValues(Call):
-    """Push ``rows``, contiguous and one per key; with ``sinks``, pull the new values into them."""
+    """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
 
     keys: tuple[str, ...]
     rows: tuple[torch.Tensor, ...]
-    sinks: tuple[torch.Tensor, ...] | None
+    sinks: Sinks
     priority: int
     eager: bool
     """Copy all values before anything else, so that the caller may reuse them soonest."""
@@ -73,12 +85,19 @@ class PushValues(Call):
 
 @dataclass(frozen=True, slots=True)
 class PullValues(Call):
-    """Pull into ``sinks``, contiguous and one per key."""
+    """Pull into ``sinks``, or finish with views."""
 
     keys: tuple[str, ...]
-    sinks: tuple[torch.Tensor, ...]
+    sinks: Sinks
     priority: int
     min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate(Call):
+    """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +157,7 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
-REPEATED = (Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
+REPEATED = (Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
 """Calls that change nothing, or nothing more when they are made again."""
 
 TOGETHER = (SetOptimizer, SetRate, Stand)

@@ -16,11 +16,24 @@ from collections.abc import Generator, Sequence
 import torch
 
 from kvps.core import calls
+from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue
-from kvps.core.link import Request
+from kvps.core.link import Request, route_of
 from kvps.core.placement import home
-from kvps.core.plan import Held, Key, Plan, Share, make
-from kvps.core.reading import Drain, Step, Steps, Tally, even_out, read, stand
+from kvps.core.plan import Held, Key, Plan, Share, alike, make
+from kvps.core.reading import (
+    Drain,
+    Pieces,
+    Rows,
+    Sink,
+    Step,
+    Steps,
+    Tally,
+    even_out,
+    read,
+    sink_for,
+    stand,
+)
 from kvps.core.rounds import WINDOW
 from kvps.errors import KvpsError, Mismatch
 from kvps.messages import (
@@ -46,13 +59,13 @@ from kvps.specs import BY_ID, BY_NAME, Spec
 from kvps.tensors import dtype_of, from_frame
 
 Conversation = Generator[Step, list[Packet], object]
-Rows = list[torch.Tensor]
+Values = list[torch.Tensor]
 
 BROADCAST = "kvps.broadcast"
 """The barrier at which broadcasts meet."""
 
 
-def start(book: Catalogue, call: calls.Call, rows: Rows) -> Conversation:
+def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
     """Return the conversation that carries ``call`` out."""
     match call:
         case calls.PushValues():
@@ -67,6 +80,8 @@ def start(book: Catalogue, call: calls.Call, rows: Rows) -> Conversation:
             return broadcast(book, call, rows)
         case calls.Lookup():
             return lookup(book, call.keys)
+        case calls.Allocate():
+            return allocate(book, call.keys)
         case calls.Versions():
             return versions(book, call.keys)
         case calls.Resume():
@@ -99,7 +114,7 @@ def open_store(book: Catalogue, call: calls.OpenStore) -> Conversation:
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def init(book: Catalogue, call: calls.Init, rows: Rows) -> Conversation:
+def init(book: Catalogue, call: calls.Init, rows: Values) -> Conversation:
     """Declare the keys that are new here, and load their values if this is rank 0."""
     new: list[int] = []
     for index, (name, spec) in enumerate(call.keys):
@@ -116,7 +131,7 @@ def init(book: Catalogue, call: calls.Init, rows: Rows) -> Conversation:
     return None
 
 
-def broadcast(book: Catalogue, call: calls.Broadcast, rows: Rows) -> Conversation:
+def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversation:
     """Replace the keys by rank 0's values and hand these to all.
 
     All meet before it, so that rank 0 replaces no value that another rank has still to read; and
@@ -130,8 +145,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Rows) -> Conversatio
         yield from barrier(book, BROADCAST)
         numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
         yield from _create(book, call.keys, rows, numbers)
-        zeros = [0] * len(names)
-        yield from read(book, book.plan(names), call.sinks, zeros, zeros, 0)
+        yield from read(book, book.plan(names), Rows(call.sinks), 0, 0, 0)
         if not book.ordered:
             yield from barrier(book, BROADCAST)
     except BaseException:  # made again, it is the same one
@@ -143,7 +157,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Rows) -> Conversatio
 
 
 def _create(
-    book: Catalogue, keys: Sequence[tuple[str, Spec]], rows: Rows, numbers: Sequence[int]
+    book: Catalogue, keys: Sequence[tuple[str, Spec]], rows: Values, numbers: Sequence[int]
 ) -> Steps:
     """Declare ``keys``, each for its call number; rank 0 loads those that are fresh."""
     create = book.rank == 0
@@ -154,7 +168,10 @@ def _create(
         stubs = [Key(*key, tuple(held)) for key, held in zip(keys, fresh, strict=True)]
         yield [
             _bulk(
-                book, share, Load(share.chunk, BY_NAME[share.dtype].id, share.runs(numbers)), rows
+                book,
+                share,
+                Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
+                rows,
             )
             for share in make(stubs).shares
         ]
@@ -224,26 +241,29 @@ def lookup(
 
 
 def _bulk(
-    book: Catalogue, share: Share, message: Load | Push, rows: Rows, priority: int = 0
+    book: Catalogue, share: Share, message: Load | Push, rows: Values, priority: int = 0
 ) -> Request:
     return Request(
         share.server,
         message,
-        fill=lambda: (share.gather(rows, book.memory),),
+        fill=lambda: share.gather(rows, book.memory, route_of(share.server)),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
         priority=priority,
     )
 
 
-def push(book: Catalogue, call: calls.PushValues, rows: Rows) -> Conversation:
-    """Push one gradient for each key; with sinks, pull what comes of it."""
+def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
+    """Push one gradient for each key; with a sink, pull what comes of it."""
     plan = yield from _numbered(book, call.keys)
-    numbers = [key.number for key in plan.keys]
-    full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+    each = [key.number for key in plan.keys]
+    full: list[Key] = []
+    if max(each) - min([key.applied for key in plan.keys]) >= WINDOW:
+        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     for key in plan.keys:
         key.number += 1
-    tally = Tally(plan)
+    numbers = alike(each)
+    tally, sink = Tally(plan), sink_for(call.sinks, plan)
     requests = []
     for share in plan.shares:
         message = Push(
@@ -251,14 +271,14 @@ def push(book: Catalogue, call: calls.PushValues, rows: Rows) -> Conversation:
             BY_NAME[share.dtype].id,
             (book.rank,),
             1.0,
-            call.sinks is not None,
+            sink is not None,
             share.runs(numbers),
         )
         request = _bulk(book, share, message, rows, call.priority)
         if call.eager:
             request.freeze()
-        if call.sinks is not None:
-            request.on_reply = tally.reader(share, call.sinks)
+        if sink is not None:
+            request.on_reply = tally.reader(share, sink)
         requests.append(request)
     try:
         if full:
@@ -268,10 +288,14 @@ def push(book: Catalogue, call: calls.PushValues, rows: Rows) -> Conversation:
         for key in plan.keys:
             key.is_refused = True
         raise
-    if call.sinks is not None:
-        after = [number + 1 for number in numbers]
-        yield from even_out(book, tally, call.sinks, after, call.priority)
-    return None
+    if sink is not None:
+        after = alike([number + 1 for number in each])
+        yield from even_out(book, tally, sink, after, call.priority)
+    return _views(book, plan, sink)
+
+
+def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor] | None:
+    return sink.views(plan.keys, book.memory) if isinstance(sink, Pieces) else None
 
 
 def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
@@ -281,8 +305,7 @@ def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[P
     """
     plan = book.plan(names)
     if any(key.is_refused for key in plan.keys):
-        zeros = [0] * len(plan.keys)
-        tally = yield from stand(book, plan, zeros, zeros)
+        tally = yield from stand(book, plan, 0, 0)
         for key, found in zip(plan.keys, tally.by_key(), strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
                 key.is_refused = False
@@ -294,8 +317,7 @@ def _make_room(book: Catalogue, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if book.ordered:
         plan = book.plan(tuple(key.name for key in full))
-        least = [key.number - WINDOW for key in full]
-        yield from stand(book, plan, [0] * len(full), least)
+        yield from stand(book, plan, 0, alike([key.number - WINDOW for key in full]))
         return
     numbers = [key.number - 1 for key in full]
     yield Drain()
@@ -306,16 +328,23 @@ def _make_room(book: Catalogue, full: list[Key]) -> Steps:
 def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     """Pull the values after this rank's own pushes."""
     plan = yield from _numbered(book, call.keys)
-    after = [key.number for key in plan.keys]
-    least = [call.min_version] * len(plan.keys)
-    yield from read(book, plan, call.sinks, after, least, call.priority)
-    return None
+    after = alike([key.number for key in plan.keys])
+    sink = sink_for(call.sinks, plan)
+    assert sink is not None
+    yield from read(book, plan, sink, after, call.min_version, call.priority)
+    return _views(book, plan, sink)
+
+
+def allocate(book: Catalogue, names: tuple[str, ...]) -> Conversation:
+    """Return a tensor for each key, in memory that the servers can read if there is some."""
+    yield []
+    return plans.allocate(book.plan(names), book.memory)
 
 
 def versions(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     """Return the version of each key: that of the part that is furthest behind."""
     plan = yield from _numbered(book, names)
-    tally = yield from stand(book, plan, [key.number for key in plan.keys], [0] * len(names))
+    tally = yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
     return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
 
 
@@ -324,8 +353,7 @@ def resume(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     yield Drain()
     specs = yield from lookup(book, names)
     plan = book.plan(tuple(name for name in names if specs[name] is not None))
-    zeros = [0] * len(plan.keys)
-    tally = yield from stand(book, plan, zeros, zeros)
+    tally = yield from stand(book, plan, 0, 0)
     owed = min((owed for found in tally.by_key() for _, owed in found.values()), default=0)
     if len(plan.keys) < len(names):
         owed = 0  # of a key that is not there yet, all pushes are owed
@@ -345,7 +373,7 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
     pushed = tuple(name for name in names if book.keys[name].number > book.keys[name].applied)
     if pushed:
         plan = yield from _numbered(book, pushed)
-        yield from stand(book, plan, [key.number for key in plan.keys], [0] * len(pushed))
+        yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
 
 
 def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:

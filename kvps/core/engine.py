@@ -24,9 +24,10 @@ from kvps.core.hyper import Hyper
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId
 from kvps.core.quorum import Quorum
-from kvps.core.rounds import WINDOW, Due, Span, Sum, Verdict
+from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
+from kvps.core.strip import Strip, Sum
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Push
@@ -36,7 +37,7 @@ from kvps.tensors import PRIVATE, TORCH, Memory
 BLOCK_COUNT = 256 << 10
 """Elements that are added up and updated at once: they stay in the processor's cache between."""
 
-Work = list[tuple[Span, int, torch.Tensor]]
+Work = list[tuple[Span, int, Strip]]
 """What is left of a push once it is judged: spans, the push's number for them, its gradient."""
 
 
@@ -73,7 +74,7 @@ class Engine:
         self,
         space: Namespace,
         message: Push,
-        gradient: torch.Tensor,
+        gradient: Strip,
         quorum: Quorum,
         now: float,
         *,
@@ -93,14 +94,14 @@ class Engine:
         taken = 0
         verdicts: set[Verdict] = set()
         for run in message.runs:
-            part = gradient[taken : taken + run.size]
-            taken += run.size
             for span in self._cut(space, chunk, run.start, run.start + run.size):
                 verdict = span.judge(message.ranks, run.number, space.ordered)
                 verdicts.add(verdict)
                 if verdict is Verdict.COUNTED:
-                    begin = span.start - run.start
-                    work.append((span, run.number, part[begin : begin + span.stop - span.start]))
+                    begin = taken + span.start - run.start
+                    part = gradient.part(begin, begin + span.stop - span.start)
+                    work.append((span, run.number, part))
+            taken += run.size
         if Verdict.CONFLICT in verdicts:
             raise ProtocolError(
                 f"a push for ranks {list(message.ranks)}: some were counted, some were not"
@@ -198,7 +199,7 @@ class Engine:
         if updater is None or not updater.needs_norms:
             yield from self._update(space, chunk, span, due)
             return
-        due.sum = Sum((due.sum.whole(),))  # it may be lent, and is used twice
+        due.sum = Sum((Strip([due.sum.whole()]),))  # it may be lent, and is used twice
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -292,7 +293,7 @@ class Engine:
         state = space.state_of(chunk)
         sums = updater.partial_norms(
             chunk.buffer.tensor[start:stop],
-            due.sum.parts[0],
+            due.sum.parts[0].joined(),
             {name: tensor[start:stop] for name, tensor in state.items()},
             step=span.step + 1,
             lr=lr,

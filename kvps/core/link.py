@@ -69,6 +69,11 @@ class Request:
             self.payload, self.fill = self.fill(), None
 
 
+def route_of(server: int) -> str:
+    """Return the name of the connection to a server."""
+    return f"server {server}"
+
+
 class Link:
     """The requests of one worker to one server."""
 
@@ -80,7 +85,7 @@ class Link:
         memory: Memory = PRIVATE,
     ) -> None:
         self.server = server
-        self.route = f"server {server}"
+        self.route = route_of(server)
         self._memory = memory
         self.endpoint = endpoint
         self.incarnation = incarnation

@@ -128,6 +128,9 @@ class Namespace:
         new = [entry for entry in entries if self._is_new(entry, call)]
         self._check_room(new)
         replaced: list[Shard] = []
+        for dtype in {entry.dtype for entry in new}:
+            count = sum(entry.size for entry in new if entry.dtype == dtype)
+            self._slab(BY_ID[dtype].name).expect(count)
         for entry in new:
             if entry.key in self.shards:
                 replaced.append(self.shards[entry.key])
@@ -210,13 +213,15 @@ class Namespace:
 
     def _place(self, entry: Entry) -> None:
         spec = _spec(entry)
-        slab = self._slabs.get(spec.dtype)
-        if slab is None:
-            slab = self._slabs[spec.dtype] = Slab(
-                self.name, spec.dtype, self._chunks, self.opened.chunk_bytes
-            )
-        pieces = slab.place(entry.key, entry.size)
+        pieces = self._slab(spec.dtype).place(entry.key, entry.size)
         self.shards[entry.key] = Shard(entry.key, spec, entry.start, entry.size, pieces)
+
+    def _slab(self, dtype: str) -> Slab:
+        slab = self._slabs.get(dtype)
+        if slab is None:
+            slab = Slab(self.name, dtype, self._chunks, self.opened.chunk_bytes)
+            self._slabs[dtype] = slab
+        return slab
 
     def _expect(self, shard: Shard, call: int, life: int) -> Place:
         if shard.call >= call:

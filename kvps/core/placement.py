@@ -18,6 +18,9 @@ BIGARRAY_BOUND = 100_000
 
 ALIGN = 16
 """Parts begin at multiples of this many elements, so that vector instructions start aligned."""
+PAGE = 1024
+PAGES_MIN = 32
+"""Parts of so many pages of float32 begin at one, so that they can be mapped side by side."""
 
 
 class Part(NamedTuple):
@@ -50,7 +53,8 @@ def parts(key: str, count: int, servers: int, bound: int = BIGARRAY_BOUND) -> tu
     """
     if servers == 1 or count < max(bound, servers * ALIGN):
         return (Part(home(key, servers), 0, count),)
-    cuts = [count * i // servers // ALIGN * ALIGN for i in range(servers)] + [count]
+    align = PAGE if count >= servers * PAGES_MIN * PAGE else ALIGN
+    cuts = [count * i // servers // align * align for i in range(servers)] + [count]
     return tuple(
         Part(server, start, stop - start) for server, (start, stop) in enumerate(pairwise(cuts))
     )

@@ -7,8 +7,9 @@ neighbouring elements. From there on, nothing on the way of a gradient knows of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,14 @@ from kvps.messages import Ask, Run
 from kvps.specs import BY_NAME, Spec
 from kvps.tensors import Memory, unowned
 
+PIECES_MAX = 255
+"""In how many places the elements of one share may be lent."""
 WINDOWS_MAX = 8
 """In how many places a share's elements are remembered."""
+
+
+Numbers = int | Sequence[int]
+"""One number for each key of a plan; or one for all, so that nobody has to look at each."""
 
 
 class Held(NamedTuple):
@@ -75,8 +82,12 @@ class Share:
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
     """For each segment its key's index, and which of the key's elements; None for all."""
     _sizes: list[int] = field(default_factory=list)
+    _begins: list[int] = field(default_factory=list)
+    """For each segment how many bytes of the share lie before it."""
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
     """For each segment its size, and its shape as it lies in a row."""
+    _is_flat: bool = True
+    """Whether no row has to be looked at otherwise than it is."""
     _windows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """By address of the elements of this share, a tensor for each segment."""
 
@@ -90,14 +101,16 @@ class Share:
                 self.blocks.append((start, size))
             whole = size == keys[index].spec.count
             self._cuts.append((index, None if whole else slice(offset, offset + size)))
+            self._begins.append(self.size * BY_NAME[self.dtype].itemsize)
             self._sizes.append(size)
             self._shapes.append(keys[index].spec.shape if whole else (size,))
+            self._is_flat = self._is_flat and len(self._shapes[-1]) == 1
             self.size += size
 
-    def runs(self, numbers: Sequence[int]) -> tuple[Run, ...]:
-        """Return the runs of a push, where ``numbers[i]`` is that of the plan's i-th key."""
-        if _all_equal(numbers):
-            return tuple([Run(start, size, numbers[0]) for start, size in self.blocks])
+    def runs(self, numbers: Numbers) -> tuple[Run, ...]:
+        """Return the runs of a push that has these numbers."""
+        if isinstance(numbers, int):
+            return tuple([Run(start, size, numbers) for start, size in self.blocks])
         runs: list[Run] = []
         stop, last = -1, -1
         for segment in self.segments:
@@ -109,14 +122,14 @@ class Share:
             stop, last = segment.start + segment.size, number
         return tuple(runs)
 
-    def asks(self, after: Sequence[int], least: Sequence[int]) -> tuple[Ask, ...]:
+    def asks(self, after: Numbers, least: Numbers) -> tuple[Ask, ...]:
         """Return the runs of a pull, with each key's conditions."""
-        if _all_equal(after) and _all_equal(least):
-            return tuple([Ask(start, size, after[0], least[0]) for start, size in self.blocks])
+        if isinstance(after, int) and isinstance(least, int):
+            return tuple([Ask(start, size, after, least) for start, size in self.blocks])
         asks: list[Ask] = []
         stop, last = -1, (-1, -1)
         for segment in self.segments:
-            conditions = (after[segment.key], least[segment.key])
+            conditions = (of_key(after, segment.key), of_key(least, segment.key))
             if segment.start == stop and conditions == last:
                 asks[-1] = asks[-1]._replace(size=asks[-1].size + segment.size)
             else:
@@ -124,21 +137,41 @@ class Share:
             stop, last = segment.start + segment.size, conditions
         return tuple(asks)
 
-    def gather(self, rows: Sequence[torch.Tensor], memory: Memory) -> torch.Tensor:
+    def gather(
+        self, rows: Sequence[torch.Tensor], memory: Memory, route: str
+    ) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
-        They are copied into ``memory``, unless they lie there side by side already.
+        They are copied into ``memory``, unless they lie where the peer along ``route`` can read
+        them already: then they are returned as they are, neighbours joined.
         """
         parts = self._parts(rows)
-        if memory.holds(parts[0]) and _adjoin(parts):
-            return parts[0].as_strided((self.size,), (1,))
+        if memory.lends(route, parts[:1]):
+            pieces = self._joined(parts)
+            if len(pieces) <= PIECES_MAX and memory.lends(route, pieces):
+                return tuple(pieces)
         out = memory.empty(self.size, self.dtype)
-        torch._foreach_copy_(self._windows_of(out), parts)
-        return out
+        if self._is_flat and len(parts) > 1:
+            torch.cat(parts, out=out)  # faster than many copies
+        else:
+            torch._foreach_copy_(self._windows_of(out), parts)
+        return (out,)
 
     def scatter(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Copy this share's elements back into ``rows``."""
         torch._foreach_copy_(self._parts(rows), self._windows_of(values))
+
+    def split(self, values: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """Yield the segments and their elements."""
+        return zip(self.segments, torch.split(values, self._sizes), strict=True)
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``parts`` as flat tensors, those joined that lie side by side in one storage."""
+        begins = [part.data_ptr() for part in parts]
+        first = begins[0]
+        if [begin - first for begin in begins] == self._begins:
+            return _one_storage(parts)
+        return _joined(parts, begins)
 
     def _parts(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
@@ -169,21 +202,64 @@ class Share:
         return self.size * BY_NAME[self.dtype].itemsize
 
 
-def _adjoin(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether ``parts`` lie side by side in one piece of memory."""
+def allocate(plan: Plan, memory: Memory) -> list[torch.Tensor]:
+    """Return one tensor for each key of ``plan``, contents undefined.
+
+    Keys that lie side by side on a server do so in ``memory``, too; a key that is cut lies in one
+    piece here.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for share in plan.shares:
+        for is_whole, group in groupby(
+            share.segments, lambda one: one.size == plan.keys[one.key].spec.count
+        ):
+            segments = list(group)
+            if is_whole:
+                sizes = [one.size for one in segments]
+                parts = torch.split(memory.empty(sum(sizes), share.dtype), sizes)
+                found.update((one.key, part) for one, part in zip(segments, parts, strict=True))
+    rows = []
+    for index, key in enumerate(plan.keys):
+        row = found.get(index)
+        if row is None:
+            row = memory.empty(key.spec.count, key.spec.dtype)
+        rows.append(row.view(key.spec.shape))
+    return rows
+
+
+def _joined(parts: Sequence[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
+    """Return ``parts``, which begin at these addresses, as flat tensors, neighbours joined."""
+    ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
+    pieces: list[torch.Tensor] = []
+    first = 0
+    for index in range(1, len(parts) + 1):
+        if index < len(parts) and begins[index] == ends[index - 1]:
+            continue
+        pieces += _one_storage(parts[first:index])
+        first = index
+    return pieces
+
+
+def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return neighbours as one tensor; as they are if they only happen to be neighbours."""
     if len(parts) == 1:
-        return True
-    at = parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != at:
-            return False
-        at += part.nbytes
-    whole = parts[0].untyped_storage()
-    return at <= whole.data_ptr() + whole.nbytes()
+        return [parts[0].view(-1)]
+    storage, last = parts[0].untyped_storage(), parts[-1]
+    if last.data_ptr() + last.nbytes > storage.data_ptr() + storage.nbytes():
+        return [part.view(-1) for part in parts]
+    count = (last.data_ptr() + last.nbytes - parts[0].data_ptr()) // last.element_size()
+    return [parts[0].as_strided((count,), (1,))]
 
 
-def _all_equal(numbers: Sequence[int]) -> bool:
-    return numbers.count(numbers[0]) == len(numbers)
+def alike(numbers: Sequence[int]) -> Numbers:
+    """Return ``numbers``, as one if all are the same."""
+    first = numbers[0] if numbers else 0
+    return first if numbers.count(first) == len(numbers) else numbers
+
+
+def of_key(numbers: Numbers, index: int) -> int:
+    """Return the number of one key."""
+    return numbers if isinstance(numbers, int) else numbers[index]
 
 
 @dataclass(slots=True)

@@ -13,16 +13,18 @@ lost, such a key is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from kvps.core.calls import Sinks, Views
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
-from kvps.core.plan import Held, Key, Plan, Share, make
+from kvps.core.plan import Held, Key, Numbers, Plan, Share, make, of_key
 from kvps.messages import Packet, Pull, Pulled, Stand
-from kvps.tensors import from_frame
+from kvps.tensors import Memory, from_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,80 @@ Parts = dict[Held, tuple[int, int]]
 """The (version, owed) of each part of one key."""
 
 
+class Sink(Protocol):
+    """Where the values of the keys of a plan go."""
+
+    def write(self, share: Share, values: torch.Tensor) -> None:
+        """Take the elements of ``share``."""
+
+    def only(self, indices: Iterable[int]) -> Sink:
+        """Return the sink of some of the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Values are copied into one tensor for each key."""
+
+    rows: Sequence[torch.Tensor]
+
+    def write(self, share: Share, values: torch.Tensor) -> None:
+        """Take the elements of ``share``."""
+        share.scatter(values, self.rows)
+
+    def only(self, indices: Iterable[int]) -> Rows:
+        """Return the sink of some of the keys."""
+        return Rows([self.rows[index] for index in indices])
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Values stay where they are."""
+
+    indices: Sequence[int]
+    """Of each key here, which key of the whole call it is."""
+    written: list[tuple[Sequence[int], Share, torch.Tensor]] = field(default_factory=list)
+    """What came; what came later counts."""
+
+    def write(self, share: Share, values: torch.Tensor) -> None:
+        """Take the elements of ``share``."""
+        self.written.append((self.indices, share, values))
+
+    def only(self, indices: Iterable[int]) -> Pieces:
+        """Return the sink of some of the keys."""
+        return Pieces([self.indices[index] for index in indices], self.written)
+
+    def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
+        """Return one tensor for each key: where it lies, or a copy if that is no one place."""
+        views: dict[int, torch.Tensor] = {}
+        cut: dict[int, dict[int, torch.Tensor]] = {}
+        for indices, share, values in self.written:
+            for segment, part in share.split(values):
+                index = indices[segment.key]
+                shape = keys[index].spec.shape
+                if segment.size < keys[index].spec.count:
+                    cut.setdefault(index, {})[segment.offset] = part
+                else:
+                    views[index] = part if len(shape) == 1 else part.view(shape)
+        for index, found in cut.items():
+            parts = [part for _, part in sorted(found.items())]
+            mapped = memory.side_by_side(parts)
+            whole = torch.cat(parts) if mapped is None else mapped
+            views[index] = whole.view(keys[index].spec.shape)
+        for index in range(len(keys)):
+            if index not in views:  # it has no elements
+                views[index] = memory.empty(0, keys[index].spec.dtype).view(keys[index].spec.shape)
+        return [views[index] for index in range(len(keys))]
+
+
+def sink_for(sinks: Sinks, plan: Plan) -> Sink | None:
+    """Return the sink that a call asks for."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, Views):
+        return Pieces(range(len(plan.keys)))
+    return Rows(sinks)
+
+
 @dataclass(slots=True)
 class Tally:
     """How the parts of the keys of a plan stood when they were read."""
@@ -49,9 +125,9 @@ class Tally:
     plan: Plan
     answers: list[tuple[Share, tuple[Stand, ...]]] = field(default_factory=list)
 
-    def reader(self, share: Share, sinks: Sequence[torch.Tensor]) -> Reader:
+    def reader(self, share: Share, sink: Sink | None) -> Reader:
         """Return what takes the answer for one share in and its values out."""
-        return Reader(self, share, sinks)
+        return Reader(self, share, sink)
 
     def by_key(self) -> list[Parts]:
         """Return how the parts of each key stood."""
@@ -72,7 +148,8 @@ class Tally:
         if len(stands) == 1:  # the usual case, and cheap
             applied = stands.pop()[0 if ordered else 1]
             for key in self.plan.keys:
-                key.applied = max(key.applied, applied)
+                if key.applied < applied:
+                    key.applied = applied
             return {}
         torn: dict[int, Parts] = {}
         for index, (key, found) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
@@ -90,15 +167,15 @@ class Reader:
 
     tally: Tally
     share: Share
-    sinks: Sequence[torch.Tensor]
+    sink: Sink | None
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note how the values stand, and write them to the sinks if they are ``wanted``."""
+        """Note how the values stand, and write them to the sink if they are ``wanted``."""
         answer = packet.message
         assert isinstance(answer, Pulled)
         self.tally.answers.append((self.share, answer.runs))
-        if answer.values and wanted:
-            self.share.scatter(from_frame(packet.payload[0], self.share.dtype), self.sinks)
+        if self.sink is not None and wanted:
+            self.sink.write(self.share, from_frame(packet.payload[0], self.share.dtype))
 
 
 def is_torn(parts: Parts) -> bool:
@@ -109,22 +186,22 @@ def is_torn(parts: Parts) -> bool:
 def read(
     book: Catalogue,
     plan: Plan,
-    sinks: Sequence[torch.Tensor],
-    after: Sequence[int],
-    least: Sequence[int],
+    sink: Sink,
+    after: Numbers,
+    least: Numbers,
     priority: int,
 ) -> Steps:
-    """Read the keys of ``plan`` into ``sinks``, each at one version that meets its conditions."""
+    """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
     tally = Tally(plan)
-    yield _asked(plan, tally, sinks, after, least, priority)
-    yield from even_out(book, tally, sinks, after, priority)
+    yield _asked(plan, tally, sink, after, least, priority)
+    yield from even_out(book, tally, sink, after, priority)
 
 
 def even_out(
     book: Catalogue,
     tally: Tally,
-    sinks: Sequence[torch.Tensor],
-    after: Sequence[int],
+    sink: Sink,
+    after: Numbers,
     priority: int,
 ) -> Steps:
     """Read the lagging parts of those keys that were read torn, until none is."""
@@ -139,16 +216,15 @@ def even_out(
             lagging.append(Key(keys[index].name, keys[index].spec, behind))
             least.append(newest)
         again = Tally(make(lagging))
-        rows = [sinks[index] for index in torn]
-        conditions = [after[index] for index in torn]
-        yield Lagging(_asked(again.plan, again, rows, conditions, least, priority))
+        conditions = [of_key(after, index) for index in torn]
+        yield Lagging(_asked(again.plan, again, sink.only(torn), conditions, least, priority))
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
 
 
 def stand(
-    book: Catalogue, plan: Plan, after: Sequence[int], least: Sequence[int]
+    book: Catalogue, plan: Plan, after: Numbers, least: Numbers
 ) -> Generator[Step, list[Packet], Tally]:
     """Wait until the conditions hold, and return how the keys stand then, without values."""
     tally = Tally(plan)
@@ -160,18 +236,18 @@ def stand(
 def _asked(
     plan: Plan,
     tally: Tally,
-    sinks: Sequence[torch.Tensor] | None,
-    after: Sequence[int],
-    least: Sequence[int],
+    sink: Sink | None,
+    after: Numbers,
+    least: Numbers,
     priority: int,
 ) -> list[Request]:
     return [
         Request(
             share.server,
-            Pull(share.chunk, sinks is not None, share.asks(after, least)),
+            Pull(share.chunk, sink is not None, share.asks(after, least)),
             priority=priority,
             lane=share.chunk,
-            on_reply=tally.reader(share, sinks or ()),
+            on_reply=tally.reader(share, sink),
         )
         for share in plan.shares
     ]

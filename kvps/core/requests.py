@@ -18,6 +18,7 @@ from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
 from kvps.core.rounds import Verdict
 from kvps.core.sessions import Reading, Session, Waiting
+from kvps.core.strip import Strip
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     Ack,
@@ -105,7 +106,7 @@ class Requests:
             case Pull():
                 yield from self._pull(session, seq, message)
             case Load():
-                yield from self._load(session, seq, message, packet.payload[0])
+                yield from self._load(session, seq, message, packet)
             case Declare():
                 yield from self._declare(session, seq, message)
             case Optimize():
@@ -145,7 +146,7 @@ class Requests:
     ) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        gradient = from_frame(packet.payload[0], BY_ID[message.dtype].name)
+        gradient = _strip(packet, message.dtype)
         verdict, woken = self.engine.push(
             space, message, gradient, self.member.quorum(), now, lent=bool(packet.loans)
         )
@@ -205,7 +206,7 @@ class Requests:
         for reading in woken:
             yield from self._read(reading)
 
-    def _load(self, session: Session, seq: int, message: Load, frame: memoryview) -> Effects:
+    def _load(self, session: Session, seq: int, message: Load, packet: Packet) -> Effects:
         self._only_rank_0(session, "load values")
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
@@ -213,7 +214,7 @@ class Requests:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
             )
-        became_ready = space.load(chunk, message, from_frame(frame, chunk.dtype))
+        became_ready = space.load(chunk, message, _strip(packet, message.dtype).joined())
         yield self._send(session, Ack((Receipt(seq, 0),)))
         if became_ready:
             yield from self._retry()
@@ -467,3 +468,8 @@ class Requests:
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))
+
+
+def _strip(packet: Packet, dtype: int) -> Strip:
+    """Return the elements that came with ``packet``: one frame, or loans of several places."""
+    return Strip([from_frame(frame, BY_ID[dtype].name) for frame in packet.payload])

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvps.core.strip import Strip, Sum
 from kvps.tensors import accumulator
 
 WINDOW = 64
@@ -52,40 +53,6 @@ class Verdict(enum.Enum):
     """It speaks for ranks of which some have been counted and some have not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Gradients that are to be added up, in this order. They are only read."""
-
-    parts: tuple[torch.Tensor, ...]
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
-
-    def into(self, out: torch.Tensor, start: int, stop: int) -> None:
-        """Write the sum of the elements from ``start`` to ``stop`` into ``out``.
-
-        ``out`` is of the type that sums are taken in.
-        """
-        first, *others = [part[start:stop] for part in self.parts]
-        if others and first.dtype == others[0].dtype == out.dtype:
-            torch.add(first, others.pop(0), out=out)
-        else:
-            out.copy_(first)
-        for part in others:
-            out.add_(part)
-
-    def whole(self) -> torch.Tensor:
-        """Return the sum in memory of its own."""
-        out = accumulator(self.parts[0][:0]).new_empty(len(self))
-        self.into(out, 0, len(self))
-        return out
-
-    def cut(self, at: int) -> tuple[Sum, Sum]:
-        """Return the sums of the elements before ``at``, and from there on."""
-        left, right = [part[:at] for part in self.parts], [part[at:] for part in self.parts]
-        return Sum(tuple(left)), Sum(tuple(right))
-
-
 @dataclass(slots=True)
 class Round:
     """The pushes of one number.
@@ -101,12 +68,10 @@ class Round:
     ranks: set[int] = field(default_factory=set)
     total: torch.Tensor | None = None
     """What is added up so far."""
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int, Strip] = field(default_factory=dict)
     """What is not, by lowest rank, as it came."""
 
-    def add(
-        self, ranks: tuple[int, ...], gradient: torch.Tensor, *, lent: bool, keep: bool
-    ) -> None:
+    def add(self, ranks: tuple[int, ...], gradient: Strip, *, lent: bool, keep: bool) -> None:
         """Count ``ranks`` in.
 
         Args:
@@ -117,7 +82,7 @@ class Round:
         """
         self.ranks.update(ranks)
         if not keep and not lent and self.total is None and not self.kept:
-            self.total = accumulator(gradient)
+            self.total = accumulator(gradient.joined())
             return
         if not keep and len(self.kept) >= (LENT_MAX if lent else 1):
             self._add_up()
@@ -125,18 +90,17 @@ class Round:
 
     def _add_up(self) -> None:
         """Add what is kept to the total."""
-        parts = list(self.kept.values())
-        self.kept.clear()
+        total = self.sum()
         if self.total is None:
-            self.total = Sum(tuple(parts)).whole()
+            self.total = total.whole()
         else:
-            for part in parts:
-                self.total.add_(part)
+            total.into(self.total, 0, len(self.total))
+        self.kept.clear()
 
     def sum(self) -> Sum:
         """Return the sum; in rank order where all pushes were kept."""
         kept = [self.kept[rank] for rank in sorted(self.kept)]
-        return Sum((*([] if self.total is None else [self.total]), *kept))
+        return Sum((*([] if self.total is None else [Strip([self.total])]), *kept))
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -144,7 +108,8 @@ class Round:
         if self.total is not None:
             self.total, right.total = self.total[:at], self.total[at:]
         for rank, gradient in self.kept.items():
-            self.kept[rank], right.kept[rank] = gradient[:at], gradient[at:]
+            self.kept[rank] = gradient.part(0, at)
+            right.kept[rank] = gradient.part(at, len(gradient))
         return right
 
 

@@ -29,6 +29,8 @@ from kvps.messages import RUNS_MAX, Ask, Piece, Run
 from kvps.specs import BY_NAME
 from kvps.tensors import PRIVATE, Memory
 
+ROOM_BYTES = 64 << 10
+"""The least that a chunk for several keys has room for."""
 OPEN_CHUNKS = 8
 """How many chunks with room left are remembered; bounds the search for a place."""
 PAGE_BYTES = 4096
@@ -305,29 +307,40 @@ class Slab:
         self._store = store
         self._dtype = dtype
         self._chunks = chunks
-        self._chunk_bytes = chunk_bytes
-        self._open: list[Chunk] = []
+        self._chunk_count = chunk_bytes // BY_NAME[dtype].itemsize
+        self._page_count = PAGE_BYTES // BY_NAME[dtype].itemsize
+        self._open: dict[bool, list[Chunk]] = {True: [], False: []}
+        """Chunks with room left: those of whole pages, where every piece begins at one, and those
+        of the rest."""
+        self._count = 0
+        self._expected = 0
+
+    def expect(self, count: int) -> None:
+        """Be told how many elements will be placed soon."""
+        self._expected = count
 
     def place(self, key: str, count: int) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk."""
-        itemsize = BY_NAME[self._dtype].itemsize
-        self._chunks.weight_bytes += count * itemsize
-        chunk_count = self._chunk_bytes // itemsize
-        if count <= chunk_count:
-            return (self._with_room(count, chunk_count).append(key, count),) if count else ()
-        page = PAGE_BYTES // itemsize
-        share = -(-count // -(-count // chunk_count))
-        step = -(-share // page) * page
+        self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
+        self._count += count
+        if count <= self._chunk_count:
+            return (self._with_room(count).append(key, count),) if count else ()
+        share = -(-count // -(-count // self._chunk_count))
+        step = -(-share // self._page_count) * self._page_count
         sizes = [min(step, count - start) for start in range(0, count, step)]
         return tuple(self._new(size).append(key, size) for size in sizes)
 
-    def _with_room(self, count: int, capacity: int) -> Chunk:
-        self._open = [one for one in self._open if one.spans][-OPEN_CHUNKS:]
-        for chunk in self._open:
+    def _with_room(self, count: int) -> Chunk:
+        is_whole = count % self._page_count == 0
+        found = [one for one in self._open[is_whole] if one.spans][-OPEN_CHUNKS:]
+        self._open[is_whole] = found
+        for chunk in found:
             if chunk.capacity - chunk.used >= count and len(chunk.keys) < RUNS_MAX:
                 return chunk
-        chunk = self._new(capacity)
-        self._open.append(chunk)
+        # A small store should not fill a large chunk's worth of memory.
+        room = max(self._expected, self._count, ROOM_BYTES // BY_NAME[self._dtype].itemsize)
+        chunk = self._new(max(count, min(room, self._chunk_count)))
+        found.append(chunk)
         return chunk
 
     def _new(self, capacity: int) -> Chunk:

@@ -19,7 +19,7 @@ otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -395,10 +395,11 @@ class Worker:
         assert talk is not None
         if request.on_reply is not None:
             request.on_reply(packet, not talk.finished)
-        # Its values are where they belong, and the memory they came in may be another's.
-        talk.answers[request] = Packet(
-            packet.envelope, packet.message, () if request.on_reply else packet.payload
-        )
+            # Its values are where they belong. The memory in which they came may be another's, and
+            # is given back when nothing refers to it: a request and its call refer to each other.
+            request.on_reply = None
+            packet = replace(packet, payload=())
+        talk.answers[request] = packet
         talk.waiting.discard(request)
         if not talk.waiting and talk.ticket in self._talks:
             yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
@@ -593,6 +594,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.Lookup: "the look-up of keys",
     calls.PushValues: "push()",
     calls.PullValues: "pull()",
+    calls.Allocate: "empty_like()",
     calls.Versions: "version()",
     calls.Resume: "resume()",
     calls.SetOptimizer: "set_optimizer()",

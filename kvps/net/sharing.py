@@ -133,11 +133,14 @@ class SharingTransport:
                 is_idle = False
                 yield from self._receive(route, packet)
             is_woken, self._is_woken = self._is_woken, False  # the wake may have ended that poll
+            if is_woken or is_idle:
+                self._return(1)
             if is_woken or not is_idle or timeout_s == 0.0:
                 return
-            self._return(1)
         for route, packet in self._inner.poll(timeout_s):
             yield from self._receive(route, packet)
+        if self._is_woken:  # what a call lets go, its requests should find free
+            self._return(1)
 
     @property
     def mappings(self) -> list[Mapping]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -31,8 +32,11 @@ _KEYS = frozenset({str, int})
 class Form:
     """What the values of a list of keys must look like."""
 
-    shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    dims: list[int]
+    counts: list[int]
+    shapes: list[tuple[int, tuple[int, ...]]]
+    """(index, shape) of those that have more than one dimension: that of the others follows."""
 
     @staticmethod
     def of(names: tuple[str, ...], specs: Mapping[str, Spec]) -> Form | None:
@@ -41,19 +45,27 @@ class Form:
         known = [spec for spec in found if spec is not None]
         if len(known) < len(found):
             return None
-        return Form([one.shape for one in known], [TORCH[one.dtype] for one in known])
+        return Form(
+            [TORCH[one.dtype] for one in known],
+            [len(one.shape) for one in known],
+            [one.count for one in known],
+            [(index, one.shape) for index, one in enumerate(known) if len(one.shape) > 1],
+        )
 
     def fits(self, values: object) -> bool:
         """Whether ``values`` is a list of tensors that are rows as they are, one for each key."""
-        if not isinstance(values, list | tuple) or len(values) != len(self.shapes):
+        if not isinstance(values, list | tuple) or len(values) != len(self.dims):
             return False
         if not _PLAIN.issuperset(map(type, values)):
             return False
-        try:
+        try:  # numbers, where they will do: a hundred thousand shapes are work for the collector
             return (
-                [one.shape for one in values] == self.shapes
+                list(map(torch.Tensor.dim, values)) == self.dims
+                and list(map(torch.Tensor.numel, values)) == self.counts
+                and all(values[index].shape == shape for index, shape in self.shapes)
                 and [one.dtype for one in values] == self.dtypes
-                and all(one.is_cpu and one.is_contiguous() for one in values)
+                and all(map(attrgetter("is_cpu"), values))
+                and all(map(torch.Tensor.is_contiguous, values))
             )
         except RuntimeError:  # a sparse tensor knows nothing of that
             return False

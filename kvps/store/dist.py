@@ -185,7 +185,7 @@ class DistStore(KVStore):
         self,
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
-        sinks: tuple[torch.Tensor, ...] | None,
+        sinks: calls.Sinks,
         priority: int,
         eager: bool,
         limit_s: float,
@@ -196,7 +196,7 @@ class DistStore(KVStore):
     def _pull(
         self,
         names: tuple[str, ...],
-        sinks: tuple[torch.Tensor, ...],
+        sinks: calls.Sinks,
         priority: int,
         least: int,
         limit_s: float,
@@ -212,6 +212,11 @@ class DistStore(KVStore):
         limit_s: float,
     ) -> Ticket:
         return self._session.call(calls.Broadcast(self._name, keys, rows, sinks), limit_s)
+
+    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
+        found = self._call(calls.Allocate(self._name, names), limit_s)
+        assert isinstance(found, list)
+        return found
 
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
         found = self._call(calls.Lookup(self._name, names), limit_s)

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import abc
 import builtins
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper, resolve
 from kvps.core.placement import Part
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, KvpsError
+from kvps.errors import ConfigError, KeyNotFound, KvpsError
 from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
-    Sinks,
     as_list,
     check_values,
     names_of,
@@ -40,6 +41,18 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0
 LISTS_MAX = 256
 """How many lists of keys are remembered."""
+
+
+VIEWS = Views.VIEWS
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What becomes of pulled values: where they go, and from what the call finishes with, what it
+    returns."""
+
+    rows: Sinks
+    result: Callable[[Any], Any]
 
 
 class Straggler(NamedTuple):
@@ -210,6 +223,7 @@ class KVStore(KVStoreBase, abc.ABC):
         priority: int = 0,
         async_op: bool = False,
         min_version: int | None = None,
+        copy: bool = True,
         *,
         timeout: float | None = None,
     ) -> Any:
@@ -224,6 +238,9 @@ class KVStore(KVStoreBase, abc.ABC):
             priority: keys of a higher priority travel first.
             async_op: return a handle, whose ``wait()`` returns the result.
             min_version: wait until the key has at least this version.
+            copy: False returns the values where they are, if the servers are on this host: tensors
+                to be read only (writing to one ends the process), valid until this rank's next pull
+                of the key, and never changed while they are. Needs ``out=None``.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
@@ -235,10 +252,10 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         names, is_many = self._names_of(key)
         self._know(names, timeout)
-        sinks = self._sinks(names, is_many, out)
+        wanted = self._wanted(names, is_many, out, copy)
         least = _version_of(min_version)
-        ticket = self._pull(names, sinks.rows, priority, least, self._limit(timeout))
-        return self._result(ticket, sinks, async_op)
+        ticket = self._pull(names, wanted.rows, priority, least, self._limit(timeout))
+        return self._result(ticket, wanted, async_op)
 
     def pushpull(
         self,
@@ -247,6 +264,7 @@ class KVStore(KVStoreBase, abc.ABC):
         out: object = None,
         priority: int = 0,
         async_op: bool = False,
+        copy: bool = True,
         *,
         timeout: float | None = None,
     ) -> Any:
@@ -254,9 +272,44 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         names, is_many = self._names_of(key)
         rows = self._rows(names, is_many, value, timeout)
-        sinks = self._sinks(names, is_many, out)
-        ticket = self._push(names, rows, sinks.rows, priority, False, self._limit(timeout))
-        return self._result(ticket, sinks, async_op)
+        wanted = self._wanted(names, is_many, out, copy)
+        ticket = self._push(names, rows, wanted.rows, priority, False, self._limit(timeout))
+        return self._result(ticket, wanted, async_op)
+
+    def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
+        """Return a tensor like the key, contents undefined, that is pushed without a copy.
+
+        It lies in memory that the servers of this host read. A push of it copies nothing, so it
+        must not change before that push is applied: until the next pull or pushpull of the key, or
+        :meth:`barrier`, has returned. Where no server shares memory it is an ordinary tensor.
+
+        Args:
+            key: a str or int, or a list of them, which gives tensors that are side by side in
+                memory where their keys are on the servers: ask for all at once.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("w", torch.zeros(2))
+            >>> gradient = kv.empty_like("w")
+            >>> kv.pushpull("w", gradient.fill_(3))
+            tensor([3., 3.])
+        """
+        self._begin()
+        names, is_many = self._names_of(key)
+        self._know(names, timeout)
+        for name in names:
+            if name not in self._specs:
+                raise KeyNotFound(
+                    f"key {name!r} was never initialised; call init({name!r}, value) on every "
+                    "worker first"
+                )
+        found = self._allocate(names, self._limit(timeout))
+        return found if is_many else found[0]
 
     def broadcast(
         self,
@@ -280,7 +333,7 @@ class KVStore(KVStoreBase, abc.ABC):
         ticket = self._broadcast(tuple(specs.items()), rows, sinks.rows, self._limit(timeout))
         self._specs.update(specs)
         self._forms.clear()
-        return self._result(ticket, sinks, async_op=False)
+        return self._result(ticket, Wanted(sinks.rows, lambda _: sinks.deliver()), async_op=False)
 
     # --- the optimizer ----------------------------------------------------------------------------
 
@@ -402,12 +455,18 @@ class KVStore(KVStoreBase, abc.ABC):
         check_values(names, values, self._specs, "push")
         return rows_of(values, self._kind.on_device)
 
-    def _sinks(self, names: tuple[str, ...], is_many: bool, out: object) -> Sinks:
+    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Wanted:
+        """Return what becomes of pulled values."""
+        if not copy:
+            if out is not None:
+                raise ConfigError("copy=False returns the values where they are; leave out= away")
+            return Wanted(VIEWS, lambda found: found if is_many else found[0])
         form = self._form(names)
         given = out if is_many else [out]
         if form is not None and form.fits(given):
-            return Sinks(tuple(given), lambda: out)  # type: ignore[arg-type]  # as above
-        return sinks_for(names, is_many, out, self._specs)
+            return Wanted(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
+        sinks = sinks_for(names, is_many, out, self._specs)
+        return Wanted(sinks.rows, lambda _: sinks.deliver())
 
     def _names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
         """Return the names of one key or a list of keys, and whether it was a list."""
@@ -432,8 +491,8 @@ class KVStore(KVStoreBase, abc.ABC):
                 self._forms[names] = form
         return form
 
-    def _result(self, ticket: Ticket, sinks: Sinks, async_op: bool) -> Any:
-        handle = Handle(ticket, sinks.deliver)
+    def _result(self, ticket: Ticket, wanted: Wanted, async_op: bool) -> Any:
+        handle = Handle(ticket, lambda: wanted.result(ticket.value))
         return handle if async_op else handle.wait()
 
     # --- hooks --------------------------------------------------------------------------------------
@@ -448,7 +507,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self,
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
-        sinks: tuple[torch.Tensor, ...] | None,
+        sinks: Sinks,
         priority: int,
         eager: bool,
         limit_s: float,
@@ -458,7 +517,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def _pull(
         self,
         names: tuple[str, ...],
-        sinks: tuple[torch.Tensor, ...],
+        sinks: Sinks,
         priority: int,
         least: int,
         limit_s: float,
@@ -472,6 +531,9 @@ class KVStore(KVStoreBase, abc.ABC):
         sinks: tuple[torch.Tensor, ...],
         limit_s: float,
     ) -> Ticket: ...
+
+    @abc.abstractmethod
+    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]: ...
 
     @abc.abstractmethod
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]: ...

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
@@ -110,7 +111,7 @@ class LocalStore(KVStore):
         self,
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
-        sinks: tuple[torch.Tensor, ...] | None,
+        sinks: Sinks,
         priority: int,
         eager: bool,
         limit_s: float,
@@ -128,18 +129,21 @@ class LocalStore(KVStore):
     def _pull(
         self,
         names: tuple[str, ...],
-        sinks: tuple[torch.Tensor, ...],
+        sinks: Sinks,
         priority: int,
         least: int,
         limit_s: float,
     ) -> Ticket:
-        for name, sink in zip(names, sinks, strict=True):
+        for name in names:
             if self._versions[self._known(name)] < least:
                 raise ConfigError(
                     f"key {name!r} stands at version {self._versions[name]}; in a local store "
                     f"nobody else will bring it to min_version={least}"
                 )
-            sink.view(-1).copy_(self._rows_by_key[name])
+        if isinstance(sinks, Views):  # a copy never changes under its reader
+            return _over([self._like(name).copy_(self._shaped(name)) for name in names])
+        for name, sink in zip(names, sinks or (), strict=True):
+            sink.copy_(self._shaped(name))
         return _over()
 
     def _broadcast(
@@ -153,6 +157,9 @@ class LocalStore(KVStore):
             self._set(name, row)
             sink.copy_(row)
         return _over()
+
+    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
+        return [self._like(name) for name in names]
 
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
         return {}
@@ -171,6 +178,12 @@ class LocalStore(KVStore):
         self._rows_by_key.clear()
 
     # --- small things -------------------------------------------------------------------------------
+
+    def _shaped(self, name: str) -> torch.Tensor:
+        return self._rows_by_key[name].view(self._specs[name].shape)
+
+    def _like(self, name: str) -> torch.Tensor:
+        return torch.empty_like(self._shaped(name))
 
     def _known(self, name: str) -> str:
         if name not in self._rows_by_key:
@@ -195,7 +208,7 @@ class LocalStore(KVStore):
             self._rules.update(name, self._rows_by_key[name], row)
 
 
-def _over() -> Ticket:
+def _over(value: object = None) -> Ticket:
     ticket = Ticket()
-    ticket.end(None, None)
+    ticket.end(value, None)
     return ticket

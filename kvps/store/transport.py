@@ -7,6 +7,7 @@ on it, ``tcp`` sends frames to all.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ from kvps.errors import ConfigError
 from kvps.net.driver import Transport
 from kvps.net.segment import Segment, Unshared
 from kvps.net.sharing import SHARE_MIN_BYTES, SharingTransport
+from kvps.net.stitching import Stitches
 from kvps.net.zeromq import ZmqTransport
 from kvps.specs import BY_NAME
 from kvps.tensors import TORCH, Memory, Private
@@ -26,8 +28,9 @@ log = logging.getLogger("kvps")
 class Shared:
     """Memory in this process's segment, as long as somebody reads that and there is room in it."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, stitches: Stitches) -> None:
         self._segment = segment
+        self._stitches = stitches
 
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
@@ -38,16 +41,21 @@ class Shared:
                 return torch.from_numpy(block).view(TORCH[dtype])
         return torch.empty(count, dtype=TORCH[dtype])
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether others can read ``tensor``, which is contiguous, where it lies."""
-        at = tensor.data_ptr() - self._segment.address
-        return self._segment.is_read and 0 <= at < self._segment.size_bytes
-
-    def lends(self, route: str, payload: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the peer along ``route`` would read ``payload`` where it lies."""
+    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether the peer along ``route`` would read ``pieces`` where they lie."""
+        first, size_bytes = self._segment.address, self._segment.size_bytes
         return route in self._segment.readers and all(
-            self.holds(one) and one.nbytes >= SHARE_MIN_BYTES for one in payload
+            0 <= one.data_ptr() - first < size_bytes for one in pieces
         )
+
+    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return values that were lent here as one tensor without a copy; None if that fails.
+
+        It is read-only, and keeps the loans as long as it lives.
+        """
+        ranges = [(one.data_ptr(), one.nbytes) for one in parts]
+        block = self._stitches.beside(ranges, keep=tuple(parts))
+        return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 
 
 def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
@@ -62,7 +70,8 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
     wish = config.transport()
     zmq = ZmqTransport(bind)
     if wish == "tcp":
-        return zmq, Private(), zmq.endpoint
+        alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")
+        return alone, Private(), zmq.endpoint
     try:
         segment = Segment()
     except Unshared as error:
@@ -73,10 +82,11 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
                 "KVPS_TRANSPORT=auto"
             ) from error
         log.warning("values travel in frames, not in shared memory: %s", error)
-        return zmq, Private(), zmq.endpoint
+        return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
     shares = _to_servers if bind is None else _to_nobody
     transport = SharingTransport(zmq, segment, insist=wish == "shm", offers=shares)
-    return transport, Shared(segment), zmq.endpoint
+    memory = Shared(segment, Stitches(lambda: transport.mappings))
+    return transport, memory, zmq.endpoint
 
 
 def _to_servers(route: Route) -> bool:

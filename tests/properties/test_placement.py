@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.placement import ALIGN, home, parts
+from kvps.core.placement import ALIGN, PAGE, PAGES_MIN, home, parts
 
 
 @given(
@@ -29,6 +29,8 @@ def test_every_element_lies_on_one_server_and_the_home_knows_the_key(
     if len(got) > 1:
         assert [one.server for one in got] == list(range(servers))
         assert all(one.size > 0 and one.start % ALIGN == 0 for one in got)
-        assert max(one.size for one in got) - min(one.size for one in got) <= 2 * ALIGN
+        assert max(one.size for one in got) - min(one.size for one in got) <= 2 * (
+            PAGE if got[0].size >= (PAGES_MIN - 1) * PAGE else ALIGN
+        )
     if count >= max(bound, servers * ALIGN) and servers > 1:
         assert len(got) == servers

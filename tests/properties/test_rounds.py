@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvps.core.rounds import WINDOW, Span, Verdict
+from kvps.core.strip import Strip
 
 RANKS = 3
 PUSHES = st.tuples(
@@ -40,7 +41,7 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, le
             assert verdict is expected(owed, number, len(closed))
             if verdict is Verdict.COUNTED:
                 span.take(tuple(ranks), number)
-                value = torch.tensor([float(worth)])
+                value = Strip([torch.tensor([float(worth)])])
                 span.round(number, 0.0).add(tuple(ranks), value, lent=lent, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)

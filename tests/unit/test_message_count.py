@@ -32,13 +32,13 @@ def test_a_thousand_keys_on_two_servers() -> None:
     rows = [torch.full((256,), float(index)) for index in range(KEYS)]
     messages = answers = 0
     for share in plan.shares:
-        load = Load(share.chunk, 1, share.runs([0] * KEYS))
-        stages[share.server].say(0, load, share.gather(rows, PRIVATE))
+        load = Load(share.chunk, 1, share.runs(0))
+        stages[share.server].say(0, load, share.gather(rows, PRIVATE, "server 0")[0])
     for rank in range(2):
         for share in plan.shares:
-            push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs([0] * KEYS))
+            push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs(0))
             assert len(push.runs) == 1
-            said = stages[share.server].say(rank, push, share.gather(rows, PRIVATE))
+            said = stages[share.server].say(rank, push, share.gather(rows, PRIVATE, "server 0")[0])
             messages += 1
             answers += len(heard(said, Pulled))
     assert messages == answers == 2 * SERVERS

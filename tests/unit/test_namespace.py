@@ -9,8 +9,9 @@ import torch
 
 from kvps.core.hyper import resolve
 from kvps.core.namespace import Namespace
-from kvps.core.rounds import Due, Sum
+from kvps.core.rounds import Due
 from kvps.core.slab import Chunks
+from kvps.core.strip import Strip, Sum
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
 from kvps.messages import Entry, Load, Place, Run
 from kvps.specs import BY_NAME
@@ -319,7 +320,7 @@ def test_an_optimizer_that_cannot_update_what_is_pushed_is_refused(rule: str) ->
     before = (space.hyper, space.updater)
     chunk = space._chunks.by_number[1]
     chunk.state = {} if rule == "test" else None
-    chunk.spans[0].due.append(Due(0, (), Sum((torch.zeros(2, dtype=torch.int32),))))
+    chunk.spans[0].due.append(Due(0, (), Sum((Strip([torch.zeros(2, dtype=torch.int32)]),))))
     with pytest.raises(ConfigError, match=r"torch\.int32"):
         space.optimize(resolve(rule, {"rescale_grad": 0.5}))
     assert (space.hyper, space.updater) == before

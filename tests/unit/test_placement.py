@@ -17,8 +17,8 @@ def test_a_small_key_lives_on_its_home() -> None:
 def test_a_large_key_is_cut_into_aligned_parts_over_all_servers() -> None:
     got = parts("w", 100_000, servers=3)
     assert [one.server for one in got] == [0, 1, 2]
-    assert [one.start for one in got] == [0, 33_328, 66_656]
-    assert [one.size for one in got] == [33_328, 33_328, 33_344]
+    assert [one.start for one in got] == [0, 32_768, 66_560]
+    assert [one.size for one in got] == [32_768, 33_792, 33_440]
 
 
 def test_the_hash_is_stable_for_ever() -> None:

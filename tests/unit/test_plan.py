@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.plan import Held, Key, Plan, make
+from kvps.core.plan import Held, Key, Plan, alike, make
 from kvps.messages import Ask, Run
 from kvps.specs import Spec
 from kvps.tensors import PRIVATE
@@ -66,7 +66,7 @@ def test_neighbours_with_one_number_are_one_run(
     numbers: tuple[int, ...], runs: tuple[Run, ...]
 ) -> None:
     (share,) = neighbours().shares
-    assert share.runs(numbers) == runs
+    assert share.runs(alike(numbers)) == runs
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_neighbours_with_one_condition_are_one_ask(
     after: tuple[int, ...], least: tuple[int, ...], asks: tuple[Ask, ...]
 ) -> None:
     (share,) = neighbours().shares
-    assert share.asks(after, least) == asks
+    assert share.asks(alike(after), alike(least)) == asks
 
 
 def test_one_whole_key_is_copied_as_it_is() -> None:
     (share,) = make([key("a", Held(0, 1, 0, 4, 0), dtype="int8")]).shares
     row = torch.arange(4, dtype=torch.int8)
-    gathered = share.gather([row], PRIVATE)
+    gathered = share.gather([row], PRIVATE, "server 0")[0]
     row.zero_()
     assert gathered.tolist() == [0, 1, 2, 3]
     share.scatter(gathered, [row])
@@ -113,8 +113,8 @@ def test_what_is_gathered_and_scattered_is_every_element_once(data: st.DataObjec
     rows = [torch.rand(one.spec.count) for one in keys]
     back = [torch.full_like(row, -1.0) for row in rows]
     for share in plan.shares:
-        values = share.gather(rows, PRIVATE)
-        runs = share.runs([0] * len(keys))
+        values = share.gather(rows, PRIVATE, "server 0")[0]
+        runs = share.runs(0)
         assert len(values) == share.size == sum(run.size for run in runs)
         share.scatter(values, back)
     assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
 from kvps.core.plan import Held
-from kvps.core.reading import Drain, Lagging, Step, Steps, read, stand
+from kvps.core.reading import Drain, Lagging, Rows, Step, Steps, read, stand
 from kvps.messages import Ask, Packet, Pull, Pulled, Stand
 from kvps.specs import BY_NAME
 from kvps.tensors import to_frame
@@ -40,7 +40,7 @@ def reading(one: Catalogue, *names: str, after: int = 0) -> tuple[Steps, list[to
     plan = one.plan(names)
     sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
     conditions = [after] * len(names)
-    return read(one, plan, sinks, conditions, [0] * len(names), 0), sinks
+    return read(one, plan, Rows(sinks), conditions, 0, 0), sinks
 
 
 def pulls(step: Step) -> list[Pull]:
@@ -87,7 +87,7 @@ def test_keys_may_stand_at_different_versions() -> None:
     one.key("a").number = 1
     plan = one.plan(("a", "b"))
     sinks = [torch.zeros(2), torch.zeros(3)]
-    steps = read(one, plan, sinks, [1, 0], [0, 4], 0)
+    steps = read(one, plan, Rows(sinks), [1, 0], [0, 4], 0)
     step = next(steps)
     assert pulls(step) == [Pull(1, True, (Ask(0, 2, 1, 0), Ask(2, 3, 0, 4)))]
     assert isinstance(step, list)

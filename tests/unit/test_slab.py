@@ -197,6 +197,7 @@ def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
     chunks = Chunks()
     slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
     most = CHUNK_BYTES // 4 - 100
+    slab.expect(CHUNK_BYTES)
     assert slab.place("a", most) == (Piece(1, 0, most),)
     assert slab.place("b", 200) == (Piece(2, 0, 200),)
     assert slab.place("c", 100) == (Piece(1, most, 100),)

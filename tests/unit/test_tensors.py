@@ -14,8 +14,8 @@ from kvps.tensors import (
     accumulator,
     as_tensor,
     dtype_of,
-    row_of,
     from_frame,
+    row_of,
     spec_of,
     to_frame,
 )

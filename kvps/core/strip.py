@@ -1,0 +1,102 @@
+"""Elements that lie side by side in thought, in one piece of memory or in several.
+
+A gradient that came in a frame is one piece. One that is lent lies where its sender's tensors lie:
+several pieces, one for each run of tensors that happen to be neighbours in memory, too. What is
+done with gradients (:class:`Sum`) goes from edge to edge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from kvps.tensors import accumulator
+
+
+class Strip:
+    """Flat tensors of one type, end to end. They are only read."""
+
+    __slots__ = ("_pieces", "_stops")
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self._pieces = tuple(pieces)
+        self._stops = tuple(accumulate(len(one) for one in pieces))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self._pieces[0].dtype
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where its pieces end."""
+        return self._stops
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    def within(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements from ``start`` to ``stop``, which lie in one piece."""
+        index = bisect_right(self._stops, start)
+        piece = self._pieces[index]
+        begin = self._stops[index] - len(piece)
+        if start == begin and stop == self._stops[index]:
+            return piece
+        return piece[start - begin : stop - begin]
+
+    def part(self, start: int, stop: int) -> Strip:
+        """Return the elements from ``start`` to ``stop`` as a strip."""
+        if start == 0 and stop == len(self):
+            return self
+        edges = [start, *[edge for edge in self._stops if start < edge < stop], stop]
+        return Strip([self.within(*ends) for ends in pairwise(edges)])
+
+    def joined(self) -> torch.Tensor:
+        """Return all elements in one piece; a copy if there were several."""
+        return self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Gradients that are to be added up, in this order."""
+
+    parts: tuple[Strip, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def into(self, out: torch.Tensor, start: int, stop: int) -> None:
+        """Write the sum of the elements from ``start`` to ``stop`` into ``out``.
+
+        ``out`` is of the type that sums are taken in.
+        """
+        edges = {edge for part in self.parts for edge in part.edges if start < edge < stop}
+        begin = start
+        for end in (*sorted(edges), stop):
+            _add([part.within(begin, end) for part in self.parts], out[begin - start : end - start])
+            begin = end
+
+    def whole(self) -> torch.Tensor:
+        """Return the sum in memory of its own."""
+        out = torch.empty_like(accumulator(torch.empty(len(self), dtype=self.parts[0].dtype)))
+        self.into(out, 0, len(self))
+        return out
+
+    def cut(self, at: int) -> tuple[Sum, Sum]:
+        """Return the sums of the elements before ``at``, and from there on."""
+        left = Sum(tuple([part.part(0, at) for part in self.parts]))
+        return left, Sum(tuple([part.part(at, len(part)) for part in self.parts]))
+
+
+def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    first, *others = parts
+    if others and first.dtype == others[0].dtype == out.dtype:
+        torch.add(first, others.pop(0), out=out)
+    else:
+        out.copy_(first)
+    for part in others:
+        out.add_(part)

@@ -1,0 +1,126 @@
+"""Values that lie in several segments, seen as one: pages of others mapped side by side.
+
+A key that is cut over servers has its parts in several segments, and a reader wants one tensor. If
+every part begins at a page and all but the last end at one, the pages can be mapped a second time,
+one behind the other; nothing is copied. As a server's chunk takes turns between two places, the
+same few arrangements come again and again, and are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvps.net.segment import PAGE_BYTES, Block, Mapping
+
+KEPT_MAX = 4096
+"""How many arrangements are kept."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_longlong,
+)
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+
+
+class Part(NamedTuple):
+    """Neighbouring bytes of one segment."""
+
+    nonce: int
+    offset: int
+    size_bytes: int
+
+
+class Stitches:
+    """Arrangements of pages of other processes' segments.
+
+    Args:
+        mappings: returns the segments that are mapped now.
+    """
+
+    def __init__(self, mappings: Callable[[], Iterable[Mapping]]) -> None:
+        self._mappings = mappings
+        self._kept: dict[tuple[Part, ...], object] = {}
+        """What holds the pages of each arrangement."""
+
+    def beside(self, ranges: Sequence[tuple[int, int]], keep: object) -> Block | None:
+        """Return what lies in ``ranges`` as one block, for reading; None if that cannot be.
+
+        Args:
+            ranges: (address, bytes), as they are mapped here.
+            keep: what must live as long as the block is referred to.
+        """
+        found = list(self._mappings())
+        parts = [_part(found, *one) for one in ranges]
+        known = tuple([part for part in parts if part is not None])
+        if len(known) < len(parts) or not _are_pages(known):
+            return None
+        whole = self._kept.get(known)
+        if whole is None:
+            whole = _stitch(found, known)
+            if whole is None:
+                return None
+            if len(self._kept) >= KEPT_MAX:
+                self._kept.clear()
+            self._kept[known] = whole
+        size_bytes = sum([part.size_bytes for part in known])
+        block = Block((size_bytes,), np.uint8, whole)  # type: ignore[arg-type]  # a ctypes array is a buffer
+        block.keep = (whole, keep)
+        return block
+
+    def forget(self) -> None:
+        """Keep no arrangement: those whose pages they are may be gone."""
+        self._kept.clear()
+
+
+def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> Part | None:
+    for one in mappings:
+        offset = address - one.address
+        if 0 <= offset <= one.offer.size_bytes - size_bytes:
+            return Part(one.offer.nonce, offset, size_bytes)
+    return None
+
+
+def _are_pages(parts: Sequence[Part]) -> bool:
+    """Whether ``parts`` can be mapped one behind the other."""
+    return all(part.offset % PAGE_BYTES == 0 for part in parts) and all(
+        part.size_bytes % PAGE_BYTES == 0 for part in parts[:-1]
+    )
+
+
+def _stitch(mappings: Iterable[Mapping], parts: Sequence[Part]) -> object | None:
+    by_nonce = {one.offer.nonce: one for one in mappings}
+    size_bytes = sum(part.size_bytes for part in parts)
+    held = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = int(np.frombuffer(held, np.uint8).ctypes.data)
+    at = address
+    for part in parts:
+        fd = by_nonce[part.nonce].open()
+        if fd is None:
+            return None
+        try:
+            got = _libc.mmap(
+                at,
+                part.size_bytes,
+                mmap.PROT_READ,
+                mmap.MAP_SHARED | _MAP_FIXED,
+                fd,
+                part.offset,
+            )
+        finally:
+            os.close(fd)
+        if got == _FAILED:
+            return None
+        at += part.size_bytes
+    whole = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # Unmapped, as a whole, when nothing refers to it any more.
+    whole.held = held  # type: ignore[attr-defined]  # ctypes arrays take attributes
+    return whole
