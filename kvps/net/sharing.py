@@ -27,6 +27,7 @@ from kvps.messages import Envelope, Loan, Message, Packet, Release, Welcome
 from kvps.messages import Offer as OfferMessage
 from kvps.messages import Taken as TakenMessage
 from kvps.net.driver import Dropped, Transport
+from kvps.net.heap import keep_freed_memory
 from kvps.net.leases import Given, Taken
 from kvps.net.segment import Mapping, Offer, Segment, Unshared
 
@@ -311,6 +312,7 @@ class SharingTransport:
             )
         if not self._is_warned:
             self._is_warned = True
+            keep_freed_memory()
             log.warning("values travel in frames, not in shared memory: %s", reason)
 
     # --- giving back -----------------------------------------------------------------------------

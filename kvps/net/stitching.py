@@ -50,6 +50,7 @@ class Stitches:
         self._mappings = mappings
         self._kept: dict[tuple[Part, ...], object] = {}
         """What holds the pages of each arrangement."""
+        self._count = 0
 
     def beside(self, ranges: Sequence[tuple[int, int]], keep: object) -> Block | None:
         """Return what lies in ``ranges`` as one block, for reading; None if that cannot be.
@@ -59,6 +60,9 @@ class Stitches:
             keep: what must live as long as the block is referred to.
         """
         found = list(self._mappings())
+        if len(found) != self._count:  # pages of those who are gone must not be kept
+            self._count = len(found)
+            self._kept.clear()
         parts = [_part(found, *one) for one in ranges]
         known = tuple([part for part in parts if part is not None])
         if len(known) < len(parts) or not _are_pages(known):
@@ -75,10 +79,6 @@ class Stitches:
         block = Block((size_bytes,), np.uint8, whole)  # type: ignore[arg-type]  # a ctypes array is a buffer
         block.keep = (whole, keep)
         return block
-
-    def forget(self) -> None:
-        """Keep no arrangement: those whose pages they are may be gone."""
-        self._kept.clear()
 
 
 def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> Part | None:

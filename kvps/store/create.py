@@ -28,7 +28,7 @@ from kvps.store.session import Session, leave_at_exit
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
-CHUNK_BYTES, SHARED_CHUNK_BYTES = 1 << 20, 8 << 20
+CHUNK_BYTES, SHARED_CHUNK_BYTES = 2 << 20, 8 << 20
 """Bytes of a chunk in a network, and on one host, where fewer messages count for more."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")

@@ -280,8 +280,9 @@ class KVStore(KVStoreBase, abc.ABC):
         """Return a tensor like the key, contents undefined, that is pushed without a copy.
 
         It lies in memory that the servers of this host read. A push of it copies nothing, so it
-        must not change before that push is applied: until the next pull or pushpull of the key, or
-        :meth:`barrier`, has returned. Where no server shares memory it is an ordinary tensor.
+        must not change before that push is applied: until the next pull or pushpull of the key has
+        returned. (A Timeout, or a barrier, is not enough: the servers read it when the last worker
+        has pushed.) Where no server shares memory it is an ordinary tensor.
 
         Args:
             key: a str or int, or a list of them, which gives tensors that are side by side in

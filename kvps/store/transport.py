@@ -15,6 +15,7 @@ from kvps import config
 from kvps.core.effects import Route
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
+from kvps.net.heap import keep_freed_memory
 from kvps.net.segment import Segment, Unshared
 from kvps.net.sharing import SHARE_MIN_BYTES, SharingTransport
 from kvps.net.stitching import Stitches
@@ -70,6 +71,7 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
     wish = config.transport()
     zmq = ZmqTransport(bind)
     if wish == "tcp":
+        keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")
         return alone, Private(), zmq.endpoint
     try:
@@ -82,6 +84,7 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
                 "KVPS_TRANSPORT=auto"
             ) from error
         log.warning("values travel in frames, not in shared memory: %s", error)
+        keep_freed_memory()
         return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
     shares = _to_servers if bind is None else _to_nobody
     transport = SharingTransport(zmq, segment, insist=wish == "shm", offers=shares)
