@@ -50,7 +50,7 @@ class Catalogue:
         """
         plan = self._plans.get(names)
         if plan is None:
-            plan = make([self.key(name) for name in names])
+            plan = make([self.key(name) for name in names], self.rank)
             if len(self._plans) >= 4 * len(self.keys) + 16:
                 self._plans.clear()
             self._plans[names] = plan

@@ -7,6 +7,10 @@ PROBE; the server names those that it does not have, and these are sent again, w
 
 Priority orders what is queued: the higher first. Requests for one chunk form a *lane* and keep
 their order, whatever their priorities: one of a higher priority lifts those before it.
+
+All links of a worker share its way out, the *uplink*. Little is under way on it at once, so that
+chunks leave one after the other: a server that has one whole chunk can add it up while the next is
+on its way to another server, and what has a higher priority does not wait behind megabytes.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from kvps.tensors import PRIVATE, Memory
 if TYPE_CHECKING:
     from kvps.core.worker import Talk
 
+UPLINK_BYTES = 8 << 20
 WINDOW_BYTES = 16 << 20
-"""Payload that may be on its way to one server without having been acknowledged; the last
-request may go beyond it. What the server reads where it lies is not on its way."""
+"""Payload that may be on its way, from this worker to all servers and to one of them, without
+having been acknowledged; the last request may go beyond it. What a server reads where it lies is not
+on its way."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -53,8 +59,6 @@ class Request:
     seq: int = 0
     """Its number on its link, from 1 on; 0 while it was not sent."""
     sent_at: float = 0.0
-    bytes_away: int = 0
-    """What it takes of the window."""
     received: bool = False
     dropped: bool = False
     """Nobody wants the answer any more."""
@@ -74,6 +78,33 @@ def route_of(server: int) -> str:
     return f"server {server}"
 
 
+class Uplink:
+    """The way out of a worker's host."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        """To every server, by rank."""
+        self._order = 0
+
+    def next_order(self) -> int:
+        """Return the place in line of another request."""
+        self._order += 1
+        return self._order
+
+    def due(self, now: float) -> Iterator[tuple[Link, Request]]:
+        """Yield the requests that may be sent now, over all links in order."""
+        while True:
+            heads = [(head, link) for link in self.links if (head := link.head()) is not None]
+            if not heads or not self._has_room(now):
+                return
+            link = min(heads, key=lambda one: one[0])[1]
+            yield link, link.send(now)
+
+    def _has_room(self, now: float) -> bool:
+        """Whether little is under way; what a silent server has not taken in does not count."""
+        return sum([link.bytes_away for link in self.links if not link.is_late(now)]) < UPLINK_BYTES
+
+
 class Link:
     """The requests of one worker to one server."""
 
@@ -83,10 +114,13 @@ class Link:
         endpoint: str = "",
         incarnation: int = 0,
         memory: Memory = PRIVATE,
+        uplink: Uplink | None = None,
     ) -> None:
         self.server = server
         self.route = route_of(server)
         self._memory = memory
+        self._uplink = uplink or Uplink()
+        self._uplink.links.append(self)
         self.endpoint = endpoint
         self.incarnation = incarnation
         self.ready = False
@@ -97,37 +131,52 @@ class Link:
         self.outstanding: dict[int, Request] = {}
         """Sent and not answered, by seq, oldest first."""
         self._seq = 0
-        self._order = 0
         self._lanes: dict[int, deque[Request]] = {}
         self._heap: list[tuple[int, int, Request]] = []
-        self._bytes_away = 0
+        self.bytes_away = 0
+        self._away: dict[int, Request] = {}
+        """Requests with payload that are on their way and were not acknowledged, and its bytes."""
         self._probed_at = 0.0
 
     def queue(self, request: Request) -> None:
         """Put ``request`` in line."""
-        self._order += 1
         if request.lane:
             self._lanes.setdefault(request.lane, deque()).append(request)
-        heapq.heappush(self._heap, (-request.priority, self._order, request))
+        heapq.heappush(self._heap, (-request.priority, self._uplink.next_order(), request))
 
-    def due(self, now: float) -> Iterator[Request]:
-        """Yield the requests that may be sent now, numbered and counted as sent."""
-        while self.ready and self._heap and self._bytes_away < WINDOW_BYTES:
+    def head(self) -> tuple[int, int] | None:
+        """Return the place in line of what may be sent next; None if nothing may."""
+        if not self.ready or self.bytes_away >= WINDOW_BYTES:
+            return None
+        while self._heap:
             first = self._heap[0][2]
-            if first.seq or first.dropped:  # or lifted by another, it went before its turn
-                heapq.heappop(self._heap)
-                continue
-            request = self._lanes[first.lane].popleft() if first.lane else first
-            if request.dropped:
-                continue
-            request.freeze()
-            self._seq += 1
-            request.seq, request.sent_at = self._seq, now
-            self.outstanding[request.seq] = request
-            if not self._memory.lends(self.route, request.payload):
-                request.bytes_away = request.payload_bytes
-                self._bytes_away += request.bytes_away
-            yield request
+            if first.lane:
+                lane = self._lanes[first.lane]
+                while lane and lane[0].dropped:
+                    lane.popleft()
+            if not first.seq and not first.dropped:
+                return self._heap[0][:2]
+            heapq.heappop(self._heap)  # or lifted by another, it went before its turn
+        return None
+
+    def send(self, now: float) -> Request:
+        """Return what may be sent next, numbered and counted as sent."""
+        first = self._heap[0][2]
+        request = self._lanes[first.lane].popleft() if first.lane else first
+        request.freeze()
+        self._seq += 1
+        request.seq, request.sent_at = self._seq, now
+        self.outstanding[request.seq] = request
+        if not self._memory.lends(self.route, request.payload):
+            self._away[request.seq] = request
+            self.bytes_away += request.payload_bytes
+        return request
+
+    def is_late(self, now: float) -> bool:
+        """Whether the server has not acknowledged some payload for as long as to be asked."""
+        if not self._away:
+            return False
+        return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
 
     def drop(self, request: Request) -> None:
         """Forget a request that changes nothing: do not send it, or do not ask after it."""
@@ -140,7 +189,8 @@ class Link:
         request = self.outstanding.get(seq)
         if request is not None and not request.received:
             request.received = True
-            self._bytes_away -= request.bytes_away
+            if self._away.pop(seq, None) is not None:
+                self.bytes_away -= request.payload_bytes
         return request
 
     def answer(self, seq: int) -> Request | None:

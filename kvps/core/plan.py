@@ -270,8 +270,8 @@ class Plan:
     shares: list[Share]
 
 
-def make(keys: Sequence[Key]) -> Plan:
-    """Return the plan of ``keys``."""
+def make(keys: Sequence[Key], first: int = 0) -> Plan:
+    """Return the plan of ``keys``, which begins with server ``first``."""
     shares: dict[tuple[int, int], Share] = {}
     for index, key in enumerate(keys):
         for piece in key.pieces:
@@ -282,10 +282,12 @@ def make(keys: Sequence[Key]) -> Plan:
             share.segments.append(Segment(piece.start, piece.size, index, piece.offset))
     for share in shares.values():
         share.seal(keys)
-    # Chunk by chunk over the servers, so that all of them have work from the first message on.
+    # Chunk by chunk over the servers, so that all of them have work from the first message on. If
+    # every worker begins with another server, each has one worker at a time to listen to.
+    servers = 1 + max((server for server, _ in shares), default=0)
     rank_in_server: dict[int, int] = {}
     order: list[tuple[int, int, Share]] = []
     for (server, _), share in sorted(shares.items()):
         rank_in_server[server] = rank_in_server.get(server, -1) + 1
-        order.append((rank_in_server[server], server, share))
+        order.append((rank_in_server[server], (server - first) % servers, share))
     return Plan(tuple(keys), [share for _, _, share in sorted(order, key=lambda one: one[:2])])

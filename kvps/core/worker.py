@@ -36,7 +36,7 @@ from kvps.core.effects import (
     Route,
     Send,
 )
-from kvps.core.link import Link, Request
+from kvps.core.link import Link, Request, Uplink
 from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.reading import Drain, Lagging
@@ -104,7 +104,8 @@ class Worker:
         self.member = Membership(identity, now)
         self._memory = memory
         self.books: dict[str, Catalogue] = {}
-        self.links: list[Link] = []
+        self._uplink = Uplink()
+        self.links = self._uplink.links
         """To every server, once the cluster is complete."""
         self.losses = Losses()
         self._talks: dict[int, Talk] = {}
@@ -172,7 +173,7 @@ class Worker:
             link = self.links[_server(route)]  # a server that has no seat yet knows no rank
             link.heard_at = now
             yield from self._on_server(link, packet, now)
-            yield from self._flow(link, now)
+            yield from self._flow(now)
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke; the probes find out what was lost with it."""
@@ -189,6 +190,7 @@ class Worker:
         for link in self.links:
             if link.is_overdue(now):
                 yield from self._probe(link)
+        yield from self._flow(now)
         for request in list(self._barriers.values()):
             if now >= request.sent_at + BARRIER_AGAIN_S:
                 yield from self._send_barrier(request, now)
@@ -256,8 +258,7 @@ class Worker:
             self._hello_at = now + HELLO_AGAIN_S
             for one in view.members:
                 if one.role == Role.SERVER:
-                    link = Link(one.rank, one.endpoint, one.incarnation, self._memory)
-                    self.links.append(link)
+                    link = Link(one.rank, one.endpoint, one.incarnation, self._memory, self._uplink)
                     yield Connect(link.route, one.endpoint)
                     yield Send(link.route, self.member.hello())
         self.losses.learn(view, {one.server: one.incarnation for one in self.links}, now)
@@ -322,9 +323,9 @@ class Worker:
         for seqs in link.unanswered():
             yield Send(link.route, self.member.packet(Probe(seqs)))
 
-    def _flow(self, link: Link, now: float) -> Effects:
-        """Send what the link has room for."""
-        for request in link.due(now):
+    def _flow(self, now: float) -> Effects:
+        """Send what there is room for."""
+        for link, request in self._uplink.due(now):
             yield self._packet(link, request)
 
     def _packet(self, link: Link, request: Request) -> Send:
@@ -368,7 +369,6 @@ class Worker:
             answers = []
 
     def _ask(self, talk: Talk, now: float) -> Effects:
-        links: dict[int, Link] = {}
         unacked = self._unacked.setdefault(talk.call.store, set())
         for request in talk.requests:
             request.talk = talk
@@ -380,13 +380,11 @@ class Worker:
                 continue
             if isinstance(request.message, Push):
                 unacked.add(request)
-            link = links[request.server] = self.links[request.server]
-            link.queue(request)
+            self.links[request.server].queue(request)
         eager = isinstance(talk.call, calls.PushValues) and talk.call.eager
         if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
             yield Copied(talk.ticket)
-        for link in links.values():
-            yield from self._flow(link, now)
+        yield from self._flow(now)
 
     def _answered(self, request: Request, packet: Packet, now: float) -> Effects:
         """All is well with ``request``; its conversation goes on if it was the last."""

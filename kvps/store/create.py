@@ -28,8 +28,9 @@ from kvps.store.session import Session, leave_at_exit
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
-CHUNK_BYTES, SHARED_CHUNK_BYTES = 2 << 20, 8 << 20
-"""Bytes of a chunk in a network, and on one host, where fewer messages count for more."""
+NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES, SHARED_CHUNK_BYTES = 1 << 20, 4 << 20, 8 << 20
+"""Bytes of a chunk between hosts, where the first should soon be there; and on one host, where fewer
+messages count for more."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
 RESERVED = "kvps."
@@ -142,10 +143,16 @@ def _opened(
 
 
 def _chunk_bytes(session: Session) -> int:
-    """Return how much travels at once: little in a network, so that all links are busy soon."""
+    """Return how much should travel at once."""
     view = session.core.member.view
-    hosts = {one.host for one in view.members} if view is not None else set()
-    return CHUNK_BYTES if config.transport() == "tcp" or len(hosts) > 1 else SHARED_CHUNK_BYTES
+    members = view.members if view is not None else ()
+    hosts = {one.host for one in members}
+    endpoints = [one.endpoint for one in members if one.endpoint]
+    if len(hosts) == 1 and config.transport() != "tcp":
+        return SHARED_CHUNK_BYTES
+    if all(config.is_loopback(one) for one in endpoints):
+        return LOOPBACK_CHUNK_BYTES
+    return NETWORK_CHUNK_BYTES
 
 
 def _named(session: Session, name: str | None) -> str:

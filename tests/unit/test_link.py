@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core import link
-from kvps.core.link import PROBE_AFTER_S, PROBE_SEQS_MAX, WINDOW_BYTES, Link, Request
+from kvps.core.link import (
+    PROBE_AFTER_S,
+    PROBE_SEQS_MAX,
+    UPLINK_BYTES,
+    WINDOW_BYTES,
+    Link,
+    Request,
+    Uplink,
+)
 from kvps.messages import Status
+from kvps.tensors import Private
 
 
 def request(
@@ -33,7 +44,16 @@ def ready() -> Link:
 
 def names(link: Link, now: float = 0.0) -> list[str]:
     """Send what is due."""
-    return [one.message.store for one in link.due(now) if isinstance(one.message, Status)]
+    return [name for _, name in sent(link._uplink, now)]
+
+
+def sent(uplink: Uplink, now: float = 0.0) -> list[tuple[int, str]]:
+    """Send what is due over all links; return to whom and what."""
+    return [
+        (link.server, one.message.store)
+        for link, one in uplink.due(now)
+        if isinstance(one.message, Status)
+    ]
 
 
 def queued(link: Link, *requests: Request) -> list[Request]:
@@ -106,20 +126,84 @@ class TestPriority:
         assert names(one) == expected
 
 
+def two(payload_bytes: int) -> tuple[Uplink, Link, Link]:
+    """Two links whose requests were queued in turns."""
+    uplink = Uplink()
+    links = [Link(server, uplink=uplink) for server in (0, 1)]
+    for index in range(3):
+        for name, one in zip("ab", links, strict=True):
+            one.ready = True
+            one.queue(request(f"{name}{index}", payload_bytes=payload_bytes))
+    return uplink, links[0], links[1]
+
+
+class TestUplink:
+    def test_keeps_the_order_over_all_links(self) -> None:
+        uplink, _, second = two(1)
+        second.queue(request("high", priority=1))
+        assert sent(uplink) == [(1, "high"), (0, "a0"), (1, "b0"), (0, "a1"), (1, "b1"), *LAST]
+        assert sent(uplink) == []
+
+    def test_does_not_wait_for_a_server_that_is_not_ready(self) -> None:
+        uplink, first, _ = two(1)
+        first.ready = False
+        assert [server for server, _ in sent(uplink)] == [1, 1, 1]
+
+
+LAST = [(0, "a2"), (1, "b2")]
+
+
 class TestWindow:
-    def test_is_sixteen_mebibytes_of_payload(self) -> None:
+    def test_is_eight_mebibytes_of_payload(self) -> None:
         one = ready()
         mebibyte = 1 << 20
-        assert 16 * mebibyte == WINDOW_BYTES
+        assert 8 * mebibyte == UPLINK_BYTES
         queued(one, *[request(str(index), payload_bytes=mebibyte) for index in range(20)])
-        assert len(names(one)) == 16
+        assert len(names(one)) == 8
         one.answer(3)
-        assert names(one) == ["16"]
+        assert names(one) == ["8"]
         one.receive(5)
         one.receive(5)
-        assert names(one) == ["17"]
+        assert names(one) == ["9"]
         one.answer(5)
         assert names(one) == []
+
+    def test_is_shared_by_all_links(self) -> None:
+        uplink, first, second = two(UPLINK_BYTES // 2)
+        assert sent(uplink) == [(0, "a0"), (1, "b0")]
+        second.receive(1)
+        assert sent(uplink) == [(0, "a1")]
+        first.answer(1)
+        assert sent(uplink) == [(1, "b1")]
+
+    def test_leaves_out_a_server_that_is_silent(self) -> None:
+        uplink, _, second = two(UPLINK_BYTES // 2)
+        sent(uplink)
+        second.receive(1)
+        assert sent(uplink, 1.9) == [(0, "a1")]
+        assert sent(uplink, 2.0) == [(1, "b1"), (0, "a2"), (1, "b2")]
+
+    def test_but_not_for_ever(self) -> None:
+        """A silent server is given one window of its own, not all there is."""
+        one = ready()
+        step = WINDOW_BYTES // 4
+        queued(one, *[request(str(index), payload_bytes=step) for index in range(9)])
+        assert names(one) == ["0", "1"]
+        assert names(one, 5.0) == ["2", "3"]
+        assert names(one, 9.0) == []
+
+    def test_has_room_for_what_is_lent(self) -> None:
+        class Lending(Private):
+            def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+                return route == "server 0"
+
+        one = Link(0, memory=Lending())
+        one.ready = True
+        queued(one, *[request(str(index), payload_bytes=UPLINK_BYTES) for index in range(3)])
+        assert names(one) == ["0", "1", "2"]
+        one.receive(1)
+        assert one.bytes_away == 0
+        assert not one.is_late(99.0)
 
     def test_stops_what_a_higher_one_lifts_halfway(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(link, "WINDOW_BYTES", 2)
