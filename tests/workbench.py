@@ -36,10 +36,10 @@ from kvps.messages import (
     Welcome,
 )
 from kvps.specs import Spec
-from kvps.tensors import from_frame, spec_of, to_frame
+from kvps.tensors import PRIVATE, TORCH, Memory, from_frame, spec_of, to_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 JOB = bytes(range(16))
 M = TypeVar("M", bound=Message)
@@ -57,6 +57,34 @@ def member(node: Node, state: str = "held", **more: object) -> Member:
     return Member(int(node.role), node.rank, state=state, **(fields | more))  # type: ignore[arg-type]
 
 
+class Readable:
+    """Memory that the peers along some routes read where it lies."""
+
+    def __init__(self, *routes: str, shares: bool = False) -> None:
+        self.routes = routes
+        self.blocks: list[torch.Tensor] = []
+        """All that was taken; never given back."""
+        self.shares = shares
+        """Whether values that were lent can be seen side by side."""
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        self.blocks.append(torch.empty(count, dtype=TORCH[dtype]))
+        return self.blocks[-1]
+
+    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+        return route in self.routes and all(
+            any(
+                block.data_ptr() <= one.data_ptr()
+                and one.data_ptr() + one.nbytes <= block.data_ptr() + block.nbytes
+                for block in self.blocks
+            )
+            for one in pieces
+        )
+
+    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        return torch.cat(list(parts)) if self.shares else None
+
+
 class Bench:
     """One worker, joined unless told otherwise."""
 
@@ -67,11 +95,12 @@ class Bench:
         rank: int = 0,
         join: bool = True,
         ready: bool = True,
+        memory: Memory = PRIVATE,
     ) -> None:
         self.workers, self.servers, self.rank = workers, servers, rank
         self.now = 100.0
         self.core = Worker(
-            Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank), self.now
+            Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank), self.now, memory
         )
         self.effects: list[Effect] = []
         self.views = itertools.count(1)
@@ -240,8 +269,11 @@ def push(values: dict[str, torch.Tensor], **more: object) -> calls.PushValues:
     return calls.PushValues("kv", tuple(values), tuple(values.values()), **(fields | more))  # type: ignore[arg-type]
 
 
-def pull(sinks: dict[str, torch.Tensor], priority: int = 0, least: int = 0) -> calls.PullValues:
-    return calls.PullValues("kv", tuple(sinks), tuple(sinks.values()), priority, least)
+def pull(
+    sinks: dict[str, torch.Tensor], priority: int = 0, least: int = 0, views: bool = False
+) -> calls.PullValues:
+    wanted = calls.Views.VIEWS if views else tuple(sinks.values())
+    return calls.PullValues("kv", tuple(sinks), wanted, priority, least)
 
 
 def spec(count: int, dtype: str = "float32") -> Spec:

@@ -258,7 +258,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     plan = yield from _numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
-    if max(each) - min([key.applied for key in plan.keys]) >= WINDOW:
+    if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
         full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     for key in plan.keys:
         key.number += 1

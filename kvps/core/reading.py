@@ -23,6 +23,7 @@ from kvps.core.calls import Sinks, Views
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, make, of_key
+from kvps.errors import ProtocolError
 from kvps.messages import Packet, Pull, Pulled, Stand
 from kvps.tensors import Memory, from_frame
 
@@ -87,7 +88,10 @@ class Pieces:
         return Pieces([self.indices[index] for index in indices], self.written)
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
-        """Return one tensor for each key: where it lies, or a copy if that is no one place."""
+        """Return one tensor for each key: where it lies, or a copy if that is no one place.
+
+        Nothing is returned if some values were not written: then nobody waits for them any more.
+        """
         views: dict[int, torch.Tensor] = {}
         cut: dict[int, dict[int, torch.Tensor]] = {}
         for indices, share, values in self.written:
@@ -99,12 +103,16 @@ class Pieces:
                 else:
                     views[index] = part if len(shape) == 1 else part.view(shape)
         for index, found in cut.items():
-            parts = [part for _, part in sorted(found.items())]
+            parts = [found[offset] for offset in sorted(found)]
+            if sum([len(part) for part in parts]) < keys[index].spec.count:
+                return []
             mapped = memory.side_by_side(parts)
             whole = torch.cat(parts) if mapped is None else mapped
             views[index] = whole.view(keys[index].spec.shape)
         for index in range(len(keys)):
-            if index not in views:  # it has no elements
+            if index not in views:
+                if keys[index].spec.count:
+                    return []
                 views[index] = memory.empty(0, keys[index].spec.dtype).view(keys[index].spec.shape)
         return [views[index] for index in range(len(keys))]
 
@@ -175,7 +183,13 @@ class Reader:
         assert isinstance(answer, Pulled)
         self.tally.answers.append((self.share, answer.runs))
         if self.sink is not None and wanted:
-            self.sink.write(self.share, from_frame(packet.payload[0], self.share.dtype))
+            values = from_frame(packet.payload[0], self.share.dtype)
+            if len(values) != self.share.size:  # memory is read by its address from here on
+                raise ProtocolError(
+                    f"server {self.share.server} answered {len(values)} elements of chunk "
+                    f"{self.share.chunk}; asked for were {self.share.size}"
+                )
+            self.sink.write(self.share, values)
 
 
 def is_torn(parts: Parts) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core import calls, conversations
 from kvps.core.hyper import resolve
-from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, Timeout
 from kvps.messages import (
     ENTRIES_MAX,
     Ask,
@@ -41,22 +41,34 @@ from kvps.messages import (
     StatusIs,
 )
 from kvps.specs import BY_NAME, Spec
-from tests.workbench import Bench, opened, part_servers, pull, push, server_of, spec, values_of
+from kvps.tensors import PRIVATE, Memory
+from tests.workbench import (
+    Bench,
+    Readable,
+    opened,
+    part_servers,
+    pull,
+    push,
+    server_of,
+    spec,
+    values_of,
+)
 
+VIEWS = calls.Views.VIEWS
 FLOAT = BY_NAME["float32"].id
 HOT = torch.arange(40.0)
 """A value that is cut over both servers."""
 
 
-def bench(rank: int = 0, **options: object) -> Bench:
-    one = Bench(rank=rank)
+def bench(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
+    one = Bench(rank=rank, memory=memory)
     one.open(**options)
     return one
 
 
-def ready(rank: int = 0, **options: object) -> Bench:
+def ready(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
     """With one key, ``w``, of which server 0 has 16 elements and server 1 the other 24."""
-    one = bench(rank, **options)
+    one = bench(rank, memory, **options)
     one.init({"w": HOT})
     return one
 
@@ -275,6 +287,98 @@ class TestPush:
     def test_an_unknown_key_is_an_error(self) -> None:
         one = bench()
         assert isinstance(one.error(one.call(push({"w": HOT}))), KeyNotFound)
+
+
+class TestNothing:
+    def test_a_call_without_keys_is_done_at_once(self) -> None:
+        one = ready()
+        for call in (push({}), pull({}), push({}, sinks=VIEWS), pull({}, views=True)):
+            assert one.is_done(one.call(call))
+        assert one.finish(one.call(calls.Allocate("kv", ()))).value == []  # type: ignore[union-attr]
+        assert one.finish(one.call(calls.Versions("kv", ()))).value == []  # type: ignore[union-attr]
+        assert not one.sent(Push)
+        assert not one.sent(Pull)
+
+
+class TestAllocate:
+    def test_gives_tensors_like_the_keys(self) -> None:
+        one = ready()
+        one.init({"b": torch.zeros(2, 3, dtype=torch.int16), "nothing": torch.zeros(0)})
+        end = one.finish(one.call(calls.Allocate("kv", ("b", "w", "nothing"))))
+        assert end is not None
+        assert [(row.dtype, tuple(row.shape)) for row in end.value] == [  # type: ignore[attr-defined]
+            (torch.int16, (2, 3)),
+            (torch.float32, (40,)),
+            (torch.float32, (0,)),
+        ]
+
+    def test_a_push_of_them_copies_nothing(self) -> None:
+        memory = Readable("server 0", "server 1")
+        one = ready(memory=memory)
+        end = one.finish(one.call(calls.Allocate("kv", ("w",))))
+        assert end is not None
+        (row,) = end.value  # type: ignore[misc]
+        row.copy_(HOT)
+        before = len(memory.blocks)
+        one.call(push({"w": row}))
+        row[0] = 99
+        assert [values_of(send) for send in one.sends(Push)] == [
+            [99, *range(1, 16)],
+            [*range(16, 40)],
+        ]
+        one.call(push({"w": HOT}))
+        assert len(memory.blocks) == before + 2
+
+    def test_of_an_unknown_key_is_an_error(self) -> None:
+        one = bench()
+        assert isinstance(one.error(one.call(calls.Allocate("kv", ("w",)))), KeyNotFound)
+
+
+class TestViews:
+    def test_of_a_pull(self) -> None:
+        one = ready()
+        ticket = one.call(pull({"w": HOT}, views=True))
+        for server in (0, 1):
+            assert one.finish(ticket) is None
+            pulled(one, one.seqs(Pull, server)[0], server, 1, 5.0 + server)
+        end = one.finish(ticket)
+        assert end is not None
+        (view,) = end.value  # type: ignore[misc]
+        assert view.tolist() == [5.0] * 16 + [6.0] * 24
+
+    def test_of_a_push_and_pull_with_what_lags_read_again(self) -> None:
+        one = ready()
+        ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False))
+        pulled(one, one.seqs(Push, 0)[0], 0, 2, 5.0)
+        pulled(one, one.seqs(Push, 1)[0], 1, 1, 4.0)
+        pulled(one, one.seqs(Pull, 1)[0], 1, 2, 5.0)
+        end = one.finish(ticket)
+        assert end is not None
+        (view,) = end.value  # type: ignore[misc]
+        assert view.tolist() == [5.0] * 40
+
+    def test_without_them_a_call_ends_with_nothing(self) -> None:
+        one = ready()
+        ticket = one.call(pull({"w": torch.zeros(40)}))
+        for server in (0, 1):
+            pulled(one, one.seqs(Pull, server)[0], server, 1, 5.0)
+        end = one.finish(ticket)
+        assert end is not None
+        assert end.value is None
+
+    @pytest.mark.parametrize("first", [(), (0,), (1,)])
+    def test_that_nobody_waits_for_any_more(self, first: tuple[int, ...]) -> None:
+        """The push stands, and ends when all values are there, as if they had been wanted."""
+        one = ready()
+        ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False), 5.0)
+        for server in first:
+            pulled(one, one.seqs(Push, server)[0], server, 1)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        for server in {0, 1} - set(first):
+            pulled(one, one.seqs(Push, server)[0], server, 1)
+        assert one.core.books["kv"].key("w").applied == 1
+        assert not one.core._talks
 
 
 class TestWindow:

@@ -10,14 +10,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvps.core.calls import Views
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
 from kvps.core.plan import Held
-from kvps.core.reading import Drain, Lagging, Rows, Step, Steps, read, stand
+from kvps.core.reading import (
+    Drain,
+    Lagging,
+    Pieces,
+    Rows,
+    Step,
+    Steps,
+    read,
+    sink_for,
+    stand,
+)
+from kvps.errors import ProtocolError
 from kvps.messages import Ask, Packet, Pull, Pulled, Stand
-from kvps.specs import BY_NAME
-from kvps.tensors import to_frame
-from tests.workbench import opened, spec
+from kvps.specs import BY_NAME, Spec
+from kvps.tensors import PRIVATE, to_frame
+from tests.workbench import Readable, opened, spec
 
 ENVELOPE: Any = None
 """Nobody here reads it."""
@@ -226,3 +238,112 @@ class TestWhatIsKnownToBeApplied:
             with pytest.raises(StopIteration):
                 steps.send([answer(request, 5 + at) for at, request in enumerate(step)])
         assert (one.key("a").applied, one.key("big").applied) == (9, 9)
+
+
+class TestViews:
+    """Values that stay where they are."""
+
+    def read(self, one: Catalogue, *names: str) -> tuple[Steps, Pieces]:
+        sink = sink_for(Views.VIEWS, one.plan(names))
+        assert isinstance(sink, Pieces)
+        return read(one, one.plan(names), sink, 0, 0, 0), sink
+
+    def test_are_of_the_memory_in_which_values_came(self) -> None:
+        one = book()
+        one.place([("m", Spec("float32", (2, 2)), [Held(0, 1, 5, 4, 0)])])
+        steps, sink = self.read(one, "b", "m")
+        step = next(steps)
+        assert isinstance(step, list)
+        packet = answer(step[0], 3)
+        assert ends(steps, [packet])
+        values = torch.frombuffer(packet.payload[0], dtype=torch.float32)
+        values.copy_(torch.arange(7.0))
+        b, m = sink.views(one.plan(("b", "m")).keys, PRIVATE)
+        assert (b.tolist(), m.tolist()) == ([0, 1, 2], [[3, 4], [5, 6]])
+        assert b.data_ptr() == values.data_ptr()
+
+    @pytest.mark.parametrize("shares", [False, True])
+    def test_of_a_key_that_is_cut_are_put_side_by_side(self, shares: bool) -> None:
+        one, memory = book(), Readable(shares=shares)
+        seen: list[list[list[float]]] = []
+        beside = memory.side_by_side
+        memory.side_by_side = lambda parts: (
+            seen.append([p.tolist() for p in parts]) or beside(parts)
+        )  # type: ignore[method-assign,func-returns-value]
+        steps, sink = self.read(one, "big", "a")
+        step = next(steps)
+        assert isinstance(step, list)
+        assert ends(steps, [answer(request, 7) for request in step])
+        big, a = sink.views(one.plan(("big", "a")).keys, memory)
+        assert (big.tolist(), a.tolist()) == ([7] * 8, [7] * 2)
+        assert seen == [[[7] * 4, [7] * 4]]
+
+    def test_the_order_of_answers_does_not_matter(self) -> None:
+        one = book()
+        plan = one.plan(("big",))
+        sink = sink_for(Views.VIEWS, plan)
+        assert isinstance(sink, Pieces)
+        for share in reversed(plan.shares):
+            sink.write(share, torch.full((4,), float(share.server)))
+        assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
+
+    def test_what_was_read_again_counts(self) -> None:
+        one = book()
+        steps, sink = self.read(one, "a", "big", "b")
+        step = next(steps)
+        assert isinstance(step, list)
+        again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
+        assert isinstance(again, Lagging)
+        more = steps.send([answer(again[0], 4)])
+        assert isinstance(more, Lagging)
+        assert ends(steps, [answer(more[0], 4)])
+        views = sink.views(one.plan(("a", "big", "b")).keys, PRIVATE)
+        assert [view.tolist() for view in views] == [[9] * 2, [4] * 8, [9] * 3]
+
+    def test_of_keys_without_elements(self) -> None:
+        one = book()
+        one.place([("nothing", Spec("int8", (0, 3)), [])])
+        steps, sink = self.read(one, "nothing", "a")
+        step = next(steps)
+        assert isinstance(step, list)
+        assert ends(steps, [answer(step[0], 1)])
+        nothing, a = sink.views(one.plan(("nothing", "a")).keys, PRIVATE)
+        assert (nothing.shape, nothing.dtype) == ((0, 3), torch.int8)
+        assert a.tolist() == [1, 1]
+
+    @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])
+    def test_there_are_none_if_nobody_waited_for_some_of_the_values(
+        self, wanted: tuple[bool, bool]
+    ) -> None:
+        one = book()
+        for names in (("big",), ("a", "big")):
+            steps, sink = self.read(one, *names)
+            step = next(steps)
+            assert isinstance(step, list)
+            flags = [*wanted, False]
+            answers = [
+                answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)
+            ]
+            assert ends(steps, answers)
+            assert sink.views(one.plan(names).keys, PRIVATE) == []
+        sink = Pieces(range(1))
+        assert sink.views(one.plan(("a",)).keys, PRIVATE) == []
+
+    def test_are_one_of_three_things_that_a_call_may_want(self) -> None:
+        plan, row = book().plan(("a",)), torch.zeros(2)
+        assert sink_for(None, plan) is None
+        assert sink_for((row,), plan) == Rows((row,))
+        assert sink_for(Views.VIEWS, plan) == Pieces(range(1))
+
+
+def test_an_answer_of_another_length_is_refused() -> None:
+    """What is asked for is read by its address later on."""
+    one = book()
+    steps, _ = reading(one, "a", "b")
+    step = next(steps)
+    assert isinstance(step, list)
+    packet = answer(step[0], 3, wanted=False)
+    short = Packet(ENVELOPE, packet.message, (packet.payload[0][:16],))
+    assert step[0].on_reply is not None
+    with pytest.raises(ProtocolError, match="server 0 answered 4 elements of chunk 1; asked for"):
+        step[0].on_reply(short, True)
