@@ -25,6 +25,7 @@ KEY_MAX = 256
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED = frozenset({torch.strided})
 _KEYS = frozenset({str, int})
 
 
@@ -65,10 +66,15 @@ class Form:
                 and all(values[index].shape == shape for index, shape in self.shapes)
                 and [one.dtype for one in values] == self.dtypes
                 and all(map(attrgetter("is_cpu"), values))
+                and _STRIDED.issuperset(map(attrgetter("layout"), values))
                 and all(map(torch.Tensor.is_contiguous, values))
             )
-        except RuntimeError:  # a sparse tensor knows nothing of that
+        except RuntimeError:  # a nested tensor knows nothing of that
             return False
+
+    def fits_as_sinks(self, values: object) -> bool:
+        """Whether ``values`` may be written to, too, as they are."""
+        return self.fits(values) and not any(map(torch.Tensor.is_inference, values))  # type: ignore[call-overload]  # it is a list
 
 
 def as_list(keys: object) -> tuple[str | int, ...] | None:
@@ -190,7 +196,7 @@ def sinks_for(
             spec = specs.get(name)
             if spec is None:
                 raise KeyNotFound(f"key {name!r} was never initialised; call init() first")
-            new.append(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
+            new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
         return Sinks(tuple(new), lambda: result)
     outs = values_of(names, is_many, out)
@@ -199,8 +205,8 @@ def sinks_for(
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, devices in zip(names, outs, strict=True):
         targets = [_target(name, one) for one in devices]
-        direct = next((t for t in targets if t.device.type == "cpu" and t.is_contiguous()), None)
-        row = direct if direct is not None else _blank(targets[0])
+        direct = next((target for target in targets if _is_row(target)), None)
+        row = direct if direct is not None else _blank_for(targets[0])
         rows.append(row)
         copies.extend((target, row) for target in targets if target is not direct)
 
@@ -225,6 +231,16 @@ def _target(name: str, out: Array) -> torch.Tensor:
     return tensor
 
 
-def _blank(like: torch.Tensor) -> torch.Tensor:
+def _is_row(target: torch.Tensor) -> bool:
+    """Whether it can be written to where it is, by another thread than the caller's."""
+    return target.device.type == "cpu" and target.is_contiguous() and not target.is_inference()
+
+
+def _blank_for(target: torch.Tensor) -> torch.Tensor:
     """A row; page-locked where its values go to a GPU."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    return _blank(target.shape, target.dtype, is_pinned=target.device.type == "cuda")
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool = False) -> torch.Tensor:
+    with torch.inference_mode(False):  # else only a thread in that mode may write to it
+        return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)

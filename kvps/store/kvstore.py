@@ -464,7 +464,7 @@ class KVStore(KVStoreBase, abc.ABC):
             return Wanted(VIEWS, lambda found: found if is_many else found[0])
         form = self._form(names)
         given = out if is_many else [out]
-        if form is not None and form.fits(given):
+        if form is not None and form.fits_as_sinks(given):
             return Wanted(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
         sinks = sinks_for(names, is_many, out, self._specs)
         return Wanted(sinks.rows, lambda _: sinks.deliver())

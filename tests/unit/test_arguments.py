@@ -8,9 +8,23 @@ import torch
 
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.specs import Spec
-from kvps.store.arguments import check_values, names_of, reduce, rows_of, sinks_for, values_of
+from kvps.store.arguments import (
+    Form,
+    as_list,
+    check_values,
+    names_of,
+    reduce,
+    rows_of,
+    sinks_for,
+    values_of,
+)
 
-SPECS = {"a": Spec("float32", (2, 2)), "b": Spec("float16", (3,))}
+SPECS = {
+    "a": Spec("float32", (2, 2)),
+    "b": Spec("float16", (3,)),
+    "scalar": Spec("int64", ()),
+    "nothing": Spec("float32", (0, 3)),
+}
 
 
 @pytest.mark.parametrize(
@@ -108,3 +122,92 @@ def test_outputs_that_cannot_be_written():
     frozen.flags.writeable = False
     with pytest.raises(Mismatch, match="read-only"):
         sinks_for(("a",), False, frozen, SPECS)
+
+
+def test_sinks_of_a_thread_that_only_infers():
+    """Another thread may not write to such a tensor, so it gets a row beside it."""
+    with torch.inference_mode():
+        sinks = sinks_for(("a",), False, None, SPECS)
+        assert not sinks.rows[0].is_inference()
+        out = torch.zeros(2, 2)
+        assert not form("a").fits_as_sinks([out])
+        sinks = sinks_for(("a",), False, out, SPECS)
+        sinks.rows[0].fill_(3)
+        sinks.deliver()
+    assert not sinks.rows[0].is_inference()
+    assert out.tolist() == [[3, 3], [3, 3]]
+
+
+# --- lists that are recognised as a whole ---------------------------------------------------------
+
+
+def form(*names):
+    found = Form.of(names, SPECS)
+    assert found is not None
+    return found
+
+
+def fitting():
+    return [
+        torch.zeros(2, 2),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)),
+        torch.tensor(7),
+        torch.zeros(0, 3),
+    ]
+
+
+def test_plain_tensors_of_the_right_type_and_shape_fit():
+    one = form(*SPECS)
+    assert one.fits(fitting())
+    assert one.fits(tuple(fitting()))
+    assert one.fits_as_sinks(fitting())
+    assert form().fits([])
+    assert Form.of(("a", "unknown"), SPECS) is None
+
+
+class Marked(torch.Tensor):
+    """A subclass may mean anything."""
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, torch.zeros(4)),
+        (0, torch.zeros(4, 1)),
+        (0, torch.zeros(1, 4)),
+        (0, torch.zeros(2, 2, dtype=torch.float64)),
+        (0, torch.zeros(2, 2, device="meta")),
+        (0, torch.zeros(2, 4)[:, ::2]),
+        (0, torch.zeros(2, 2).T),
+        (0, torch.eye(2).to_sparse()),
+        (0, torch.zeros(2, 2).to_mkldnn()),
+        (0, torch.zeros(2, 2).as_subclass(Marked)),
+        (0, np.zeros((2, 2), np.float32)),
+        (0, [torch.zeros(2, 2)]),
+        (0, None),
+        (1, torch.zeros(3)),
+        (1, torch.zeros(2, dtype=torch.float16)),
+        (1, torch.zeros(3, 1, dtype=torch.float16)),
+        (2, torch.tensor([7])),
+        (2, torch.tensor(7.0)),
+        (3, torch.zeros(0)),
+        (3, torch.zeros(3, 0)),
+        (3, torch.zeros(1, 3)),
+    ],
+)
+def test_anything_else_is_looked_at_by_itself(index, value):
+    values = fitting()
+    values[index] = value
+    assert not form(*SPECS).fits(values)
+
+
+@pytest.mark.parametrize("values", [None, torch.zeros(2, 2), {"a": 1}, [], [torch.zeros(2, 2)] * 2])
+def test_no_list_or_another_length_does_not_fit(values):
+    assert not form("a").fits(values)
+
+
+def test_lists_of_keys_that_are_equal_mean_equal_names():
+    assert as_list(["a", 1]) == ("a", 1) == as_list(("a", 1))
+    assert as_list(["1"]) != as_list([1])
+    for other in ("a", 1, [True], [None], {"a": 1}, [["a"]]):
+        assert as_list(other) is None
