@@ -18,8 +18,8 @@ import numpy as np
 
 from kvps.net.segment import PAGE_BYTES, Block, Mapping
 
-KEPT_MAX = 4096
-"""How many arrangements are kept."""
+KEPT_MAX = 16384
+"""In how many places lies what is kept: each is a mapping, of which a process may have 65,530."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -50,7 +50,8 @@ class Stitches:
         self._mappings = mappings
         self._kept: dict[tuple[Part, ...], object] = {}
         """What holds the pages of each arrangement."""
-        self._count = 0
+        self._nonces: set[int] = set()
+        """Whose pages they may be."""
 
     def beside(self, ranges: Sequence[tuple[int, int]], keep: object) -> Block | None:
         """Return what lies in ``ranges`` as one block, for reading; None if that cannot be.
@@ -60,8 +61,9 @@ class Stitches:
             keep: what must live as long as the block is referred to.
         """
         found = list(self._mappings())
-        if len(found) != self._count:  # pages of those who are gone must not be kept
-            self._count = len(found)
+        nonces = {one.offer.nonce for one in found}
+        if nonces != self._nonces:  # pages of those who are gone must not be kept
+            self._nonces = nonces
             self._kept.clear()
         parts = [_part(found, *one) for one in ranges]
         known = tuple([part for part in parts if part is not None])
@@ -72,7 +74,7 @@ class Stitches:
             whole = _stitch(found, known)
             if whole is None:
                 return None
-            if len(self._kept) >= KEPT_MAX:
+            if sum(map(len, self._kept)) + len(known) > KEPT_MAX:
                 self._kept.clear()
             self._kept[known] = whole
         size_bytes = sum([part.size_bytes for part in known])

@@ -1,0 +1,192 @@
+"""Pages of several segments, mapped side by side and read as one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvps.net import stitching
+from kvps.net.segment import PAGE_BYTES, Block, Mapping, Segment
+from kvps.net.stitching import Stitches
+
+PAGES = 32
+
+
+class Lent:
+    """What lies in a segment, as another process has mapped it."""
+
+    def __init__(self, pages: int = PAGES) -> None:
+        self.segment = Segment(pages * PAGE_BYTES)
+        self.mapping = Mapping(self.segment.offer)
+        self.blocks: list[Block] = []
+
+    def put(self, *pages: int, last_bytes: int = PAGE_BYTES) -> tuple[int, int]:
+        """Fill pages with these numbers; return where they are mapped, and their bytes."""
+        block = self.segment.take(len(pages) * PAGE_BYTES)
+        assert block is not None
+        self.blocks.append(block)
+        block[:] = np.repeat(np.array(pages, np.uint8), PAGE_BYTES)
+        offset = self.segment.offset_of(block.data)
+        assert offset is not None
+        return self.mapping.address + offset, len(block) - PAGE_BYTES + last_bytes
+
+
+@pytest.fixture
+def lent() -> Iterator[list[Lent]]:
+    found = [Lent(), Lent()]
+    yield found
+    for one in found:
+        one.segment.close()
+
+
+def stitches(lent: list[Lent]) -> Stitches:
+    return Stitches(lambda: [one.mapping for one in lent])
+
+
+def numbers(block: Block | None) -> list[int]:
+    """What the pages of a block hold."""
+    assert block is not None
+    return [int(page[0]) for page in np.split(block, range(PAGE_BYTES, len(block), PAGE_BYTES))]
+
+
+def mapped() -> int:
+    """How many places of segments this process has mapped."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:kvps")
+
+
+def test_pages_of_several_segments_are_read_as_one(lent: list[Lent]) -> None:
+    first, second = lent
+    ranges = [first.put(1, 2), second.put(3), first.put(4, 5, last_bytes=7)]
+    block = stitches(lent).beside(ranges, None)
+    assert numbers(block) == [1, 2, 3, 4, 5]
+    assert block is not None
+    assert len(block) == 4 * PAGE_BYTES + 7
+
+
+def test_nothing_is_copied(lent: list[Lent]) -> None:
+    first, second = lent
+    block = stitches(lent).beside([first.put(1), second.put(2)], None)
+    first.blocks[0][:] = 8
+    assert numbers(block) == [8, 2]
+
+
+def test_the_same_arrangement_is_mapped_once(lent: list[Lent]) -> None:
+    first, second = lent
+    one, ranges = stitches(lent), [first.put(1), second.put(2)]
+    block = one.beside(ranges, None)
+    before = mapped()
+    again = one.beside(ranges, None)
+    assert mapped() == before
+    assert block is not None
+    assert again is not None
+    assert again.ctypes.data == block.ctypes.data
+    other = one.beside(ranges[::-1], None)
+    assert numbers(other) == [2, 1]
+    assert mapped() == before + 2
+
+
+def test_what_is_kept_alive_lives_as_long_as_a_view(lent: list[Lent]) -> None:
+    class Lease:
+        ended = False
+
+        def __del__(self) -> None:
+            Lease.ended = True
+
+    first, second = lent
+    one = stitches(lent)
+    block = one.beside([first.put(1), second.put(2)], Lease())
+    assert block is not None
+    view = block[10:20]
+    del block
+    gc.collect()
+    assert not Lease.ended
+    del view
+    gc.collect()
+    assert Lease.ended
+
+
+def test_what_cannot_be_mapped_side_by_side_is_not(lent: list[Lent]) -> None:
+    first, second = lent
+    one = stitches(lent)
+    address, size_bytes = first.put(1, 2)
+    other = second.put(3)
+    own = np.zeros(PAGE_BYTES, np.uint8)
+    assert one.beside([(address + 64, PAGE_BYTES), other], None) is None  # begins within a page
+    assert one.beside([(address, PAGE_BYTES + 64), other], None) is None  # ends within one
+    assert one.beside([(own.ctypes.data, PAGE_BYTES), other], None) is None  # is nobody's
+    beyond = PAGES * PAGE_BYTES
+    assert (
+        one.beside([(first.mapping.address, beyond + 1), other], None) is None
+    )  # is not all there
+    assert numbers(one.beside([(address, size_bytes), other], None)) == [1, 2, 3]
+
+
+def test_not_if_its_owner_is_gone(lent: list[Lent]) -> None:
+    first, second = lent
+    ranges = [first.put(1), second.put(2)]
+    second.segment.close()
+    before = mapped()
+    assert stitches(lent).beside(ranges, None) is None
+    assert mapped() == before
+
+
+def test_a_view_outlives_its_owner_and_the_stitches(lent: list[Lent]) -> None:
+    first, second = lent
+    block = stitches(lent).beside([first.put(1), second.put(2)], None)
+    for one in lent:
+        one.segment.close()
+        one.blocks.clear()
+    assert numbers(block) == [1, 2]
+
+
+def test_pages_of_those_who_are_gone_are_not_kept() -> None:
+    """Also if another has come in the place of one."""
+    lent = [Lent(), Lent()]
+    one = stitches(lent)
+    ranges = [each.put(1) for each in lent]
+    before = mapped()
+    assert one.beside(ranges, None) is not None
+    assert mapped() == before + 2
+    gone, lent[0] = lent[0], Lent()
+    before = mapped()
+    assert one.beside([(0, PAGE_BYTES), ranges[1]], None) is None
+    assert mapped() == before - 2
+    for each in (gone, *lent):
+        each.segment.close()
+
+
+def test_few_places_are_kept(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stitching, "KEPT_MAX", 5)
+    first, second = lent
+    one = stitches(lent)
+    ranges = [first.put(1), second.put(2), first.put(3)]
+    before = mapped()
+    for pair in ((0, 1), (1, 2)):
+        one.beside([ranges[at] for at in pair], None)
+    assert mapped() == before + 4
+    assert numbers(one.beside(ranges, None)) == [1, 2, 3]
+    assert mapped() <= before + 3
+
+
+def test_no_room_is_no_view(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mapped before it failed is unmapped."""
+    first, second = lent
+    ranges = [first.put(1), second.put(2)]
+    calls = iter([True, False])
+    mmap = stitching._libc.mmap
+
+    def fail(*arguments: object) -> object:
+        return mmap(*arguments) if next(calls) else stitching._FAILED
+
+    monkeypatch.setattr(stitching._libc, "mmap", fail)
+    before = mapped()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert stitches(lent).beside(ranges, None) is None
+    assert mapped() == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
