@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.plan import Held, Key, Plan, alike, make
+from kvps.core.plan import (
+    PIECES_MAX,
+    WINDOWS_MAX,
+    Held,
+    Key,
+    Plan,
+    Share,
+    alike,
+    allocate,
+    make,
+    of_key,
+)
 from kvps.messages import Ask, Run
 from kvps.specs import Spec
-from kvps.tensors import PRIVATE
+from kvps.tensors import PRIVATE, TORCH, to_frame
+from tests.workbench import Readable
 
 
 def key(name: str, *pieces: Held, dtype: str = "float32") -> Key:
@@ -118,3 +134,240 @@ def test_what_is_gathered_and_scattered_is_every_element_once(data: st.DataObjec
         assert len(values) == share.size == sum(run.size for run in runs)
         share.scatter(values, back)
     assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_rows_keep_their_shapes(dtype: str) -> None:
+    shapes = [(2, 3), (), (4,), (1, 2, 2)]
+    keys, start = [], 0
+    for index, shape in enumerate(shapes):
+        one = Spec(dtype, shape)
+        keys.append(Key(f"k{index}", one, (Held(0, 1, start, one.count, 0),)))
+        start += one.count
+    (share,) = make(keys).shares
+    rows = [torch.ones(shape).to(TORCH[dtype]) * index for index, shape in enumerate(shapes)]
+    (gathered,) = share.gather(rows, PRIVATE, "server 0")
+    assert gathered.tolist() == [0] * 6 + [1] + [2] * 4 + [3] * 4
+    back = [torch.zeros_like(row) for row in rows]
+    share.scatter(gathered, back)
+    assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))
+
+
+def test_one_number_stands_for_all_keys() -> None:
+    assert alike([3, 3, 3]) == 3
+    assert alike([3, 4, 3]) == [3, 4, 3]
+    assert alike([]) == 0
+    assert (of_key(3, 1), of_key([3, 4], 1)) == (3, 4)
+    (share,) = neighbours().shares
+    assert share.runs(7) == share.runs([7, 7, 7])
+    assert share.asks(1, 2) == share.asks([1] * 3, [2] * 3) == share.asks(1, [2] * 3)
+
+
+# --- what the server can read -----------------------------------------------------------------------
+
+
+def lending(*counts: int) -> tuple[Readable, list[torch.Tensor]]:
+    """Memory that server 0 reads, and one block in it, split."""
+    memory = Readable("server 0")
+    rows = list(memory.empty(sum(counts), "float32").split(counts))
+    for index, row in enumerate(rows):
+        row.fill_(index)
+    return memory, rows
+
+
+def places(pieces: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
+    return [(one.data_ptr(), len(one)) for one in pieces]
+
+
+def test_what_is_side_by_side_as_on_the_server_is_lent_as_it_is() -> None:
+    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    memory, (a, b) = lending(4, 6)
+    assert places(plan.shares[0].gather([a, b], memory, "server 0")) == [(a.data_ptr(), 10)]
+    assert len(memory.blocks) == 1
+
+
+def test_neighbours_are_joined_and_others_are_pieces() -> None:
+    """Here the rows lie in the order of the call, and c is behind a gap on the server."""
+    (share,) = neighbours().shares  # a, b and c of 4, 6 and 3, called as c, a, b
+    memory, (a, b, _, c) = lending(4, 6, 5, 3)
+    pieces = share.gather([c, a, b], memory, "server 0")
+    assert places(pieces) == [(a.data_ptr(), 10), (c.data_ptr(), 3)]
+    memory, (b, a, c) = lending(6, 4, 3)
+    pieces = share.gather([c, a, b], memory, "server 0")
+    assert places(pieces) == [(a.data_ptr(), 4), (b.data_ptr(), 6), (c.data_ptr(), 3)]
+
+
+def test_a_tensor_twice_is_two_pieces() -> None:
+    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 4, 0))])
+    memory, (row,) = lending(4)
+    pieces = plan.shares[0].gather([row, row], memory, "server 0")
+    assert places(pieces) == [(row.data_ptr(), 4)] * 2
+
+
+def test_neighbours_of_two_storages_stay_two() -> None:
+    """Who keeps the first alive does not keep the second."""
+    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    memory, (whole,) = lending(10)
+    a, b = (torch.from_numpy(one) for one in np.split(whole.numpy(), [4]))
+    pieces = plan.shares[0].gather([a, b], memory, "server 0")
+    assert places(pieces) == [(a.data_ptr(), 4), (b.data_ptr(), 6)]
+
+
+def test_shapes_do_not_matter_to_what_is_lent() -> None:
+    keys = [
+        Key("a", Spec("float32", (2, 2)), (Held(0, 1, 0, 4, 0),)),
+        Key("b", Spec("float32", ()), (Held(0, 1, 4, 1, 0),)),
+    ]
+    memory, (a, b) = lending(4, 1)
+    (piece,) = make(keys).shares[0].gather([a.view(2, 2), b.view(())], memory, "server 0")
+    assert piece.tolist() == [0, 0, 0, 0, 1]
+    (piece,) = make(keys[:1]).shares[0].gather([a.view(2, 2)], memory, "server 0")
+    assert piece.tolist() == [0, 0, 0, 0]
+
+
+def test_parts_of_a_key_are_lent_each_to_its_server() -> None:
+    plan = make([key("big", Held(0, 1, 0, 4, 0), Held(1, 1, 0, 6, 4))])
+    memory, (row,) = lending(10)
+    memory.routes = ("server 0", "server 1")
+    found = [one.gather([row], memory, f"server {one.server}") for one in plan.shares]
+    assert [places(pieces) for pieces in found] == [
+        [(row.data_ptr(), 4)],
+        [(row[4:].data_ptr(), 6)],
+    ]
+
+
+def test_what_the_server_cannot_read_is_copied() -> None:
+    (share,) = neighbours().shares
+    memory, (a, b, c) = lending(4, 6, 3)
+    own = torch.full((6,), 9.0)
+    for rows, route in (([c, a, own], "server 0"), ([c, a, b], "server 1")):
+        (copy,) = share.gather(rows, memory, route)
+        assert places((copy,)) == places((memory.blocks[-1],))
+        assert copy.tolist() == [0] * 4 + rows[2].tolist() + [2] * 3
+    own[:] = 0
+    assert len(memory.blocks) == 3
+
+
+@pytest.mark.parametrize(("count", "is_lent"), [(PIECES_MAX, True), (PIECES_MAX + 1, False)])
+def test_what_lies_in_too_many_places_is_copied(count: int, is_lent: bool) -> None:
+    plan = make([key(f"k{index}", Held(0, 1, index, 1, 0)) for index in range(count)])
+    memory, rows = lending(*[2] * count)
+    pieces = plan.shares[0].gather([row[:1] for row in rows], memory, "server 0")
+    assert len(pieces) == (count if is_lent else 1)
+    assert torch.cat(pieces).tolist() == list(range(count))
+
+
+def test_a_parameter_is_lent_as_well() -> None:
+    memory, (a, b) = lending(4, 6)
+    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    for count, names in ((4, [a]), (10, [a, b])):
+        one = make(plan.keys[: len(names)]).shares[0]
+        with torch.no_grad():  # as the loop of a worker runs
+            (piece,) = one.gather([torch.nn.Parameter(row) for row in names], memory, "server 0")
+            assert to_frame(piece).nbytes == 4 * count
+        assert piece.data_ptr() == a.data_ptr()
+
+
+class TestAllocate:
+    def test_gives_keys_side_by_side_as_on_the_server(self) -> None:
+        memory = Readable("server 0")
+        plan = make(
+            [
+                Key("b", Spec("float32", (2, 3)), (Held(0, 1, 4, 6, 0),)),
+                key("a", Held(0, 1, 0, 4, 0)),
+                Key("nothing", Spec("int8", (0, 2))),
+                Key("half", Spec("float16", ()), (Held(0, 2, 0, 1, 0),)),
+            ]
+        )
+        rows = allocate(plan, memory)
+        assert [tuple(row.shape) for row in rows] == [(2, 3), (4,), (0, 2), ()]
+        assert [row.dtype for row in rows] == [
+            torch.float32,
+            torch.float32,
+            torch.int8,
+            torch.float16,
+        ]
+        for row in rows:
+            row.fill_(1)
+        for share in plan.shares:
+            (piece,) = share.gather(rows, memory, "server 0")
+            assert piece.tolist() == [1] * share.size
+
+    def test_gives_a_key_that_is_cut_in_one_piece(self) -> None:
+        """Beside neighbours that are not."""
+        memory = Readable("server 0", "server 1")
+        plan = make(
+            [
+                key("a", Held(0, 1, 0, 4, 0)),
+                key("big", Held(0, 1, 4, 3, 0), Held(1, 1, 0, 5, 3)),
+                key("b", Held(0, 1, 7, 2, 0)),
+            ]
+        )
+        rows = allocate(plan, memory)
+        assert [row.shape for row in rows] == [(4,), (8,), (2,)]
+        for share in plan.shares:
+            pieces = share.gather(rows, memory, f"server {share.server}")
+            assert sum(map(len, pieces)) == share.size
+            assert memory.lends(f"server {share.server}", pieces)
+        assert len(memory.blocks) == 3
+
+
+class TestWindows:
+    """One tensor for each key on what came, remembered by where that lies."""
+
+    def share(self) -> Share:
+        return neighbours().shares[0]
+
+    def test_are_made_once_for_each_place(self) -> None:
+        share, here, there = self.share(), torch.arange(13.0), torch.arange(13.0) + 100
+        first = share._windows_of(here)
+        assert [one.tolist() for one in first] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12]]
+        assert share._windows_of(there)[2].tolist() == [110, 111, 112]
+        assert share._windows_of(here) is first
+        assert share._windows_of(here[:]) is first
+
+    def test_show_what_lies_there_now(self) -> None:
+        share, place, rows = self.share(), torch.zeros(13), [torch.zeros(n) for n in (3, 4, 6)]
+        for turn in range(3):
+            place.fill_(turn)
+            share.scatter(place, rows)
+            assert [row.unique().tolist() for row in rows] == [[turn]] * 3
+
+    def test_of_few_places_are_remembered(self) -> None:
+        share = self.share()
+        places = [torch.full((13,), float(index)) for index in range(WINDOWS_MAX + 1)]
+        for place in places * 2:
+            assert [one[0].item() for one in share._windows_of(place)] == [place[0].item()] * 3
+            assert len(share._windows) <= WINDOWS_MAX
+
+    def test_keep_no_memory_alive(self) -> None:
+        array = np.zeros(13, np.float32)
+        share, owner = self.share(), weakref.ref(array)
+        share.scatter(torch.from_numpy(array), [torch.zeros(n) for n in (3, 4, 6)])
+        del array
+        gc.collect()
+        assert owner() is None
+
+    def test_of_a_share_with_one_key_are_not_needed(self) -> None:
+        (share,) = make([key("a", Held(0, 1, 0, 4, 0))]).shares
+        place = torch.arange(4.0)
+        assert share._windows_of(place)[0].data_ptr() == place.data_ptr()
+        assert not share._windows
+
+    def test_of_other_plans_are_their_own(self) -> None:
+        """The same place, seen as another type and in other parts."""
+        memory = torch.arange(16, dtype=torch.uint8)
+        floats, bytes_ = (
+            make(
+                [
+                    key("a", Held(0, 1, 0, size, 0), dtype=dtype),
+                    key("b", Held(0, 1, size, size, 0), dtype=dtype),
+                ]
+            ).shares[0]
+            for dtype, size in (("float32", 2), ("uint8", 4))
+        )
+        for _ in range(2):
+            halves = floats._windows_of(memory.view(torch.float32))
+            assert torch.equal(torch.cat(halves).view(torch.uint8), memory)
+            parts = bytes_._windows_of(memory[:8])
+            assert [one.tolist() for one in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.rounds import WINDOW, Due, Round, Span, Verdict
+from kvps.core.rounds import LENT_MAX, WINDOW, Due, Round, Span, Verdict
 from kvps.core.strip import Strip, Sum
 
 ALL = frozenset({0, 1, 2})
@@ -121,6 +121,76 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> Non
         )
     assert one.sum().whole().dtype is torch.float32
     assert one.sum().whole().item() == 2050.0
+
+
+# --- what is lent ------------------------------------------------------------------------------------
+
+
+def add(one: Round, rank: int, gradient: torch.Tensor, *, lent: bool) -> None:
+    one.add((rank,), Strip([gradient]), lent=lent, keep=False)
+
+
+def test_few_that_are_lent_are_left_where_they_lie() -> None:
+    one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(LENT_MAX)]
+    for rank, gradient in enumerate(lent):
+        add(one, rank, gradient, lent=True)
+    assert one.total is None
+    assert [one.kept[rank].joined().data_ptr() for rank in range(LENT_MAX)] == [
+        gradient.data_ptr() for gradient in lent
+    ]
+    assert one.sum().whole().tolist() == [36.0, 36.0]
+
+
+@pytest.mark.parametrize("count", [LENT_MAX + 1, 2 * LENT_MAX, 2 * LENT_MAX + 1])
+def test_more_are_added_up_elsewhere(count: int) -> None:
+    one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(count)]
+    for rank, gradient in enumerate(lent):
+        add(one, rank, gradient, lent=True)
+        assert len(one.kept) <= LENT_MAX
+    assert one.total is not None
+    assert one.sum().whole().tolist() == [count * (count + 1) / 2] * 2
+    assert [gradient.tolist() for gradient in lent] == [[1.0 + rank] * 2 for rank in range(count)]
+
+
+def test_those_that_came_are_added_to_the_first_as_they_come() -> None:
+    one, came = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(5)]
+    for rank, gradient in enumerate(came):
+        add(one, rank, gradient, lent=False)
+        assert len(one.kept) <= 1
+    assert one.total is not None
+    assert one.total.data_ptr() == came[0].data_ptr(), "it belongs to the round"
+    assert one.sum().whole().tolist() == [15.0, 15.0]
+
+
+@pytest.mark.parametrize("order", ["lclcl", "clllc", "llcc", "cc" + LENT_MAX * "l" + "cl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
+def test_what_is_lent_is_never_written_to(order: str, dtype: torch.dtype) -> None:
+    """Whatever has come in frames before, or comes after."""
+    one, lent = Round(0, 0.0), []
+    for rank, how in enumerate(order):
+        gradient = torch.full((3,), rank + 1).to(dtype)
+        add(one, rank, gradient, lent=how == "l")
+        if how == "l":
+            lent.append((rank, gradient))
+    expected = sum(range(1, len(order) + 1))
+    assert one.sum().whole().tolist() == [expected] * 3
+    assert one.sum().whole().tolist() == [expected] * 3, "and looking changes nothing"
+    assert all(gradient.tolist() == [rank + 1] * 3 for rank, gradient in lent)
+
+
+def test_halves_of_what_is_lent_move_apart() -> None:
+    left, lent = span(), [torch.arange(10.0), torch.arange(10.0)]
+    for rank, gradient in enumerate(lent):
+        left.take((rank,), 0)
+        pieces = Strip(gradient.split([3, 4, 3]))
+        left.round(0, 0.0).add((rank,), pieces, lent=True, keep=False)
+    right = left.cut(5)
+    for half in (left, right):
+        half.check()
+    push(right, 2, 0, ones(5))
+    assert left.rounds[0].sum().whole().tolist() == [0, 2, 4, 6, 8]
+    assert right.rounds[0].sum().whole().tolist() == [11, 13, 15, 17, 19]
+    assert all(gradient.equal(torch.arange(10.0)) for gradient in lent)
 
 
 # --- clocks -----------------------------------------------------------------------------------------

@@ -158,6 +158,60 @@ def test_a_buffer_is_in_place_again_once_all_have_read_it() -> None:
     assert one.writable() is before
 
 
+def test_two_buffers_take_turns_under_readers_who_let_go_of_the_last() -> None:
+    one = chunk(10)
+    seen, held = set(), one.buffer.hold()
+    for number in range(6):
+        one.writable().fill_(number)
+        last, held = held, one.buffer.hold()
+        last.release()
+        seen.add(one.buffer.tensor.data_ptr())
+    assert len(seen) == 2
+
+
+def test_the_buffer_before_this_one_is_not_taken_while_it_is_read() -> None:
+    one = chunk(10)
+    one.writable().fill_(1)
+    first = one.buffer.hold()
+    one.writable().fill_(2)
+    second = one.buffer.hold()
+    one.writable().fill_(3)
+    assert [held.tensor[:10].tolist() for held in (first, second)] == [[1] * 10, [2] * 10]
+    second.release()
+    one.buffer.hold()
+    assert one.writable() is second.tensor
+    assert second.tensor[:10].tolist() == [3] * 10
+
+
+def test_only_what_will_not_be_replaced_is_copied() -> None:
+    one = chunk(10, 20, 30)
+    one.writable()[:60] = 1
+    one.buffer.hold()
+    target = one.overwritable(10, 30)
+    target[10:30] = 2
+    assert one.buffer.tensor is target
+    assert target[:60].tolist() == [1] * 10 + [2] * 20 + [1] * 30
+    one.buffer.hold()
+    older = one.overwritable(0, 60)  # the first is held, too
+    older[:60] = 3
+    assert target[:60].tolist() == [1] * 10 + [2] * 20 + [1] * 30
+
+
+def test_a_key_that_came_later_is_copied_too() -> None:
+    """The buffer whose turn it is has not seen it."""
+    one = chunk(10)
+    one.buffer.hold().release()
+    one.buffer.hold()
+    first = one.buffer
+    one.writable().fill_(1)
+    first.release()
+    one.append("late", 5)
+    one.writable()[10:15] = 7
+    one.buffer.hold()
+    assert one.writable() is first.tensor
+    assert one.buffer.tensor[:15].tolist() == [1] * 10 + [7] * 5
+
+
 def test_releasing_too_often_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="released more often than held"):
         Buffer(torch.empty(1)).release()
@@ -228,6 +282,17 @@ def test_few_chunks_are_searched_for_room() -> None:
         slab.place(str(index), CHUNK_BYTES - 1)
     (piece,) = slab.place("last", 1)
     assert piece.chunk == OPEN_CHUNKS + 1
+
+
+def test_whole_pages_lie_among_whole_pages() -> None:
+    """Whatever comes between them, so that each begins at one."""
+    chunks = Chunks()
+    slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
+    page = PAGE_BYTES // 4
+    places = [slab.place(str(count), count)[0] for count in (page, 7, 3 * page, page + 1, 2 * page)]
+    whole, rest = places[::2], places[1::2]
+    assert [(one.chunk, one.start) for one in whole] == [(1, 0), (1, page), (1, 4 * page)]
+    assert [(one.chunk, one.start) for one in rest] == [(2, 0), (2, 7)]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])

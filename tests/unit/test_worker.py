@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import calls
+from kvps.core import calls, link
 from kvps.core.effects import Connect, Copied, Exit, Finish
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
@@ -50,7 +50,7 @@ from kvps.messages import (
     Welcome,
 )
 from kvps.specs import BY_NAME
-from tests.workbench import Bench, member, opened, pull, push, sends, spec, values_of
+from tests.workbench import Bench, Readable, member, opened, pull, push, sends, spec, values_of
 
 FLOAT = BY_NAME["float32"].id
 W1 = Node(Role.WORKER, 1)
@@ -237,6 +237,74 @@ class TestValues:
         values.fill_(-1)
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+
+# --- what the servers can read --------------------------------------------------------------------
+
+
+class TestLent:
+    def lent(self, count: int = 4) -> tuple[Bench, torch.Tensor]:
+        """A bench, and memory of its worker that server 0 reads."""
+        memory = Readable("server 0")
+        one = Bench(servers=1, memory=memory)
+        one.open()
+        one.init({"w": torch.zeros(count)})
+        return one, memory.empty(count, "float32")
+
+    def test_takes_nothing_of_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(link, "WINDOW_BYTES", 16)
+        monkeypatch.setattr(link, "UPLINK_BYTES", 16)
+        one, row = self.lent()
+        for _ in range(10):
+            one.call(push({"w": row}))
+        assert len(one.sent(Push)) == 10
+        one, _ = self.lent()
+        one.core._memory.routes = ()  # type: ignore[attr-defined]
+        for _ in range(10):
+            one.call(push({"w": row}))
+        assert len(one.sent(Push)) == 1, "and what has to be sent does"
+
+    def test_is_sent_again_as_it_is(self) -> None:
+        one, row = self.lent()
+        row.fill_(3)
+        one.call(push({"w": row}))
+        (seq,) = one.seqs(Push)
+        effects = one.server(0, Probed((seq,), ()))
+        assert [values_of(send) for send in sends(effects, Push)] == [[3, 3, 3, 3]]
+        one.ack(0, seq)
+        assert not one.core.links[0].outstanding
+
+    def test_may_be_where_the_values_go(self) -> None:
+        """They come when the push has been read."""
+        one, row = self.lent()
+        row.fill_(3)
+        ticket = one.call(push({"w": row}, sinks=(row,), eager=False))
+        assert values_of(one.sends(Push)[0]) == [3, 3, 3, 3]
+        answer(one, one.seqs(Push)[0], 7.0)
+        assert one.is_done(ticket)
+        assert row.tolist() == [7, 7, 7, 7]
+
+    def test_is_the_callers_own_again_before_it_was_read_after_a_timeout(self) -> None:
+        """If it still waited for room; what is lent is not copied, as empty_like() says."""
+        one, row = self.lent()
+        for _ in range(64):
+            one.call(push({"w": row}))
+        row.fill_(3)
+        ticket = one.call(push({"w": row}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        row.fill_(-1)
+        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
+        assert values_of(one.sends(Push)[-1]) == [3, 3, 3, 3]
+
+    def test_is_let_go_with_the_answer(self) -> None:
+        one, row = self.lent()
+        one.call(push({"w": row}))
+        (request,) = one.core.links[0].outstanding.values()
+        assert request.payload
+        one.ack(0, *one.seqs(Push))
+        assert not request.payload
+        assert request.fill is None
 
 
 # --- Timeout --------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""Strips: elements in one piece of memory or in several, and sums of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.core.strip import Strip, Sum
+
+
+def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> Strip:
+    return Strip([torch.tensor(one, dtype=dtype) for one in pieces])
+
+
+def test_elements_are_counted_over_all_pieces() -> None:
+    one = strip([1, 2], [3], [4, 5, 6], dtype=torch.int16)
+    assert len(one) == 6
+    assert one.edges == (2, 3, 6)
+    assert one.dtype is torch.int16
+    assert one.joined().tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_in_one_piece_is_not_copied() -> None:
+    piece = torch.arange(4.0)
+    one = Strip([piece])
+    assert one.joined() is piece
+    assert one.within(0, 4) is piece
+    assert one.part(0, 4) is one
+    part = one.part(1, 3)
+    assert part.joined().data_ptr() == piece[1:].data_ptr()
+    assert part.edges == (2,)
+
+
+def test_a_part_has_the_edges_that_are_in_it() -> None:
+    one = strip([1, 2], [3], [4, 5, 6])
+    assert one.within(3, 5).tolist() == [4, 5]
+    assert one.part(1, 4).edges == (1, 2, 3)
+    assert one.part(2, 3).edges == (1,)
+    assert one.part(3, 6).edges == (3,)
+    assert one.part(0, 2).joined().tolist() == [1, 2]
+
+
+def test_a_piece_of_nothing_does_no_harm() -> None:
+    one = strip([1], [], [2, 3])
+    assert len(one) == 3
+    assert one.part(0, 2).joined().tolist() == [1, 2]
+    assert one.part(1, 3).joined().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_added_up_in_float32(dtype: torch.dtype) -> None:
+    # big + 1 is big in this type.
+    big = 2048.0 if dtype is torch.float16 else 256.0
+    parts = [strip([big], [big], dtype=dtype), strip([1, 1], dtype=dtype)]
+    total = Sum((*parts, parts[1]))
+    assert total.whole().dtype is torch.float32
+    assert total.whole().tolist() == [big + 2] * 2
+    begun = Sum((Strip([torch.full((2,), big)]), parts[1]))  # what is added up so far is wide
+    assert begun.whole().tolist() == [big + 1] * 2
+
+
+def test_a_sum_is_taken_in_the_order_of_its_parts() -> None:
+    values = ([1e8], [1.0], [-1e8])
+    assert Sum(tuple(strip(one) for one in values)).whole().tolist() == [0.0]
+    assert Sum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [1.0]
+
+
+def test_the_sum_of_one_is_a_copy() -> None:
+    piece = torch.arange(3.0)
+    total = Sum((Strip([piece]),)).whole()
+    total.fill_(7)
+    assert piece.tolist() == [0, 1, 2]
+
+
+CUTS = st.lists(st.integers(1, 19), max_size=4, unique=True).map(sorted)
+
+
+@given(cuts=st.lists(CUTS, min_size=1, max_size=4), data=st.data())
+def test_where_the_edges_are_makes_no_difference(
+    cuts: list[list[int]], data: st.DataObject
+) -> None:
+    """A sum is that of the elements, in any range, cut anywhere, and its parts are only read."""
+    rows = [torch.arange(20) * 10**index for index in range(len(cuts))]
+    strips = [Strip(torch.tensor_split(row, at)) for row, at in zip(rows, cuts, strict=True)]
+    expected = torch.stack(rows).sum(0)
+    start = data.draw(st.integers(0, 19))
+    stop = data.draw(st.integers(start + 1, 20))
+    out = torch.full((22,), -1)
+    Sum(tuple(strips)).into(out[1 : 1 + stop - start], start, stop)
+    assert out.tolist() == [-1, *expected[start:stop].tolist(), *[-1] * (21 - stop + start)]
+    at = data.draw(st.integers(1, 19))
+    left, right = Sum(tuple(strips)).cut(at)
+    assert (len(left), len(right)) == (at, 20 - at)
+    assert left.whole().tolist() + right.whole().tolist() == expected.tolist()
+    assert all(row.equal(torch.arange(20) * 10**index) for index, row in enumerate(rows))
