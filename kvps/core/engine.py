@@ -35,7 +35,7 @@ from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 BLOCK_COUNT = 256 << 10
-"""Elements that are added up and updated at once: they stay in the processor's cache between."""
+"""Elements that one thread adds up and updates at once: between, they stay in its core's cache."""
 
 Work = list[tuple[Span, int, Strip]]
 """What is left of a push once it is judged: spans, the push's number for them, its gradient."""
@@ -44,7 +44,14 @@ Work = list[tuple[Span, int, Strip]]
 class Engine:
     """The chunks of one server and everything that happens to their values."""
 
-    def __init__(self, server: int, servers: int, workers: int, memory: Memory = PRIVATE) -> None:
+    def __init__(
+        self,
+        server: int,
+        servers: int,
+        workers: int,
+        memory: Memory = PRIVATE,
+        threads: int = 1,
+    ) -> None:
         self.server = server
         self.servers = servers
         self.workers = workers
@@ -56,6 +63,7 @@ class Engine:
         WINDOW of each (store, key, rank)."""
         self._untold: list[Norm] = []
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._block_count = BLOCK_COUNT * threads
 
     def chunk(self, number: int) -> Chunk:
         """Return a chunk by its number.
@@ -224,8 +232,8 @@ class Engine:
 
     def _assign(self, chunk: Chunk, span: Span, total: Sum) -> None:
         target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
-        for begin in range(0, len(target), BLOCK_COUNT):
-            block = target[begin : begin + BLOCK_COUNT]
+        for begin in range(0, len(target), self._block_count):
+            block = target[begin : begin + self._block_count]
             if BY_NAME[chunk.dtype].kind == "half":
                 wide = self._scratch_for(torch.float32)[: len(block)]
                 total.into(wide, begin, begin + len(block))
@@ -236,7 +244,7 @@ class Engine:
     def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for one block of sums."""
         if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(BLOCK_COUNT, dtype=dtype)
+            self._scratch[dtype] = torch.empty(self._block_count, dtype=dtype)
         return self._scratch[dtype]
 
     def _apply(
@@ -252,8 +260,8 @@ class Engine:
         is_half = BY_NAME[chunk.dtype].kind == "half"
         scratch = self._scratch_for(torch.float32 if is_half else TORCH[chunk.dtype])
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
-            for start in range(first, last, BLOCK_COUNT):
-                stop = min(start + BLOCK_COUNT, last)
+            for start in range(first, last, self._block_count):
+                stop = min(start + self._block_count, last)
                 gradient = scratch[: stop - start]
                 due.sum.into(gradient, start - span.start, stop - span.start)
                 updater.apply(

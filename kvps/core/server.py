@@ -50,10 +50,12 @@ class Server:
         now: float,
         memory_limit: int | None = None,
         memory: Memory = PRIVATE,
+        threads: int = 1,
     ) -> None:
         self.member = Membership(identity, now)
         self._memory = memory
-        self.requests = Requests(self.member, Engine(0, 1, 0, self._memory), memory_limit)
+        self._threads = threads
+        self.requests = Requests(self.member, Engine(0, 1, 0), memory_limit)
         self._memory_limit = memory_limit
         self._endpoints: dict[int, str] = {}
         """Where each other server is connected to."""
@@ -117,7 +119,9 @@ class Server:
         """Hold nothing of any job."""
         welcome = self.member.welcome
         assert welcome is not None
-        engine = Engine(self.member.rank, welcome.servers, welcome.workers, self._memory)
+        engine = Engine(
+            self.member.rank, welcome.servers, welcome.workers, self._memory, self._threads
+        )
         self.requests = Requests(self.member, engine, self._memory_limit)
 
     def _on_view(self) -> Effects:

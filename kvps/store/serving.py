@@ -47,7 +47,7 @@ def run_server(
         bind: where to listen.
         rank: which server to be; None for any.
         memory_limit: bytes of values and optimizer state; keys beyond it are refused.
-        threads: threads that compute; None leaves it to torch.
+        threads: threads that compute, each a part of a block; None leaves it to torch.
         plugins: modules that register optimizers when they are imported.
         advertise: the host that workers are told, if ``bind`` names none.
         insecure: ``bind`` may be where other machines reach it.
@@ -73,7 +73,7 @@ def run_server(
         endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
     )
-    core = Server(identity, time.monotonic(), memory_limit, memory)
+    core = Server(identity, time.monotonic(), memory_limit, memory, torch.get_num_threads())
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     with on_stop(inbox, _leave_and_exit):

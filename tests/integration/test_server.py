@@ -181,3 +181,24 @@ def test_a_scheduler_that_was_suspended_loses_nobody(processes: Processes) -> No
     worker = cluster.worker(sys.executable, processes.script(SUM))
     cluster.process.signal(signal.SIGCONT)
     assert [one.wait() for one in (worker, server, cluster.process)] == [0, 0, 0]
+
+
+def test_any_number_of_threads_gives_the_same_bits(processes: Processes) -> None:
+    script = processes.script(
+        "import hashlib, kvps, torch\n"
+        "kv = kvps.create('dist_sync', deterministic=True, timeout=60)\n"
+        "kv.set_optimizer('adam', lr=0.1)\n"
+        "kv.init('w', torch.zeros(700_001))\n"
+        "for step in range(3):\n"
+        "    generator = torch.Generator().manual_seed(10 * step + kv.rank)\n"
+        "    w = kv.pushpull('w', torch.randn(700_001, generator=generator))\n"
+        "print('bits', hashlib.sha256(w.numpy().tobytes()).hexdigest())\n"
+    )
+    bits = set()
+    for threads in (1, 2, 3):
+        cluster = processes.scheduler(2, 1)
+        server = cluster.server("--threads", threads)
+        workers = [cluster.plain(script) for _ in range(2)]
+        assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+        bits |= {one.expect("bits [0-9a-f]{64}").group() for one in workers}
+    assert len(bits) == 1
