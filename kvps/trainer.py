@@ -36,6 +36,8 @@ from kvps.tensors import NAMES
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
+LEVELS = 8
+"""How many priorities the parameters are given, by their order."""
 BATCH_KEY = "kvps.batch_size"
 """The key by which rank 0 tells its first batch size."""
 
@@ -285,7 +287,10 @@ class Trainer:
         self, names: list[str], values: list[torch.Tensor], out: list[torch.Tensor]
     ) -> None:
         if isinstance(self._kv, KVStore):
-            self._kv.pushpull(names, values, out=out)
+            # The first layers are needed first, in the next forward pass. Within one level chunks
+            # go to all servers in turns.
+            levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
+            self._kv.pushpull(names, values, out=out, priority=levels)
             return
         for index, name in enumerate(names):  # a plug-in need not take lists
             self._kv.pushpull(name, values[index], out=out[index], priority=-index)

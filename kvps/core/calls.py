@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from kvps.core.hyper import Hyper
+from kvps.core.plan import Numbers
 from kvps.messages import Open
 from kvps.specs import Spec
 
@@ -78,7 +79,7 @@ class PushValues(Call):
     keys: tuple[str, ...]
     rows: tuple[torch.Tensor, ...]
     sinks: Sinks
-    priority: int
+    priority: Numbers
     eager: bool
     """Copy all values before anything else, so that the caller may reuse them soonest."""
 
@@ -89,7 +90,7 @@ class PullValues(Call):
 
     keys: tuple[str, ...]
     sinks: Sinks
-    priority: int
+    priority: Numbers
     min_version: int
 
 

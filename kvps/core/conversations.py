@@ -20,7 +20,7 @@ from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request, route_of
 from kvps.core.placement import home
-from kvps.core.plan import Held, Key, Plan, Share, alike, make
+from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
     Drain,
     Pieces,
@@ -241,7 +241,7 @@ def lookup(
 
 
 def _bulk(
-    book: Catalogue, share: Share, message: Load | Push, rows: Values, priority: int = 0
+    book: Catalogue, share: Share, message: Load | Push, rows: Values, priority: Numbers = 0
 ) -> Request:
     return Request(
         share.server,
@@ -249,7 +249,7 @@ def _bulk(
         fill=lambda: share.gather(rows, book.memory, route_of(share.server)),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
-        priority=priority,
+        priority=share.highest(priority),
     )
 
 

@@ -137,6 +137,12 @@ class Share:
             stop, last = segment.start + segment.size, conditions
         return tuple(asks)
 
+    def highest(self, priorities: Numbers) -> int:
+        """Return the highest of these priorities that a key of this share has."""
+        if isinstance(priorities, int):
+            return priorities
+        return max([priorities[segment.key] for segment in self.segments])
+
     def gather(
         self, rows: Sequence[torch.Tensor], memory: Memory, route: str
     ) -> tuple[torch.Tensor, ...]:

@@ -203,7 +203,7 @@ def read(
     sink: Sink,
     after: Numbers,
     least: Numbers,
-    priority: int,
+    priority: Numbers,
 ) -> Steps:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
     tally = Tally(plan)
@@ -216,7 +216,7 @@ def even_out(
     tally: Tally,
     sink: Sink,
     after: Numbers,
-    priority: int,
+    priority: Numbers,
 ) -> Steps:
     """Read the lagging parts of those keys that were read torn, until none is."""
     keys = tally.plan.keys
@@ -231,7 +231,8 @@ def even_out(
             least.append(newest)
         again = Tally(make(lagging))
         conditions = [of_key(after, index) for index in torn]
-        yield Lagging(_asked(again.plan, again, sink.only(torn), conditions, least, priority))
+        urgent = [of_key(priority, index) for index in torn]
+        yield Lagging(_asked(again.plan, again, sink.only(torn), conditions, least, urgent))
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
@@ -253,13 +254,13 @@ def _asked(
     sink: Sink | None,
     after: Numbers,
     least: Numbers,
-    priority: int,
+    priority: Numbers,
 ) -> list[Request]:
     return [
         Request(
             share.server,
             Pull(share.chunk, sink is not None, share.asks(after, least)),
-            priority=priority,
+            priority=share.highest(priority),
             lane=share.chunk,
             on_reply=tally.reader(share, sink),
         )

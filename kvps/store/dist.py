@@ -14,6 +14,7 @@ import torch
 from kvps.core import calls
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part, parts
+from kvps.core.plan import Numbers
 from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
@@ -186,7 +187,7 @@ class DistStore(KVStore):
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
         sinks: calls.Sinks,
-        priority: int,
+        priority: Numbers,
         eager: bool,
         limit_s: float,
     ) -> Ticket:
@@ -197,7 +198,7 @@ class DistStore(KVStore):
         self,
         names: tuple[str, ...],
         sinks: calls.Sinks,
-        priority: int,
+        priority: Numbers,
         least: int,
         limit_s: float,
     ) -> Ticket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper, resolve
 from kvps.core.placement import Part
+from kvps.core.plan import Numbers, alike
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, KeyNotFound, KvpsError
 from kvps.specs import Spec
@@ -177,7 +178,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self,
         key: object,
         value: object,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
         async_op: bool = False,
         *,
         timeout: float | None = None,
@@ -190,7 +191,7 @@ class KVStore(KVStoreBase, abc.ABC):
         Args:
             key: a str or int, or a list of them.
             value: for each key a tensor or array, or a list of them.
-            priority: keys of a higher priority travel first.
+            priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: do not wait for the copy.
             timeout: seconds until the call fails with Timeout, instead of the store's.
 
@@ -209,7 +210,9 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         names, is_many = self._names_of(key)
         rows = self._rows(names, is_many, value, timeout)
-        ticket = self._push(names, rows, None, priority, not async_op, self._limit(timeout))
+        ticket = self._push(
+            names, rows, None, _priority_of(names, priority), not async_op, self._limit(timeout)
+        )
         if async_op:
             return Handle(ticket, lambda: None)
         ticket.on_error(self._later.append)
@@ -220,7 +223,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self,
         key: object,
         out: object = None,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
         async_op: bool = False,
         min_version: int | None = None,
         copy: bool = True,
@@ -235,7 +238,7 @@ class KVStore(KVStoreBase, abc.ABC):
             key: a str or int, or a list of them.
             out: for each key a tensor or array to write into, or a list of them, one per device;
                 None returns new tensors.
-            priority: keys of a higher priority travel first.
+            priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: return a handle, whose ``wait()`` returns the result.
             min_version: wait until the key has at least this version.
             copy: False returns the values where they are, if the servers are on this host: tensors
@@ -254,7 +257,9 @@ class KVStore(KVStoreBase, abc.ABC):
         self._know(names, timeout)
         wanted = self._wanted(names, is_many, out, copy)
         least = _version_of(min_version)
-        ticket = self._pull(names, wanted.rows, priority, least, self._limit(timeout))
+        ticket = self._pull(
+            names, wanted.rows, _priority_of(names, priority), least, self._limit(timeout)
+        )
         return self._result(ticket, wanted, async_op)
 
     def pushpull(
@@ -262,7 +267,7 @@ class KVStore(KVStoreBase, abc.ABC):
         key: object,
         value: object,
         out: object = None,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
         async_op: bool = False,
         copy: bool = True,
         *,
@@ -273,7 +278,9 @@ class KVStore(KVStoreBase, abc.ABC):
         names, is_many = self._names_of(key)
         rows = self._rows(names, is_many, value, timeout)
         wanted = self._wanted(names, is_many, out, copy)
-        ticket = self._push(names, rows, wanted.rows, priority, False, self._limit(timeout))
+        ticket = self._push(
+            names, rows, wanted.rows, _priority_of(names, priority), False, self._limit(timeout)
+        )
         return self._result(ticket, wanted, async_op)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
@@ -509,7 +516,7 @@ class KVStore(KVStoreBase, abc.ABC):
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
         sinks: Sinks,
-        priority: int,
+        priority: Numbers,
         eager: bool,
         limit_s: float,
     ) -> Ticket: ...
@@ -519,7 +526,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self,
         names: tuple[str, ...],
         sinks: Sinks,
-        priority: int,
+        priority: Numbers,
         least: int,
         limit_s: float,
     ) -> Ticket: ...
@@ -605,3 +612,13 @@ def _version_of(given: int | None) -> int:
     if type(given) is not int or given < 0:
         raise ConfigError(f"min_version={given!r}: use a whole number from 0 on")
     return given
+
+
+def _priority_of(names: tuple[str, ...], given: object) -> Numbers:
+    if type(given) is int:
+        return given
+    if isinstance(given, list | tuple) and all(type(one) is int for one in given):
+        if len(given) == len(names):
+            return alike(given)
+        raise ConfigError(f"{len(names)} keys need as many priorities, got {len(given)}")
+    raise ConfigError(f"priority={given!r:.40}: use a whole number, or one for each key")

@@ -14,6 +14,7 @@ import torch
 from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
+from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.specs import Spec
 from kvps.store.arguments import names_of
@@ -112,7 +113,7 @@ class LocalStore(KVStore):
         names: tuple[str, ...],
         rows: tuple[torch.Tensor, ...],
         sinks: Sinks,
-        priority: int,
+        priority: Numbers,
         eager: bool,
         limit_s: float,
     ) -> Ticket:
@@ -130,7 +131,7 @@ class LocalStore(KVStore):
         self,
         names: tuple[str, ...],
         sinks: Sinks,
-        priority: int,
+        priority: Numbers,
         least: int,
         limit_s: float,
     ) -> Ticket:

@@ -1,0 +1,126 @@
+"""The order in which what is pushed and pulled leaves a worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvps
+from kvps.core import link
+from kvps.core.plan import Held, Key, make
+from kvps.errors import ConfigError
+from kvps.messages import Pull, Push
+from kvps.specs import Spec
+from tests.workbench import Bench, pull, push
+
+BIG = 400
+"""Elements of a key that is cut: a part of 800 octets on each server."""
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A worker of two servers, with one chunk of the big keys under way at once."""
+    monkeypatch.setattr(link, "UPLINK_BYTES", 1)
+    one = Bench()
+    one.open()
+    one.init({name: torch.zeros(BIG) for name in ("first", "second", "third")})
+    return one
+
+
+def order(bench: Bench) -> list[int]:
+    """The chunks in the order in which their pushes were sent."""
+    return [message.chunk for message in bench.sent(Push)]
+
+
+def let_go(bench: Bench) -> None:
+    """Acknowledge one push after another until none is left."""
+    done = 0
+    while done < len(bench.sends(Push)):
+        send = bench.sends(Push)[done]
+        done += 1
+        bench.ack(int(str(send.to).removeprefix("server ")), send.packet.envelope.seq)
+
+
+def chunks(bench: Bench, name: str) -> set[int]:
+    (book,) = bench.core.books.values()
+    return {piece.chunk for piece in book.keys[name].pieces}
+
+
+def test_a_later_push_of_a_higher_priority_overtakes_what_has_not_left(bench: Bench) -> None:
+    bench.call(push({"first": torch.ones(BIG), "second": torch.ones(BIG)}))
+    bench.call(push({"third": torch.ones(BIG)}, priority=1))
+    let_go(bench)
+    sent = order(bench)
+    assert len(sent) == 6
+    assert set(sent[1:3]) == chunks(bench, "third"), "one chunk was on its way already"
+
+
+def test_each_key_of_a_call_may_have_its_own(bench: Bench) -> None:
+    values = {name: torch.ones(BIG) for name in ("first", "second", "third")}
+    bench.call(push(values, priority=(0, 2, 1)))
+    let_go(bench)
+    sent = order(bench)
+    assert [set(sent[:2]), set(sent[2:4]), set(sent[4:])] == [
+        chunks(bench, name) for name in ("second", "third", "first")
+    ]
+
+
+def test_pulls_too(bench: Bench) -> None:
+    sinks = {name: torch.zeros(BIG) for name in ("first", "second", "third")}
+    bench.call(pull(sinks, priority=(0, 2, 1)))  # type: ignore[arg-type]
+    sent = [message.chunk for message in bench.sent(Pull)]
+    assert set(sent[:2]) == chunks(bench, "second")
+    assert set(sent[4:]) == chunks(bench, "first")
+
+
+def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
+    bench.call(push({"first": torch.ones(BIG)}))
+    bench.call(push({"first": torch.ones(BIG)}, priority=5))
+    let_go(bench)
+    for chunk in chunks(bench, "first"):
+        numbers = [one.runs[0].number for one in bench.sent(Push) if one.chunk == chunk]
+        assert numbers == [0, 1]
+
+
+def test_a_chunk_has_the_highest_priority_of_its_keys() -> None:
+    keys = [
+        Key(name, Spec("float32", (4,)), (Held(0, 1, 4 * i, 4, 0),)) for i, name in enumerate("ab")
+    ]
+    (share,) = make(keys).shares
+    assert (share.highest(3), share.highest((1, 2)), share.highest((-1, -2))) == (3, 2, -1)
+
+
+def test_every_worker_begins_with_another_server() -> None:
+    pieces = tuple(Held(server, 1, 0, 4, 4 * server) for server in range(3))
+    key = Key("a", Spec("float32", (12,)), pieces)
+    firsts = [[share.server for share in make([key], rank).shares] for rank in range(4)]
+    assert firsts == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("bad", ["1", 1.0, True, [1], [1, 2.0], None])
+def test_what_is_no_priority(bad: object) -> None:
+    kv = kvps.create("local")
+    kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
+    with pytest.raises(ConfigError, match="priorit"):
+        kv.pushpull(["a", "b"], [torch.ones(2), torch.ones(2)], priority=bad)
+    assert kv.pull("a").tolist() == [0, 0]
+    kv.pushpull(["a", "b"], [torch.ones(2), torch.ones(2)], priority=[2, 1])
+    kv.close()
+
+
+def test_the_first_parameters_of_a_trainer_have_the_highest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, int] = {}
+
+    def pushpull(self: object, key: list[str], *given: object, priority: list[int], **more: object):  # type: ignore[no-untyped-def]  # a stand-in
+        seen.update(zip(key, priority, strict=True))
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(8)])
+    trainer = kvps.Trainer(model, "sgd", {"lr": 0.1}, kvstore="device")
+    monkeypatch.setattr(kvps.KVStore, "pushpull", pushpull)
+    model(torch.ones(1, 2)).sum().backward()
+    trainer.step(1)
+    assert list(seen) == [name for name, _ in model.named_parameters()]
+    assert list(seen.values()) == sorted(seen.values(), reverse=True)
+    assert len(set(seen.values())) == 8
