@@ -117,7 +117,7 @@ def test_the_first_parameters_of_a_trainer_have_the_highest(
         seen.update(zip(key, priority, strict=True))
 
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(8)])
-    trainer = kvps.Trainer(model, "sgd", {"lr": 0.1}, kvstore="device")
+    trainer = kvps.Trainer(model, "sgd", {"lr": 0.1}, kvstore="device", update_on_kvstore=True)
     monkeypatch.setattr(kvps.KVStore, "pushpull", pushpull)
     model(torch.ones(1, 2)).sum().backward()
     trainer.step(1)
