@@ -70,6 +70,8 @@ class Membership:
         self.incarnation = identity.incarnation
         self.welcome: Welcome | None = None
         self.view: View | None = None
+        self._quorum: tuple[View, Quorum] | None = None
+        """That of the view it was made for."""
         self.reason = f"no answer from the scheduler at {identity.scheduler}"
         self.error: KvpsError | None = None
         """Why this process can be no member (any more)."""
@@ -107,7 +109,10 @@ class Membership:
         if self.view is None:
             workers = self.welcome.workers if self.welcome else 0
             return Quorum(frozenset(range(workers)), frozenset())
-        return Quorum(self._ranks("held", "empty"), self._ranks("lost", "gone"))
+        if self._quorum is None or self._quorum[0] is not self.view:
+            quorum = Quorum(self._ranks("held", "empty"), self._ranks("lost", "gone"))
+            self._quorum = (self.view, quorum)
+        return self._quorum[1]
 
     def _ranks(self, *states: str) -> frozenset[int]:
         assert self.view is not None

@@ -24,7 +24,7 @@ class Strip:
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = tuple(pieces)
-        self._stops = tuple(accumulate(len(one) for one in pieces))
+        self._stops = tuple(accumulate([one.numel() for one in pieces]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,7 +43,7 @@ class Strip:
         """Return the elements from ``start`` to ``stop``, which lie in one piece."""
         index = bisect_right(self._stops, start)
         piece = self._pieces[index]
-        begin = self._stops[index] - len(piece)
+        begin = self._stops[index - 1] if index else 0
         if start == begin and stop == self._stops[index]:
             return piece
         return piece[start - begin : stop - begin]

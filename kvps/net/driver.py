@@ -177,7 +177,6 @@ def drive(
             wish = perform(item(core, clock()))
             if wish is not None:
                 return wish
-        due = core.deadline()
         if due is not None and clock() >= due:
             wish = perform(core.on_timer(clock()))
             if wish is not None:
