@@ -8,7 +8,7 @@ what the server said, as :class:`Said`.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from kvps.messages import (
     Error,
     Hello,
     Load,
+    Loan,
     Member,
     Message,
     Open,
@@ -152,15 +153,19 @@ class ServerStage:
         route: bytes | None = None,
         role: Role = Role.WORKER,
         job: bytes | None = None,
+        lent: bool = False,
     ) -> list[Said]:
-        """Worker ``rank`` says something; its newest incarnation along its usual route."""
+        """Worker ``rank`` says something; its newest incarnation along its usual route.
+
+        What is ``lent`` is read where it lies, in as many pieces as there are.
+        """
         if incarnation is None:
             incarnation = self.seats[rank].incarnation
         if seq is None:
             self.seqs[rank] += 1
             seq = self.seqs[rank]
         envelope = Envelope(job or self.job, self.view, role, rank, incarnation, seq)
-        packet = over(envelope, message, *payload)
+        packet = (lending if lent else over)(envelope, message, *payload)
         return self.take(self.server.on_packet(route or b"w%d" % rank, packet, self.now))
 
     def other(self, rank: int, message: Message, incarnation: int | None = None) -> list[Said]:
@@ -344,6 +349,14 @@ def over(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet
     """Return the packet as its receiver gets it."""
     frames = wire.encode(Packet(envelope, message, tuple(to_frame(one) for one in payload)))
     return wire.decode([memoryview(bytearray(one)) for one in frames])
+
+
+def lending(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
+    """Return the packet as its receiver gets it if ``payload`` is lent to it."""
+    frames = tuple(to_frame(one) for one in payload)
+    loans = tuple(Loan(1, 1, 0, frame.nbytes) for frame in frames)
+    head = wire.encode(Packet(envelope, message, (), loans))
+    return replace(wire.decode([bytes(one) for one in head]), payload=frames)
 
 
 def greeting(**fields: object) -> Hello:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
+from kvps.core import engine
 from kvps.core.rounds import WINDOW
 from kvps.core.slab import Chunk
 from kvps.messages import Ack, Error, GetState, Pulled, Push, Run, StateIs
@@ -170,6 +173,119 @@ def test_half_gradients_of_an_async_store_are_scaled_in_float32() -> None:
     state = one.chunk().state
     assert state is not None
     assert state["master"][0].item() == pytest.approx(0.003, rel=1e-6)  # in float16: 0.0030003
+
+
+# --- what is lent -----------------------------------------------------------------------------------
+
+
+def lend(one: ServerStage, rank: int, number: int, *pieces: torch.Tensor, pull: bool = False):
+    """Push to all keys of chunk 1 what lies in these pieces."""
+    runs = (Run(0, sum(map(len, pieces)), number),)
+    return one.say(rank, Push(1, 1, (rank,), 1.0, pull, runs), *pieces, lent=True)
+
+
+@pytest.mark.spec("R80")
+def test_what_is_lent_is_added_up_when_the_round_closes() -> None:
+    """Until then it is its sender's: what he writes counts."""
+    one = stage(2)
+    first, second = torch.ones(2), torch.ones(4)
+    lend(one, 0, 0, first, second)
+    first.fill_(5)
+    one.push(1, ["a", "b", "c"], torch.ones(6), 0)
+    assert one.values("a") + one.values("b") + one.values("c") == [6, 6, 2, 2, 2, 2]
+    assert first.tolist() + second.tolist() == [5, 5, 1, 1, 1, 1]
+
+
+def test_a_push_of_a_part_cuts_a_round_whose_pieces_lie_elsewhere() -> None:
+    one = stage(2)
+    lend(one, 0, 0, torch.tensor([1.0]), torch.tensor([2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0]))
+    assert spans(one) == [(0, 6)]
+    one.push(1, "b", [10], 0)
+    assert spans(one) == [(0, 2), (2, 3), (3, 6)]
+    assert (one.values("a"), one.values("b"), one.values("c")) == ([0, 0], [13], [0, 0, 0])
+    one.push(1, ["a", "c"], [10, 20, 30, 40, 50], 0)
+    assert (one.values("a"), one.values("c")) == ([11, 22], [34, 45, 56])
+
+
+@pytest.mark.spec("R51", "R53")
+def test_what_is_lent_again_or_too_early_is_not_kept() -> None:
+    one = stage(2)
+    lend(one, 0, 0, torch.ones(6))
+    before = one.snapshot()
+    early, again = torch.full((6,), 7.0), torch.full((6,), 8.0)
+    assert lend(one, 0, 2, early) == []
+    assert len(acked(lend(one, 0, 0, again))) == 1
+    assert one.snapshot() == before
+    views = [weakref.ref(piece) for piece in (early, again)]
+    del early, again
+    assert [view() for view in views] == [None, None]
+    one.push(1, ["a", "b", "c"], torch.ones(6), 0)
+    assert one.values("c") == [2, 2, 2]
+
+
+def test_what_was_lent_is_let_go_when_its_round_is_closed() -> None:
+    """All of it: the keys of one push may close at different times."""
+    one = stage(2)
+    memory = np.ones(6, np.float32)
+    view = weakref.ref(memory)
+    lend(one, 0, 0, torch.from_numpy(memory))
+    del memory
+    one.push(1, "a", [1, 1], 0)
+    assert view() is not None
+    one.push(1, ["b", "c"], [1, 1, 1, 1], 0)
+    assert view() is None
+
+
+@pytest.mark.spec("R91")
+def test_what_is_lent_is_not_acknowledged_apart_from_its_answer() -> None:
+    """No window waits for that; a push that wants no values is acknowledged at once."""
+    one = stage(2)
+    assert lend(one, 0, 0, torch.ones(6), pull=True) == []
+    said = one.push(1, ["a", "b", "c"], torch.ones(6), 0, pull=True)
+    assert [(answer.to, type(answer.message)) for answer in said] == [
+        (b"w0", Pulled),
+        (b"w1", Pulled),
+    ]
+    assert len(acked(lend(one, 0, 1, torch.ones(6)))) == 1
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("rule", ["", "sgd", "adam"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_updated_block_by_block_is_updated_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, lent: bool, rule: str, dtype: str
+) -> None:
+    """Edges of blocks, of spans and of pieces lie where they like."""
+    options = {"": {}, "sgd": {"lr": 0.1, "momentum": 0.9}, "adam": {"lr": 0.1}}[rule]
+    rows = [torch.randn(20, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    results = []
+    for block in (3, 7, 100):
+        monkeypatch.setattr(engine, "BLOCK_COUNT", block)
+        one = ServerStage(2)
+        one.open()
+        for key, count in (("x", 4), ("y", 16)):
+            one.init(key, torch.ones(count, dtype=TORCH[dtype]))
+        if rule:
+            one.optimizer(rule, **options)
+        for number in range(3):
+            for rank in range(2):
+                row = rows[2 * number + rank].to(TORCH[dtype])
+                message = Push(1, BY_NAME[dtype].id, (rank,), 1.0, False, (Run(0, 20, number),))
+                pieces = row.split([3, 1, 9, 7]) if lent else [row]
+                one.say(rank, message, *pieces, lent=lent)
+        results.append(one.values("x") + one.values("y"))
+    assert results[0] == results[1] == results[2]
+    if not rule:
+        total = sum(row.to(TORCH[dtype]).float() for row in rows[4:]).to(TORCH[dtype])
+        assert results[0] == total.tolist()
+    elif dtype == "float32":
+        weight = torch.ones(20, requires_grad=True)
+        make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[rule]
+        optimizer = make([weight], **options)
+        for number in range(3):
+            weight.grad = rows[2 * number] + rows[2 * number + 1]
+            optimizer.step()
+        assert results[0] == pytest.approx(weight.tolist(), abs=1e-6)
 
 
 # --- the optimizer ----------------------------------------------------------------------------------
