@@ -313,33 +313,37 @@ class Slab:
         """Chunks with room left: those of whole pages, where every piece begins at one, and those
         of the rest."""
         self._count = 0
+        self._before = 0
         self._expected = 0
 
     def expect(self, count: int) -> None:
-        """Be told how many elements will be placed soon."""
-        self._expected = count
+        """Be told how many elements will be placed next."""
+        self._before, self._expected = self._count, self._count + count
 
     def place(self, key: str, count: int) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk."""
         self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
+        room = max(self._expected - self._count, self._before)
         self._count += count
         if count <= self._chunk_count:
-            return (self._with_room(count).append(key, count),) if count else ()
+            return (self._with_room(count, room).append(key, count),) if count else ()
         share = -(-count // -(-count // self._chunk_count))
         step = -(-share // self._page_count) * self._page_count
         sizes = [min(step, count - start) for start in range(0, count, step)]
         return tuple(self._new(size).append(key, size) for size in sizes)
 
-    def _with_room(self, count: int) -> Chunk:
+    def _with_room(self, count: int, room: int) -> Chunk:
+        """Return a chunk with room for ``count`` elements; a new one has it for ``room``."""
         is_whole = count % self._page_count == 0
         found = [one for one in self._open[is_whole] if one.spans][-OPEN_CHUNKS:]
         self._open[is_whole] = found
         for chunk in found:
             if chunk.capacity - chunk.used >= count and len(chunk.keys) < RUNS_MAX:
                 return chunk
-        # A small store should not fill a large chunk's worth of memory.
-        room = max(self._expected, self._count, ROOM_BYTES // BY_NAME[self._dtype].itemsize)
-        chunk = self._new(max(count, min(room, self._chunk_count)))
+        if 2 * count > self._chunk_count:
+            return self._new(count)  # room takes memory, used or not: here it seldom would be
+        room = max(count, room, ROOM_BYTES // BY_NAME[self._dtype].itemsize)
+        chunk = self._new(min(room, self._chunk_count))
         found.append(chunk)
         return chunk
 

@@ -250,13 +250,14 @@ def test_retiring_wakes_who_waits_there() -> None:
 def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
     chunks = Chunks()
     slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
-    most = CHUNK_BYTES // 4 - 100
+    half = CHUNK_BYTES // 8
     slab.expect(CHUNK_BYTES)
-    assert slab.place("a", most) == (Piece(1, 0, most),)
-    assert slab.place("b", 200) == (Piece(2, 0, 200),)
-    assert slab.place("c", 100) == (Piece(1, most, 100),)
-    assert slab.place("d", 1) == (Piece(2, 200, 1),)
-    assert chunks.weight_bytes == 4 * (most + 301)
+    assert slab.place("a", half - 1) == (Piece(1, 0, half - 1),)
+    assert slab.place("b", half - 149) == (Piece(1, half - 1, half - 149),)
+    assert slab.place("c", 200) == (Piece(2, 0, 200),)
+    assert slab.place("d", 100) == (Piece(1, 2 * half - 150, 100),)
+    assert slab.place("e", 51) == (Piece(2, 200, 51),)
+    assert chunks.weight_bytes == 4 * (2 * half + 201)
     assert {one.store for one in chunks.of_store("kv")} == {"kv"}
     assert chunks.of_store("other") == []
 
@@ -278,10 +279,47 @@ def test_a_chunk_has_no_more_keys_than_a_message_has_runs() -> None:
 def test_few_chunks_are_searched_for_room() -> None:
     chunks = Chunks()
     slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
-    for index in range(2 * OPEN_CHUNKS):
-        slab.place(str(index), CHUNK_BYTES - 1)
+    slab.expect(100 * CHUNK_BYTES)
+    for index in range(4 * OPEN_CHUNKS):
+        slab.place(str(index), CHUNK_BYTES // 5 * 2)
     (piece,) = slab.place("last", 1)
     assert piece.chunk == OPEN_CHUNKS + 1
+
+
+def test_a_key_of_more_than_half_a_chunk_has_one_without_room() -> None:
+    """It takes no place among those that are searched."""
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
+    slab.expect(100 * CHUNK_BYTES)
+    slab.place("half", CHUNK_BYTES // 2)
+    for index in range(2 * OPEN_CHUNKS):
+        slab.place(str(index), CHUNK_BYTES // 2 + 1)
+    assert slab.place("other", 100) == (Piece(2 * OPEN_CHUNKS + 2, 0, 100),)
+    assert slab.place("page", PAGE_BYTES) == (Piece(1, CHUNK_BYTES // 2, PAGE_BYTES),)
+    capacities = [one.capacity for one in chunks.by_number.values()]
+    assert capacities == [CHUNK_BYTES, *[CHUNK_BYTES // 2 + 1] * 2 * OPEN_CHUNKS, CHUNK_BYTES]
+
+
+def test_there_is_room_for_what_is_to_come_and_no_more() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
+    size = CHUNK_BYTES // 5 * 2
+    slab.expect(3 * size)
+    for name in "abc":
+        slab.place(name, size)
+    assert [one.capacity for one in chunks.by_number.values()] == [CHUNK_BYTES, size]
+
+
+def test_keys_that_come_one_by_one_find_as_much_room_as_there_were_before() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
+    for index in range(100):
+        slab.expect(10_001)
+        slab.place(str(index), 10_001)
+    capacities = [one.capacity for one in chunks.by_number.values()]
+    assert capacities == sorted(capacities)
+    assert len(capacities) < 8
+    assert sum(capacities) < 2 * 100 * 10_001
 
 
 def test_whole_pages_lie_among_whole_pages() -> None:
