@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvps
 from kvps import config
 from kvps.bench.figures import Case
 from kvps.bench.layout import Hosts, bytes_per_s, layout_of
@@ -131,8 +130,7 @@ def _systems(
     parsed: argparse.Namespace, interpreters: Mapping[str, str], hosts: Hosts | None
 ) -> list[System]:
     names = parsed.systems or (COMPARED if parsed.sweep or hosts else None)
-    has_places = hasattr(kvps.KVStore, "empty_like")  # until this is in every kvps
-    found = chosen(names, interpreters, has_places)
+    found = chosen(names, interpreters)
     for system in found:
         if hosts is not None and system.name not in NETWORKED:
             raise ConfigError(f"--network measures {', '.join(NETWORKED)}, not {system.name!r}")

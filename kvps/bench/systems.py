@@ -53,20 +53,17 @@ NETWORKED = ("kvps", "kvps sgd", "kvps zero-copy", "gloo")
 """Those that run on several hosts."""
 
 
-def chosen(
-    names: Sequence[str] | None, interpreters: Collection[str], has_places: bool
-) -> list[System]:
+def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[System]:
     """Return the systems to measure: those named, or all that there are.
 
     Args:
         names: what the user asked for; None for all.
         interpreters: the peers for which there is an interpreter.
-        has_places: whether this kvps can push and pull in place.
 
     Raises:
         ConfigError: if one that is named cannot be measured.
     """
-    lacking = {one.name: _lack(one, interpreters, has_places) for one in _ALL}
+    lacking = {one.name: _lack(one, interpreters) for one in _ALL}
     if names is None:
         return [one for one in _ALL if not lacking[one.name]]
     for name in names:
@@ -77,12 +74,10 @@ def chosen(
     return [SYSTEMS[name] for name in dict.fromkeys(names)]
 
 
-def _lack(system: System, interpreters: Collection[str], has_places: bool) -> str:
+def _lack(system: System, interpreters: Collection[str]) -> str:
     """Say why a system cannot be measured; empty if it can."""
     if system.kind in PEERS and system.kind not in interpreters:
         return f"say which Python has it: --{system.kind} PATH/python (docs/benchmarks.md)"
-    if system.kind == "kvps" and system.how == "in-place" and not has_places:
-        return "this version of kvps has no KVStore.empty_like"
     return ""
 
 
