@@ -138,15 +138,13 @@ def test_a_peer_is_asked_for_its_version() -> None:
 
 class TestChosen:
     def test_all_that_there_are(self) -> None:
-        assert [one.name for one in chosen(None, ["mxnet", "ray"], True)] == list(SYSTEMS)
-        without = {one.name for one in chosen(None, [], False)}
-        assert set(SYSTEMS) - without == {"kvps zero-copy", "mxnet", "mxnet sgd", "ray"}
+        assert [one.name for one in chosen(None, ["mxnet", "ray"])] == list(SYSTEMS)
+        without = {one.name for one in chosen(None, [])}
+        assert set(SYSTEMS) - without == {"mxnet", "mxnet sgd", "ray"}
 
     def test_one_that_is_not_there_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"'mxnet sgd' cannot be measured: .* --mxnet PATH"):
-            chosen(["mxnet sgd"], [], True)
-        with pytest.raises(ConfigError, match="'kvps zero-copy' cannot be measured: this version"):
-            chosen(["kvps zero-copy"], [], False)
+            chosen(["mxnet sgd"], [])
 
 
 def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
