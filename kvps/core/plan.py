@@ -20,8 +20,9 @@ from kvps.tensors import Memory, unowned
 
 PIECES_MAX = 255
 """In how many places the elements of one share may be lent."""
-WINDOWS_MAX = 8
-"""In how many places a share's elements are remembered."""
+WINDOWS_MAX = 4
+"""In how many places a share's elements are remembered: in shared memory two come and two go, in
+turns. More would cost 670 bytes for each key and place where every message lies elsewhere."""
 
 
 Numbers = int | Sequence[int]
@@ -196,7 +197,7 @@ class Share:
         windows = self._windows.get(address)
         if windows is None:
             if len(self._windows) >= WINDOWS_MAX:
-                self._windows.clear()
+                del self._windows[next(iter(self._windows))]
             parts = torch.split(unowned(values), self._sizes)
             windows = [one.view(shape) for one, shape in zip(parts, self._shapes, strict=True)]
             self._windows[address] = windows
