@@ -1,1 +1,1 @@
-"""The world, as thin as it can be: one loop, and two ways for packets to travel."""
+"""The world, as thin as it can be: one loop, and the ways in which packets and values travel."""

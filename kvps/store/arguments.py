@@ -18,11 +18,9 @@ from operator import attrgetter
 import torch
 
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.messages import KEY_MAX
 from kvps.specs import Spec
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
-
-KEY_MAX = 256
-
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED = frozenset({torch.strided})

@@ -17,7 +17,7 @@ from kvps import config
 from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.core.placement import BIGARRAY_BOUND
 from kvps.errors import ConfigError, SchedulerLost
-from kvps.messages import Open
+from kvps.messages import KEY_MAX, Open
 from kvps.store.base import KVStoreBase
 from kvps.store.cluster import LocalCluster, worker_session
 from kvps.store.dist import DistStore
@@ -159,8 +159,8 @@ def _named(session: Session, name: str | None) -> str:
     if name is None:
         return session.next_name("store")
     given: object = name
-    if not isinstance(given, str) or not 1 <= len(given) <= 256 or not given.isprintable():
-        raise ConfigError(f"name={name!r}: use 1 to 256 printable characters")
+    if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
+        raise ConfigError(f"name={name!r}: use 1 to {KEY_MAX} printable characters")
     if given.startswith(RESERVED):
         raise ConfigError(f"name={name!r}: names that begin with {RESERVED!r} are kvps's own")
     return given

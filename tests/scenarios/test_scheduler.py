@@ -20,7 +20,6 @@ each line of it is right. Commands::
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,23 +27,18 @@ import pytest
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
 from kvps.messages import Error, Member, Message, Node, Role, View, Welcome
+from tests.scenarios.plays import check, performed, plays, words_of
 from tests.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-HERE = Path(__file__).parent
-PLAYS = sorted(HERE.glob("scheduler-*.txt"))
+PLAYS = plays("scheduler")
 
 
 @pytest.mark.parametrize("path", PLAYS, ids=[path.stem for path in PLAYS])
 def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
-    text = path.read_text(encoding="utf-8")
-    now = perform(text)
-    if request.config.getoption("--rewrite", default=False):
-        path.write_text(now, encoding="utf-8")
-    else:
-        assert now == text
+    check(path, perform, request)
 
 
 def test_there_are_transcripts() -> None:
@@ -54,27 +48,16 @@ def test_there_are_transcripts() -> None:
 def perform(text: str) -> str:
     """Return the transcript with the outputs of today."""
     stage: list[Stage] = []
-    return "\n".join(
-        block_of(block.split("\n----")[0].strip("\n").splitlines(), stage)
-        for block in text.strip("\n").split("\n\n")
-    )
 
+    def show_all(commands: Sequence[str]) -> list[str]:
+        effects = [effect for command in commands for effect in run(command, stage)]
+        return [f"{stage[0].phase}: {stage[0].reason}", *map(show, effects)]
 
-def block_of(lines: list[str], stage: list[Stage]) -> str:
-    commands = [line for line in lines if not line.startswith("#")]
-    if not commands:
-        return "\n".join(lines) + "\n"
-    effects = [effect for command in commands for effect in run(command, stage)]
-    shown = [f"{stage[0].phase}: {stage[0].reason}", *map(show, effects)]
-    return "\n".join([*lines, "----", *shown]) + "\n"
+    return performed(text, show_all)
 
 
 def run(command: str, stage: list[Stage]) -> list[Effect]:
-    words = [word for word in command.split() if "=" not in word]
-    options = {
-        name: value_of(value)
-        for name, value in (word.split("=") for word in command.split() if "=" in word)
-    }
+    words, options = words_of(command)
     match words:
         case ["start", workers, servers]:
             stage[:] = [Stage(int(workers), int(servers), **options)]
@@ -103,13 +86,6 @@ def run(command: str, stage: list[Stage]) -> list[Effect]:
             return stage[0].stop()
         case _:
             raise AssertionError(f"no command {command!r}")
-
-
-def value_of(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def show(effect: Effect) -> str:

@@ -28,24 +28,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvps.messages import Ack, Error, Probe, Probed, Pulled, Push, Run
-from tests.scenarios.test_scheduler import value_of
+from tests.scenarios.plays import check, performed, plays, words_of
 from tests.server_stage import Said, ServerStage, as_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-HERE = Path(__file__).parent
-PLAYS = sorted(HERE.glob("server-*.txt"))
+PLAYS = plays("server")
 
 
 @pytest.mark.parametrize("path", PLAYS, ids=[path.stem for path in PLAYS])
 def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
-    text = path.read_text(encoding="utf-8")
-    now = perform(text)
-    if request.config.getoption("--rewrite", default=False):
-        path.write_text(now, encoding="utf-8")
-    else:
-        assert now == text
+    check(path, perform, request)
 
 
 def test_there_are_transcripts() -> None:
@@ -55,26 +49,16 @@ def test_there_are_transcripts() -> None:
 def perform(text: str) -> str:
     """Return the transcript with the outputs of today."""
     stage: list[ServerStage] = []
-    return "\n".join(
-        block_of(block.split("\n----")[0].strip("\n").splitlines(), stage)
-        for block in text.strip("\n").split("\n\n")
-    )
 
+    def show(commands: Sequence[str]) -> list[str]:
+        said = [line for command in commands for line in run(command, stage)]
+        return [*state_of(stage[0]), *said]
 
-def block_of(lines: list[str], stage: list[ServerStage]) -> str:
-    commands = [line for line in lines if not line.startswith("#")]
-    if not commands:
-        return "\n".join(lines) + "\n"
-    shown = [line for command in commands for line in run(command, stage)]
-    return "\n".join([*lines, "----", *state_of(stage[0]), *shown]) + "\n"
+    return performed(text, show)
 
 
 def run(command: str, stage: list[ServerStage]) -> list[str]:
-    words = [word for word in command.split() if "=" not in word]
-    options = {
-        name: value_of(value)
-        for name, value in (word.split("=") for word in command.split() if "=" in word)
-    }
+    words, options = words_of(command)
     if words[0] == "start":
         stage[:] = [ServerStage(int(words[1]))]
         return []
