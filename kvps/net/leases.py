@@ -21,7 +21,7 @@ NAMED_MAX = 4096
 """How many leases that are still held one RELEASE names."""
 
 
-class Given:
+class Lent:
     """What one peer may be reading here."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Lease:
         self._returned.append(self._number)
 
 
-class Taken:
+class Borrowed:
     """What is read here of one peer's memory."""
 
     def __init__(self) -> None:

@@ -25,11 +25,11 @@ import os
 import secrets
 import threading
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
 from kvps.errors import KvpsError, ProtocolError
+from kvps.messages import Offer
 
 NAME = "kvps"
 PAGE_BYTES = mmap.PAGESIZE
@@ -39,15 +39,6 @@ NONCE_BYTES = 8
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: of no use to other modules
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-
-
-class Offer(NamedTuple):
-    """How another process may find a segment."""
-
-    pid: int
-    fd: int
-    size_bytes: int
-    nonce: int
 
 
 class Unshared(KvpsError):
@@ -239,7 +230,7 @@ class Mapping:
         seals = fcntl.fcntl(fd, _GET_SEALS)
         if status.st_uid != os.geteuid():
             raise Unshared(f"its memory is user {status.st_uid}'s, not user {os.geteuid()}'s")
-        if status.st_size != self.offer.size_bytes or seals & _SEALS != _SEALS:
+        if status.st_size != self.offer.size or seals & _SEALS != _SEALS:
             raise Unshared("its memory is not of the size that was said, or may shrink")
         self._inode = status.st_dev, status.st_ino
         self._map = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
@@ -260,10 +251,9 @@ class Mapping:
         Raises:
             ProtocolError: if they are not in it.
         """
-        if not PAGE_BYTES <= offset <= self.offer.size_bytes - size_bytes:
+        if not PAGE_BYTES <= offset <= self.offer.size - size_bytes:
             raise ProtocolError(
-                f"bytes {offset} to {offset + size_bytes} are not in a segment of "
-                f"{self.offer.size_bytes}"
+                f"bytes {offset} to {offset + size_bytes} are not in a segment of {self.offer.size}"
             )
         block = Block((size_bytes,), np.uint8, self._whole, offset)  # type: ignore[arg-type]  # a ctypes array is a buffer
         block.keep = (self, keep)

@@ -23,13 +23,11 @@ from dataclasses import replace
 
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Envelope, Loan, Message, Packet, Release, Welcome
-from kvps.messages import Offer as OfferMessage
-from kvps.messages import Taken as TakenMessage
+from kvps.messages import Envelope, Loan, Message, Offer, Packet, Release, Taken, Welcome
 from kvps.net.driver import Dropped, Transport
 from kvps.net.heap import keep_freed_memory
-from kvps.net.leases import Given, Taken
-from kvps.net.segment import Mapping, Offer, Segment, Unshared
+from kvps.net.leases import Borrowed, Lent
+from kvps.net.segment import Mapping, Segment, Unshared
 
 log = logging.getLogger("kvps")
 
@@ -50,8 +48,8 @@ class Peer:
         self.route = route
         self.mapping = mapping
         self.reads_ours = False
-        self.given = Given()
-        self.taken = Taken()
+        self.given = Lent()
+        self.taken = Borrowed()
 
 
 class SharingTransport:
@@ -214,10 +212,10 @@ class SharingTransport:
         envelope, message = packet.envelope, packet.message
         self._meet(route, envelope)
         match message:
-            case OfferMessage():
+            case Offer():
                 self._on_offer(route, envelope, message)
                 return
-            case TakenMessage():
+            case Taken():
                 self._on_taken(route, envelope, message)
                 return
             case Release():
@@ -225,7 +223,7 @@ class SharingTransport:
                     self._by_route[route].given.release(message)
                 return
             case Welcome() if self._segment is not None and self._offers(route):
-                self._say(route, OfferMessage(*self._segment.offer))
+                self._say(route, self._segment.offer)
         if packet.loans:
             packet = self._borrow(packet)
         yield route, packet
@@ -248,7 +246,7 @@ class SharingTransport:
 
     # --- agreeing on it --------------------------------------------------------------------------
 
-    def _on_offer(self, route: Route, envelope: Envelope, message: OfferMessage) -> None:
+    def _on_offer(self, route: Route, envelope: Envelope, message: Offer) -> None:
         """Map what is offered, offer our own, and say that we have.
 
         Raises:
@@ -259,28 +257,27 @@ class SharingTransport:
         if not is_ours and life not in self._welcomed:
             raise ProtocolError(f"{envelope.node} offers memory and was not welcomed")
         if self._segment is None:
-            self._say(route, TakenMessage(message.nonce, False, self._why_not))
+            self._say(route, Taken(message.nonce, False, self._why_not))
             return
-        offer = Offer(message.pid, message.fd, message.size, message.nonce)
-        peer = self._peers.get(offer.nonce)
+        peer = self._peers.get(message.nonce)
         if peer is None:
             try:
-                peer = Peer(route, Mapping(offer))
+                peer = Peer(route, Mapping(message))
             except Unshared as error:
-                self._say(route, TakenMessage(offer.nonce, False, str(error)))
+                self._say(route, Taken(message.nonce, False, str(error)))
                 self._complain(f"{envelope.node}: {error}")
                 return
-            self._peers[offer.nonce] = peer
-        elif peer.mapping.offer != offer:
+            self._peers[message.nonce] = peer
+        elif peer.mapping.offer != message:
             raise ProtocolError(f"{envelope.node} offers the same memory in another way")
         self._by_identity[_identity(envelope)] = peer
         self._meet(route, envelope)
         if not is_ours:
-            self._say(route, OfferMessage(*self._segment.offer))
+            self._say(route, self._segment.offer)
             self._segment.is_read = True  # what is made from now on, it will be able to read
-        self._say(route, TakenMessage(offer.nonce, True))
+        self._say(route, Taken(message.nonce, True))
 
-    def _on_taken(self, route: Route, envelope: Envelope, message: TakenMessage) -> None:
+    def _on_taken(self, route: Route, envelope: Envelope, message: Taken) -> None:
         """Lend from now on, if the other's memory is mapped here.
 
         Raises:

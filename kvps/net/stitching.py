@@ -86,7 +86,7 @@ class Stitches:
 def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> Part | None:
     for one in mappings:
         offset = address - one.address
-        if 0 <= offset <= one.offer.size_bytes - size_bytes:
+        if 0 <= offset <= one.offer.size - size_bytes:
             return Part(one.offer.nonce, offset, size_bytes)
     return None
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvps.messages import Envelope, Packet, Release, Role
 from kvps.net import leases
-from kvps.net.leases import Given, Lease, Taken
+from kvps.net.leases import Borrowed, Lease, Lent
 from kvps.wire import decode, encode
 
 
@@ -28,7 +28,7 @@ class Memory:
         self.is_held = False
 
 
-def give(given: Given, count: int = 1) -> list[Memory]:
+def give(given: Lent, count: int = 1) -> list[Memory]:
     """Lend so many things; they have the next numbers."""
     made = [Memory() for _ in range(count)]
     for one in made:
@@ -36,7 +36,7 @@ def give(given: Given, count: int = 1) -> list[Memory]:
     return made
 
 
-def take(taken: Taken, *numbers: int) -> list[Lease]:
+def take(taken: Borrowed, *numbers: int) -> list[Lease]:
     found = [taken.take(number) for number in numbers]
     return [one for one in found if one is not None]
 
@@ -45,14 +45,14 @@ def take(taken: Taken, *numbers: int) -> list[Lease]:
 
 
 def test_numbers_count_from_1() -> None:
-    given = Given()
+    given = Lent()
     assert [given.give(None, None) for _ in range(3)] == [1, 2, 3]
     assert len(given) == 3
 
 
 @pytest.mark.spec("R86")
 def test_a_release_ends_what_it_does_not_name() -> None:
-    given = Given()
+    given = Lent()
     one, two, three, four = give(given, 4)
     given.release(Release(4, (2,)))
     assert [one.is_held, two.is_held, three.is_held, four.is_held] == [False, True, False, True]
@@ -63,7 +63,7 @@ def test_a_release_ends_what_it_does_not_name() -> None:
 
 @pytest.mark.spec("R86")
 def test_a_release_that_comes_again_or_late_changes_nothing() -> None:
-    given = Given()
+    given = Lent()
     made = give(given, 4)
     given.release(Release(5, (3, 4)))
     for again in (Release(5, (3, 4)), Release(3, (1,)), Release(0, ()), Release(1, ())):
@@ -72,7 +72,7 @@ def test_a_release_that_comes_again_or_late_changes_nothing() -> None:
 
 
 def test_a_release_of_what_was_never_given() -> None:
-    given = Given()
+    given = Lent()
     given.release(Release(2**63 - 1, (7,)))
     (later,) = give(given)
     assert later.is_held
@@ -87,7 +87,7 @@ def test_what_is_lent_lives_as_long_as_the_lease() -> None:
         def __del__(self) -> None:
             ended.append(1)
 
-    given = Given()
+    given = Lent()
     given.give(Payload(), None)
     assert not ended
     given.release(Release(2, ()))
@@ -95,7 +95,7 @@ def test_what_is_lent_lives_as_long_as_the_lease() -> None:
 
 
 def test_the_end_of_a_reader_ends_its_leases() -> None:
-    given = Given()
+    given = Lent()
     made = give(given, 3)
     given.release(Release(2, ()))
     given.end()
@@ -108,7 +108,7 @@ def test_the_end_of_a_reader_ends_its_leases() -> None:
 
 
 def test_nothing_to_say_while_nothing_was_given_back() -> None:
-    taken = Taken()
+    taken = Borrowed()
     held = take(taken, 1, 2)
     assert taken.release() is None
     del held[0]
@@ -120,14 +120,14 @@ def test_nothing_to_say_while_nothing_was_given_back() -> None:
 
 @pytest.mark.spec("R86")
 def test_what_never_came_is_given_back_too() -> None:
-    taken = Taken()
+    taken = Borrowed()
     take(taken, 5)
     assert taken.release() == Release(6, ())
 
 
 @pytest.mark.spec("R87")
 def test_what_comes_after_it_was_given_back_is_refused() -> None:
-    taken = Taken()
+    taken = Borrowed()
     held = take(taken, 1, 4)
     del held[0]
     assert taken.release() == Release(5, (4,))
@@ -138,7 +138,7 @@ def test_what_comes_after_it_was_given_back_is_refused() -> None:
 
 @pytest.mark.spec("R87")
 def test_a_lease_is_taken_once() -> None:
-    taken = Taken()
+    taken = Borrowed()
     held = take(taken, 1)
     assert taken.take(1) is None
     held.clear()
@@ -146,7 +146,7 @@ def test_a_lease_is_taken_once() -> None:
 
 
 def test_they_may_come_in_any_order() -> None:
-    taken = Taken()
+    taken = Borrowed()
     held = take(taken, 3, 1)
     assert len(held) == 2
     held.clear()
@@ -157,7 +157,7 @@ def test_they_may_come_in_any_order() -> None:
 def test_one_release_names_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes beyond that is told when there is room for it."""
     monkeypatch.setattr(leases, "NAMED_MAX", 2)
-    taken = Taken()
+    taken = Borrowed()
     held = {number: taken.take(number) for number in range(1, 7)}
     del held[6], held[1]
     assert taken.release() == Release(4, (2, 3))
@@ -168,7 +168,7 @@ def test_one_release_names_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("R86")
 def test_the_longest_release_travels() -> None:
-    taken = Taken()
+    taken = Borrowed()
     held = take(taken, *range(1, 6000))
     del held[0]
     message = taken.release()
@@ -186,7 +186,7 @@ class Reading(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given, self.taken = Given(), Taken()
+        self.given, self.taken = Lent(), Borrowed()
         self.lent: dict[int, Memory] = {}
         self.loans: list[int] = []
         """On their way to the reader."""
@@ -278,7 +278,7 @@ TestReadingWithShortReleases.settings = settings(  # type: ignore[attr-defined]
 
 def test_many_leases_are_given_back_by_other_threads() -> None:
     """Leases are dropped anywhere, while the loop tells of them."""
-    given, taken = Given(), Taken()
+    given, taken = Lent(), Borrowed()
     held = [taken.take(given.give(None, None)) for _ in range(3000)]
     random.Random(0).shuffle(held)
     parts = [held[start::3] for start in range(3)]

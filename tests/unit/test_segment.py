@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.errors import ProtocolError
+from kvps.messages import Offer
 from kvps.net import segment as segments
-from kvps.net.segment import PAGE_BYTES, Block, Mapping, Offer, Segment, Unshared
+from kvps.net.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 
 MIB = 1 << 20
 PAGES = 64
@@ -292,7 +294,7 @@ def test_a_mapping_can_only_be_read() -> None:
         "print(read[0], flush=True)\n"
         "read[0] = 1\n"
     )
-    argv = [sys.executable, "-c", program, *map(str, segment.offer)]
+    argv = [sys.executable, "-c", program, *map(str, astuple(segment.offer))]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("7\n", -signal.SIGSEGV), done.stderr
     assert (block == 7).all()
@@ -404,8 +406,8 @@ def memory(name: str = segments.NAME, size_bytes: int = PAGE_BYTES, seals: int =
 
 @pytest.mark.spec("R79")
 def test_an_offer_of_nobody(segment: Segment) -> None:
-    refused(segment.offer._replace(pid=2**62), "cannot be opened.*another host, container or user")
-    refused(segment.offer._replace(fd=2**62), "cannot be opened")
+    refused(replace(segment.offer, pid=2**62), "cannot be opened.*another host, container or user")
+    refused(replace(segment.offer, fd=2**62), "cannot be opened")
 
 
 @pytest.mark.spec("R79")
@@ -434,7 +436,7 @@ def test_an_offer_of_what_may_shrink() -> None:
 def test_an_offer_of_another_size(segment: Segment) -> None:
     size = segment.size_bytes
     for other in (0, size - 1, size + PAGE_BYTES, 2**63 - 1):
-        refused(segment.offer._replace(size_bytes=other), "size that was said")
+        refused(replace(segment.offer, size=other), "size that was said")
     fd = memory(size_bytes=0)
     refused(Offer(os.getpid(), fd, 0, 0), "cannot be mapped")
     os.close(fd)
@@ -442,7 +444,7 @@ def test_an_offer_of_another_size(segment: Segment) -> None:
 
 @pytest.mark.spec("R79")
 def test_an_offer_with_another_nonce(segment: Segment) -> None:
-    refused(segment.offer._replace(nonce=segment.nonce ^ 1), "another process's")
+    refused(replace(segment.offer, nonce=segment.nonce ^ 1), "another process's")
 
 
 @pytest.mark.spec("R79")

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ import torch
 from kvps import messages as m
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Envelope, Loan, Message, Packet, Role
+from kvps.messages import Envelope, Loan, Message, Offer, Packet, Role
 from kvps.net import sharing
 from kvps.net.driver import DROPPED, Dropped
 from kvps.net.memory import MemoryNetwork
-from kvps.net.segment import PAGE_BYTES, Block, Mapping, Offer, Segment, Unshared
+from kvps.net.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 from kvps.net.sharing import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
 from kvps.tensors import to_frame
 from tests.server_stage import ServerStage, opening, refusal
@@ -182,8 +183,8 @@ def test_the_one_who_connected_offers_and_both_map(
     assert server.segment
     assert worker.segment
     assert [(one.envelope.role, one.message) for one in carried[2:]] == [
-        (Role.WORKER, m.Offer(*worker.segment.offer)),
-        (Role.SERVER, m.Offer(*server.segment.offer)),
+        (Role.WORKER, worker.segment.offer),
+        (Role.SERVER, server.segment.offer),
         (Role.SERVER, m.Taken(worker.segment.nonce, True)),
         (Role.WORKER, m.Taken(server.segment.nonce, True)),
     ]
@@ -628,7 +629,7 @@ class Lone:
     def share(self) -> None:
         """Agree with the peer."""
         self.transport.send(b"w", Packet(SERVER, WELCOME), None)
-        self.hear(m.Offer(*self.peers.offer))
+        self.hear(self.peers.offer)
         self.hear(m.Taken(self.segment.nonce, True))
         self.inner.sent.clear()
 
@@ -647,10 +648,10 @@ def lone() -> Iterator[Lone]:
 @pytest.mark.spec("R77")
 def test_a_stranger_offers_in_vain(lone: Lone) -> None:
     with pytest.raises(ProtocolError, match="worker 3 offers memory and was not welcomed"):
-        lone.hear(m.Offer(*lone.peers.offer))
+        lone.hear(lone.peers.offer)
     lone.transport.send(b"w", Packet(SERVER, m.Welcome(3, 1, 4, 1)), None)
     with pytest.raises(ProtocolError, match="not welcomed"):
-        lone.hear(m.Offer(*lone.peers.offer))
+        lone.hear(lone.peers.offer)
     assert lone.transport.mappings == []
     assert lone.inner.messages == [m.Welcome(3, 1, 4, 1)]
 
@@ -691,13 +692,13 @@ def test_the_same_memory_is_not_offered_in_two_ways(lone: Lone) -> None:
     lone.share()
     copy = os.dup(lone.peers.offer.fd)
     with pytest.raises(ProtocolError, match="in another way"):
-        lone.hear(m.Offer(*lone.peers.offer._replace(fd=copy)))
+        lone.hear(replace(lone.peers.offer, fd=copy))
     os.close(copy)
 
 
 def test_a_taken_of_another_life_changes_nothing(lone: Lone) -> None:
     lone.transport.send(b"w", Packet(SERVER, WELCOME), None)
-    lone.hear(m.Offer(*lone.peers.offer))
+    lone.hear(lone.peers.offer)
     lone.hear(m.Taken(lone.segment.nonce ^ 1, True))
     assert lone.segment.readers == set()
     lone.hear(m.Taken(lone.segment.nonce ^ 1, False, "of long ago"))
@@ -715,7 +716,7 @@ def test_a_taken_of_one_whose_memory_is_not_mapped_changes_nothing(lone: Lone) -
 def test_nobody_lends_to_one_whose_memory_it_cannot_map(lone: Lone) -> None:
     """Its end could not be seen."""
     lone.transport.send(b"w", Packet(SERVER, WELCOME), None)
-    lone.hear(m.Offer(*lone.peers.offer._replace(nonce=5)))
+    lone.hear(replace(lone.peers.offer, nonce=5))
     lone.hear(m.Taken(lone.segment.nonce, True))
     assert lone.segment.readers == set()
     block = lone.segment.take(PAGE_BYTES)
