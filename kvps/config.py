@@ -75,13 +75,13 @@ def whole(
     return default if given is None else as_whole(name, given)
 
 
-def switch(name: str, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether a variable says yes; unset is no.
+def switch(name: str, env: Mapping[str, str] | None = None, *, default: bool = False) -> bool:
+    """Return whether a variable says yes; unset it says ``default``.
 
     Raises:
         ConfigError: if it says neither yes nor no.
     """
-    given = text(name, "0", env=env)
+    given = text(name, "1" if default else "0", env=env)
     if given is None or given.lower() not in (*_TRUE, *_FALSE):
         raise ConfigError(f"{name}={given!r} is neither 1 nor 0; correct or unset it")
     return given.lower() in _TRUE
@@ -234,6 +234,19 @@ def transport(env: Mapping[str, str] | None = None) -> str:
     if wish not in TRANSPORTS:
         raise ConfigError(f"KVPS_TRANSPORT={wish!r}: use one of {', '.join(TRANSPORTS)}")
     return wish
+
+
+def host_aggregation(given: bool | None, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether workers of one host push as one: as ``given``, or as the variable says.
+
+    Raises:
+        ConfigError: if ``given`` is neither yes nor no, nor nothing; or the variable neither.
+    """
+    if given is None:
+        return switch("KVPS_HOST_AGGREGATION", env, default=True)
+    if type(given) is not bool:
+        raise ConfigError(f"host_aggregation={given!r}: use True or False")
+    return given
 
 
 def join_max_s(env: Mapping[str, str] | None = None) -> float:

@@ -145,6 +145,8 @@ class Hello(Message):
     """The sender holds the seat for a command that it runs."""
     master: str = ""
     """HOST:PORT that this worker offers as torch's rendezvous, used if it gets rank 0."""
+    machine: int = 0
+    """Equal for those who share loopback, and perhaps memory; 0 for one who does not know."""
 
 
 @_tag(2)
@@ -173,6 +175,7 @@ class Member(NamedTuple):
     host: str
     lost_for_s: float
     reason: str
+    machine: int = 0
 
 
 @_tag(3)
@@ -301,6 +304,8 @@ class Open(Message):
     bigarray_bound: int
     chunk_bytes: int = 1 << 20
     """How much travels, and is updated, at once; the first OPEN decides."""
+    bundles: bool = False
+    """Workers of one machine add up their gradients before these leave it."""
 
 
 class Entry(NamedTuple):
@@ -470,6 +475,8 @@ class Pull(Message):
     values: bool
     """False asks for the versions alone."""
     runs: tuple[Ask, ...]
+    broadcasts: int = 0
+    """Of how many broadcasts of the store the asker wants to see the values."""
 
 
 @_tag(34)

@@ -45,6 +45,16 @@ BY_ID = {dtype.id: dtype for dtype in DTYPES}
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 
 
+def summed_in(dtype: str) -> str:
+    """Return the name of the type in which elements of type ``dtype`` are added up.
+
+    Example:
+        >>> summed_in("bfloat16"), summed_in("int8")
+        ('float32', 'int8')
+    """
+    return "float32" if BY_NAME[dtype].kind == "half" else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The type and shape of one tensor.

@@ -280,8 +280,10 @@ class ServerStage:
 
     # --- looking ----------------------------------------------------------------------------
 
-    def chunk(self, number: int = 1) -> Chunk:
-        return self.server.requests.engine.chunk(number)
+    def chunk(self, number: int | None = None) -> Chunk:
+        """Return a chunk; the first one made, unless another is meant."""
+        first = self.servers + self.rank
+        return self.server.requests.engine.chunk(first if number is None else number)
 
     def span(self, key: str) -> Span:
         piece = self.pieces[key][0]

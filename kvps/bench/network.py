@@ -25,8 +25,6 @@ from kvps.errors import KvpsError
 
 SCHEDULER_PORT = 9091
 GLOO_PORT = 29500
-SOCKETS = {"KVPS_TRANSPORT": "tcp"}
-"""The hosts are one machine, whose memory a worker would share with a server of another host."""
 LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
@@ -77,7 +75,7 @@ def traffic_between(
 
 
 def _start_cluster(group: Group, case: Case, hosts: Hosts, namespaces: Namespaces) -> None:
-    env = config.environment({**THREADS, **SOCKETS}, {})
+    env = config.environment(THREADS, {})
     scheduler = _scheduler(namespaces)
     sizes = ["--workers", str(case.workers), "--servers", str(case.servers)]
     argv = [*module("kvps.cli.scheduler"), *sizes, "--bind", scheduler, "--insecure"]
@@ -98,7 +96,7 @@ def _environment(
         master = namespaces.address(hosts.of_worker(0))
         return {**gloo_environment(rank, case.workers, master, GLOO_PORT), **LINK}
     place = {"KVPS_SCHEDULER": _scheduler(namespaces), "KVPS_RANK": str(rank)}
-    return config.environment({**THREADS, **SOCKETS, **place}, {})
+    return config.environment({**THREADS, **system.env, **place}, {})
 
 
 def _scheduler(namespaces: Namespaces) -> str:

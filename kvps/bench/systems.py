@@ -42,6 +42,12 @@ _ALL = (
         how="in-place",
     ),
     System("kvps tcp", "kvps", "as kvps, through sockets", env={"KVPS_TRANSPORT": "tcp"}),
+    System(
+        "kvps apart",
+        "kvps",
+        "as kvps, workers of one host push for themselves (with --network)",
+        env={"KVPS_HOST_AGGREGATION": "0"},
+    ),
     System("gloo", "gloo", "all_reduce of 25 MiB buckets, copied in and out"),
     System("gloo in place", "gloo", "the same, gradients already in the buckets", how="in-place"),
     System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
@@ -49,8 +55,10 @@ _ALL = (
     System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
 )
 SYSTEMS = {one.name: one for one in _ALL}
-NETWORKED = ("kvps", "kvps sgd", "kvps zero-copy", "gloo")
+NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", "gloo")
 """Those that run on several hosts."""
+ON_ONE_HOST = tuple(name for name in SYSTEMS if name != "kvps apart")
+"""Those that differ on one host."""
 
 
 def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[System]:

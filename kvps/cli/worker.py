@@ -24,7 +24,7 @@ from kvps.errors import ConfigError
 from kvps.messages import Role, Welcome
 from kvps.net.driver import Inbox, drive
 from kvps.net.zeromq import ZmqTransport
-from kvps.store.roles import on_stop, own_host, report
+from kvps.store.roles import on_stop, own_host, own_machine, report
 
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
@@ -94,6 +94,7 @@ def _main(argv: Sequence[str]) -> int:
             guardian=True,
             master=master,
             join_max_s=join_max_s,
+            machine=own_machine(),
         )
         core = Guardian(identity, time.monotonic(), not parsed.no_replacement)
         shell = Shell(core, ZmqTransport(), leash, command, parsed.report_fd)

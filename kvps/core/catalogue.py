@@ -28,6 +28,8 @@ class Catalogue:
     keys: dict[str, Key] = field(default_factory=dict)
     optimize_calls: int = 0
     rate_calls: int = 0
+    broadcasts: int = 0
+    """How many were made here; all ranks make the same ones."""
     barriers: dict[str, int] = field(default_factory=dict)
     """By name, the number of the next."""
     _plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)

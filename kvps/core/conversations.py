@@ -18,7 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue
-from kvps.core.link import Request, route_of
+from kvps.core.link import Request
 from kvps.core.placement import home
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
@@ -145,6 +145,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversat
         yield from barrier(book, BROADCAST)
         numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
         yield from _create(book, call.keys, rows, numbers)
+        book.broadcasts += 1
         yield from read(book, book.plan(names), Rows(call.sinks), 0, 0, 0)
         if not book.ordered:
             yield from barrier(book, BROADCAST)
@@ -246,7 +247,7 @@ def _bulk(
     return Request(
         share.server,
         message,
-        fill=lambda: share.gather(rows, book.memory, route_of(share.server)),
+        fill=lambda route: share.gather(rows, book.memory, route),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
         priority=share.highest(priority),

@@ -41,6 +41,15 @@ class Connect:
 
     to: str
     endpoint: str
+    is_near: bool | None = None
+    """Whether the peer is on this machine, and may read our memory; None if no payload goes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Take connections at ``endpoint``, too."""
+
+    endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Exit:
     reason: str
 
 
-Effect = Send | Connect | Note | Finish | Copied | Save | Exit
+Effect = Send | Connect | Listen | Note | Finish | Copied | Save | Exit
 Effects = Iterator[Effect]
 
 

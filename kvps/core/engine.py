@@ -31,7 +31,7 @@ from kvps.core.strip import Strip, Sum
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Push
-from kvps.specs import BY_ID, BY_NAME
+from kvps.specs import BY_ID, BY_NAME, summed_in
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 BLOCK_COUNT = 256 << 10
@@ -55,7 +55,7 @@ class Engine:
         self.server = server
         self.servers = servers
         self.workers = workers
-        self.chunks = Chunks(memory)
+        self.chunks = Chunks(memory, server, servers)
         self.norms: dict[NormId, Norm] = {}
         """Of the updates that are not made yet."""
         self._told: dict[NormId, tuple[float, ...]] = {}
@@ -123,7 +123,7 @@ class Engine:
         return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now, lent)
 
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
-        if BY_ID[message.dtype].name != chunk.dtype:
+        if BY_ID[message.dtype].name not in (chunk.dtype, summed_in(chunk.dtype)):
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
             )

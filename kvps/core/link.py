@@ -1,4 +1,4 @@
-"""One worker's talk with one server: what is queued, what is on its way, what must go again.
+"""One worker's talk with one server, or with a neighbour: what is queued, what is on its way, what must go again.
 
 A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that
 also asks for values is acknowledged first and answered later), and at last *answered*. ZeroMQ may
@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvps.core.plan import HERE
 from kvps.messages import Message, Packet
 from kvps.tensors import PRIVATE, Memory
 
 if TYPE_CHECKING:
+    from kvps.core.bundles import Asker, Bundle
     from kvps.core.worker import Talk
 
 UPLINK_BYTES = 8 << 20
@@ -45,8 +47,8 @@ class Request:
     server: int | None
     """None addresses the scheduler."""
     message: Message
-    fill: Callable[[], tuple[torch.Tensor, ...]] | None = None
-    """Makes the payload, at the latest when it is sent."""
+    fill: Callable[[str], tuple[torch.Tensor, ...]] | None = None
+    """Makes the payload for the peer along a route, at the latest when it is sent."""
     payload_bytes: int = 0
     """How much it carries; over 0, it changes the server's values and is never dropped."""
     lane: int = 0
@@ -65,12 +67,35 @@ class Request:
     waits_for: str = ""
     """What the server last said it waits for."""
     talk: Talk | None = None
-    """The call it belongs to."""
+    """The call it belongs to; None for one that is made for several workers."""
+    link: Link | None = None
+    """Along which it goes; None while a neighbour or this worker collects more of its kind."""
+    bundle: Bundle | None = None
+    """What it is made for, if for several workers."""
+    asker: Asker | None = None
+    """As what it is in a bundle, if it is."""
 
     def freeze(self) -> None:
         """Make the payload now, if it is not made yet; its source may change from here on."""
         if self.fill is not None:
-            self.payload, self.fill = self.fill(), None
+            assert self.server is not None
+            route = route_of(self.server) if self.link is None else self.link.route
+            self.payload, self.fill = self.fill(route), None
+
+    def peek(self) -> tuple[torch.Tensor, ...]:
+        """Return the payload to be read in this process, now; it need not be made for that."""
+        return self.payload if self.fill is None else self.fill(HERE)
+
+    def drop(self) -> None:
+        """Nobody wants the answer any more, and nothing is changed by it."""
+        assert not self.payload_bytes, "what changes values must arrive"
+        self.dropped = True
+        if self.link is not None:
+            self.link.drop(self)
+
+    def forget(self) -> None:
+        """The payload is needed no more."""
+        self.payload, self.fill = (), None
 
 
 def route_of(server: int) -> str:
@@ -83,7 +108,6 @@ class Uplink:
 
     def __init__(self) -> None:
         self.links: list[Link] = []
-        """To every server, by rank."""
         self._order = 0
 
     def next_order(self) -> int:
@@ -106,25 +130,25 @@ class Uplink:
 
 
 class Link:
-    """The requests of one worker to one server."""
+    """The requests of one worker to one peer."""
 
     def __init__(
         self,
-        server: int,
+        route: str,
         endpoint: str = "",
         incarnation: int = 0,
         memory: Memory = PRIVATE,
         uplink: Uplink | None = None,
     ) -> None:
-        self.server = server
-        self.route = route_of(server)
+        self.route = route
+        """The name of the connection, and of who is at its end."""
         self._memory = memory
         self._uplink = uplink or Uplink()
         self._uplink.links.append(self)
         self.endpoint = endpoint
         self.incarnation = incarnation
         self.ready = False
-        """The server has answered HELLO."""
+        """The peer has answered HELLO."""
         self.refusal = ""
         """What it answered instead."""
         self.heard_at: float | None = None
@@ -140,6 +164,7 @@ class Link:
 
     def queue(self, request: Request) -> None:
         """Put ``request`` in line."""
+        request.link = self
         if request.lane:
             self._lanes.setdefault(request.lane, deque()).append(request)
         heapq.heappush(self._heap, (-request.priority, self._uplink.next_order(), request))
@@ -179,9 +204,7 @@ class Link:
         return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
 
     def drop(self, request: Request) -> None:
-        """Forget a request that changes nothing: do not send it, or do not ask after it."""
-        assert not request.payload_bytes, "what changes values must arrive"
-        request.dropped = True
+        """Forget a request: do not send it, or do not ask after it."""
         self.outstanding.pop(request.seq, None)
 
     def receive(self, seq: int) -> Request | None:
@@ -189,9 +212,22 @@ class Link:
         request = self.outstanding.get(seq)
         if request is not None and not request.received:
             request.received = True
-            if self._away.pop(seq, None) is not None:
-                self.bytes_away -= request.payload_bytes
+            self._arrives(request)
         return request
+
+    def miss(self, seq: int) -> Request | None:
+        """The peer does not have request ``seq``: return it, to go again.
+
+        It leaves the window. The peer may refuse to take it in before one that waits for room.
+        """
+        request = self.outstanding.get(seq)
+        if request is not None:
+            self._arrives(request)
+        return request
+
+    def _arrives(self, request: Request) -> None:
+        if self._away.pop(request.seq, None) is not None:
+            self.bytes_away -= request.payload_bytes
 
     def answer(self, seq: int) -> Request | None:
         """The server answered request ``seq``; None if that is known already."""
@@ -200,6 +236,19 @@ class Link:
             del self.outstanding[seq]
             request.payload = ()
         return request
+
+    def abandon(self) -> list[Request]:
+        """Return all that has no answer, as if it had not been asked, in the order of each lane."""
+        queued = [one for lane in self._lanes.values() for one in lane if not one.dropped]
+        left = [*self.outstanding.values(), *queued]
+        for request in left:
+            request.seq, request.received, request.link = 0, False, None
+        self.outstanding.clear()
+        self._lanes.clear()
+        self._heap.clear()
+        self._away.clear()
+        self.bytes_away = 0
+        return left
 
     def is_overdue(self, now: float) -> bool:
         """Whether it is time to probe; if so, it is taken to be done."""

@@ -58,6 +58,8 @@ class Identity:
     """Of that seat; zeros where there is none."""
     join_max_s: float = JOIN_MAX_S
     """How long to say HELLO to a scheduler that says nothing."""
+    machine: int = 0
+    """As HELLO has it."""
 
 
 class Membership:
@@ -147,6 +149,7 @@ class Membership:
                 one.endpoint,
                 one.guardian,
                 one.master,
+                one.machine,
             ),
         )
 

@@ -23,6 +23,8 @@ from kvps.specs import BY_ID, BY_NAME, Spec
 
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
+AGREED = ("mode", "staleness", "deterministic", "on_worker_lost", "bigarray_bound", "bundles")
+"""Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
 
@@ -86,7 +88,7 @@ class Namespace:
         Raises:
             Mismatch: naming the option in which the two differ.
         """
-        for name in ("mode", "staleness", "deterministic", "on_worker_lost", "bigarray_bound"):
+        for name in AGREED:
             ours, theirs = getattr(self.opened, name), getattr(opened, name)
             if ours != theirs:
                 raise Mismatch(

@@ -207,7 +207,7 @@ def read(
 ) -> Steps:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
     tally = Tally(plan)
-    yield _asked(plan, tally, sink, after, least, priority)
+    yield _asked(book, plan, tally, sink, after, least, priority)
     yield from even_out(book, tally, sink, after, priority)
 
 
@@ -232,7 +232,7 @@ def even_out(
         again = Tally(make(lagging))
         conditions = [of_key(after, index) for index in torn]
         urgent = [of_key(priority, index) for index in torn]
-        yield Lagging(_asked(again.plan, again, sink.only(torn), conditions, least, urgent))
+        yield Lagging(_asked(book, again.plan, again, sink.only(torn), conditions, least, urgent))
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
@@ -243,12 +243,13 @@ def stand(
 ) -> Generator[Step, list[Packet], Tally]:
     """Wait until the conditions hold, and return how the keys stand then, without values."""
     tally = Tally(plan)
-    yield _asked(plan, tally, None, after, least, 0)
+    yield _asked(book, plan, tally, None, after, least, 0)
     tally.settle(book.ordered)
     return tally
 
 
 def _asked(
+    book: Catalogue,
     plan: Plan,
     tally: Tally,
     sink: Sink | None,
@@ -259,7 +260,7 @@ def _asked(
     return [
         Request(
             share.server,
-            Pull(share.chunk, sink is not None, share.asks(after, least)),
+            Pull(share.chunk, sink is not None, share.asks(after, least), book.broadcasts),
             priority=share.highest(priority),
             lane=share.chunk,
             on_reply=tally.reader(share, sink),

@@ -146,7 +146,7 @@ class Requests:
     ) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        gradient = _strip(packet, message.dtype)
+        gradient = Strip.of(packet.payload, message.dtype)
         verdict, woken = self.engine.push(
             space, message, gradient, self.member.quorum(), now, lent=bool(packet.loans)
         )
@@ -214,7 +214,7 @@ class Requests:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
             )
-        became_ready = space.load(chunk, message, _strip(packet, message.dtype).joined())
+        became_ready = space.load(chunk, message, Strip.of(packet.payload, message.dtype).joined())
         yield self._send(session, Ack((Receipt(seq, 0),)))
         if became_ready:
             yield from self._retry()
@@ -468,8 +468,3 @@ class Requests:
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))
-
-
-def _strip(packet: Packet, dtype: int) -> Strip:
-    """Return the elements that came with ``packet``: one frame, or loans of several places."""
-    return Strip([from_frame(frame, BY_ID[dtype].name) for frame in packet.payload])

@@ -89,6 +89,7 @@ class Seat:
     pid: int = 0
     endpoint: str = ""
     master: str = ""
+    machine: int = 0
     is_guarded: bool = False
     """A guardian took it."""
     is_welcomed: bool = False
@@ -148,7 +149,7 @@ class Seat:
         """Begin a new life in this seat."""
         self.state, self.incarnation = State.HELD, incarnation
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
-        self.master = hello.master
+        self.master, self.machine = hello.master, hello.machine
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
@@ -188,6 +189,7 @@ class Seat:
             host=self.host,
             lost_for_s=now - self.lost_at if self.state in (State.LOST, State.GONE) else 0.0,
             reason=self.reason,
+            machine=self.machine,
         )
 
     def check(self, node: Node, links_max: int) -> None:

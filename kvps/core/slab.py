@@ -270,17 +270,20 @@ class Chunk:
 class Chunks:
     """All chunks of a server, by their number."""
 
-    def __init__(self, memory: Memory = PRIVATE) -> None:
+    def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
         self._memory = memory
+        self._server = server
+        self._servers = servers
         self.by_number: dict[int, Chunk] = {}
         self.weight_bytes = 0
         """Bytes of all keys; the room that is left inside chunks is not counted."""
         self._made = 0
 
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
-        """Return a new chunk, with a number that no other had."""
+        """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1
-        chunk = Chunk(self._made, store, dtype, capacity, self._memory)
+        number = self._made * self._servers + self._server
+        chunk = Chunk(number, store, dtype, capacity, self._memory)
         self.by_number[chunk.number] = chunk
         return chunk
 

@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Snapshot(NamedTuple):
@@ -42,6 +42,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.pid,
             seat.endpoint,
             seat.master,
+            seat.machine,
             seat.is_guarded,
             seat.has_said_so,
             seat.reason,
@@ -86,6 +87,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.pid,
                 seat.endpoint,
                 seat.master,
+                seat.machine,
                 seat.is_guarded,
                 seat.has_said_so,
                 seat.reason,

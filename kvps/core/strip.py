@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvps.tensors import accumulator
+from kvps.specs import BY_ID
+from kvps.tensors import accumulator, from_frame
 
 
 class Strip:
@@ -25,6 +26,11 @@ class Strip:
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = tuple(pieces)
         self._stops = tuple(accumulate([one.numel() for one in pieces]))
+
+    @classmethod
+    def of(cls, payload: Sequence[memoryview], dtype: int) -> Strip:
+        """Return the elements that came in ``payload``: one frame, or loans of several places."""
+        return cls([from_frame(frame, BY_ID[dtype].name) for frame in payload])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +88,7 @@ class Sum:
 
     def whole(self) -> torch.Tensor:
         """Return the sum in memory of its own."""
-        out = torch.empty_like(accumulator(torch.empty(len(self), dtype=self.parts[0].dtype)))
+        out = accumulator(torch.empty(0, dtype=self.parts[0].dtype)).new_empty(len(self))
         self.into(out, 0, len(self))
         return out
 

@@ -18,8 +18,9 @@ otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
@@ -36,9 +37,10 @@ from kvps.core.effects import (
     Route,
     Send,
 )
-from kvps.core.link import Link, Request, Uplink
+from kvps.core.link import Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
+from kvps.core.neighbours import Neighbours
 from kvps.core.reading import Drain, Lagging
 from kvps.errors import (
     ConfigError,
@@ -88,6 +90,8 @@ class Talk:
     """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
     probed: bool = False
+    is_asking: bool = False
+    """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
     """The caller has the result; what is still under way is nobody's business."""
     requests: list[Request] = field(default_factory=list)
@@ -107,6 +111,7 @@ class Worker:
         self._uplink = Uplink()
         self.links = self._uplink.links
         """To every server, once the cluster is complete."""
+        self.neighbours = Neighbours(self.member, memory, self.links, self)
         self.losses = Losses()
         self._talks: dict[int, Talk] = {}
         self._late: list[calls.Call] = []
@@ -166,13 +171,16 @@ class Worker:
             yield Exit(0, "left before it had joined")
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        """The scheduler or a server said something."""
+        """The scheduler, a server or a neighbour said something."""
         if route == SCHEDULER:
             yield from self._on_scheduler(packet, now)
         elif packet.envelope.role is Role.SERVER:
             link = self.links[_server(route)]  # a server that has no seat yet knows no rank
             link.heard_at = now
-            yield from self._on_server(link, packet, now)
+            yield from self._on_answer(link, packet, now)
+            yield from self._flow(now)
+        elif packet.envelope.role is Role.WORKER:
+            yield from self._on_worker(route, packet, now)
             yield from self._flow(now)
 
     def on_drop(self, route: Route, now: float) -> Effects:
@@ -184,12 +192,13 @@ class Worker:
         yield from self.member.on_timer(now)
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
-            for link in self.links:
+            for link in self._links():
                 if not link.ready:
                     yield Send(link.route, self.member.hello())
-        for link in self.links:
+        for link in self._links():
             if link.is_overdue(now):
-                yield from self._probe(link)
+                yield from self.probe(link)
+        self.neighbours.on_timer(now)
         yield from self._flow(now)
         for request in list(self._barriers.values()):
             if now >= request.sent_at + BARRIER_AGAIN_S:
@@ -207,7 +216,10 @@ class Worker:
         if beat is not None:
             yield beat
         yield from self._joining.values()
-        for link in self.links:
+        bundle = self.neighbours.deadline()
+        if bundle is not None:
+            yield bundle
+        for link in self._links():
             if not link.ready:
                 yield self._hello_at
             probe = link.probe_at()
@@ -230,11 +242,11 @@ class Worker:
         if isinstance(message, Released):
             request = self._barriers.pop(message.seq, None)
             if request is not None:
-                yield from self._answered(request, packet, now)
+                yield from self.answered(request, packet, now)
             return
         if isinstance(message, Error) and message.seq in self._barriers:
             request = self._barriers.pop(message.seq)
-            yield from self._refused(request, from_code(message.code, message.text), now)
+            yield from self.refused(request, from_code(message.code, message.text), now)
             return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
@@ -258,19 +270,43 @@ class Worker:
             self._hello_at = now + HELLO_AGAIN_S
             for one in view.members:
                 if one.role == Role.SERVER:
-                    link = Link(one.rank, one.endpoint, one.incarnation, self._memory, self._uplink)
-                    yield Connect(link.route, one.endpoint)
+                    link = Link(
+                        route_of(one.rank),
+                        one.endpoint,
+                        one.incarnation,
+                        self._memory,
+                        self._uplink,
+                    )
+                    is_near = 0 != one.machine == self.member.identity.machine
+                    yield Connect(link.route, one.endpoint, is_near)
                     yield Send(link.route, self.member.hello())
-        self.losses.learn(view, {one.server: one.incarnation for one in self.links}, now)
+        if self._complete:
+            yield from self.neighbours.learn(view.members)
+        lives = {rank: link.incarnation for rank, link in enumerate(self.links)}
+        self.losses.learn(view, lives, now)
         for book in self.books.values():
             book.is_short = bool(self.losses.workers)
         yield from self._end_what_is_lost(now)
         if self.losses.workers:
             yield from self._take_what_lags(now)
+        yield from self._flow(now)
 
-    # --- servers --------------------------------------------------------------------------------
+    # --- servers and neighbours --------------------------------------------------------------------------------
 
-    def _on_server(self, link: Link, packet: Packet, now: float) -> Effects:
+    def _on_worker(self, route: Route, packet: Packet, now: float) -> Effects:
+        """A neighbour asks something; or it answers, along a connection that we opened."""
+        if isinstance(route, bytes):
+            yield from self.neighbours.on_packet(route, packet, now)
+            return
+        link = self.neighbours.links.get(packet.envelope.rank)
+        if link is not None and link.incarnation == packet.envelope.incarnation:
+            link.heard_at = now
+            yield from self._on_answer(link, packet, now)
+
+    def _links(self) -> Iterator[Link]:
+        return chain(self.links, self.neighbours.links.values())
+
+    def _on_answer(self, link: Link, packet: Packet, now: float) -> Effects:
         message = packet.message
         match message:
             case Welcome():
@@ -281,22 +317,24 @@ class Worker:
                     if request is None:
                         continue
                     if isinstance(request.message, Push) and request.message.pull:
-                        yield from self._taken_in(request, now)  # its PULLED is still to come
+                        yield from self.taken_in(request, now)  # its PULLED is still to come
                     else:
                         link.answer(receipt.seq)
-                        yield from self._answered(request, packet, now)
+                        yield from self.answered(request, packet, now)
             case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs():
                 request = link.answer(message.seq)
                 if request is not None:
-                    yield from self._answered(request, packet, now)
+                    yield from self.answered(request, packet, now)
             case Probed():
                 for one in message.pending:
                     request = link.receive(one.seq)
                     if request is not None:
                         request.waits_for = one.reason
-                        yield from self._taken_in(request, now)
+                        yield from self.taken_in(request, now)
+                        if request.bundle is not None:
+                            yield from self.neighbours.waits(request.bundle, one.reason)
                 for seq in message.missing:
-                    request = link.outstanding.get(seq)
+                    request = link.miss(seq)
                     if request is not None:
                         yield self._packet(link, request)
             case Error():
@@ -312,20 +350,20 @@ class Worker:
             yield from self._end_all(error)
             yield Exit(1, str(error))
         elif request is not None:
-            yield from self._refused(request, error, now)
+            yield from self.refused(request, error, now)
         elif not link.ready:
             link.refusal = str(error)
         else:
             yield Note("warning", str(error))
 
-    def _probe(self, link: Link) -> Effects:
-        """Ask a server after all that it has not answered."""
+    def probe(self, link: Link) -> Effects:
+        """Ask a peer after all that it has not answered."""
         for seqs in link.unanswered():
             yield Send(link.route, self.member.packet(Probe(seqs)))
 
     def _flow(self, now: float) -> Effects:
         """Send what there is room for."""
-        for link, request in self._uplink.due(now):
+        for link, request in chain(self._uplink.due(now), self.neighbours.due(now)):
             yield self._packet(link, request)
 
     def _packet(self, link: Link, request: Request) -> Send:
@@ -357,19 +395,18 @@ class Worker:
                 talk.requests = []
                 talk.waiting = set(self._unacked.get(talk.call.store, ()))
                 self._draining.append(talk)
-                for link in self.links:  # of a push that wants values, a server need not say so
-                    if any(one.server == link.server and one.seq for one in talk.waiting):
-                        yield from self._probe(link)
+                yield from self._ask_after(talk.waiting, now)
             else:
                 talk.requests = step
                 talk.waiting = set(step)
                 yield from self._ask(talk, now)
             if talk.waiting:
                 return
-            answers = []
+            answers = [talk.answers[one] for one in talk.requests]
 
     def _ask(self, talk: Talk, now: float) -> Effects:
         unacked = self._unacked.setdefault(talk.call.store, set())
+        talk.is_asking = True
         for request in talk.requests:
             request.talk = talk
             if request.server is None:
@@ -380,15 +417,30 @@ class Worker:
                 continue
             if isinstance(request.message, Push):
                 unacked.add(request)
-            self.links[request.server].queue(request)
+            if self.neighbours.collect(self.books[talk.call.store], request):
+                yield from self.neighbours.ask(request, now)
+            else:
+                self.links[request.server].queue(request)
+        talk.is_asking = False
         eager = isinstance(talk.call, calls.PushValues) and talk.call.eager
         if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
             yield Copied(talk.ticket)
         yield from self._flow(now)
 
-    def _answered(self, request: Request, packet: Packet, now: float) -> Effects:
+    def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
+        """Ask those who were asked how it goes; they may not have said all that they know."""
+        waited_for = list(requests)
+        for link in self._links():
+            if any(one.link is link and one.seq for one in waited_for):
+                yield from self.probe(link)
+        yield from self.neighbours.ask_after(waited_for, now)
+
+    def answered(self, request: Request, packet: Packet, now: float) -> Effects:
         """All is well with ``request``; its conversation goes on if it was the last."""
-        yield from self._taken_in(request, now)
+        if request.bundle is not None:
+            yield from self.neighbours.answered(request.bundle, packet, now)
+            return
+        yield from self.taken_in(request, now)
         talk = request.talk
         assert talk is not None
         if request.on_reply is not None:
@@ -399,20 +451,26 @@ class Worker:
             packet = replace(packet, payload=())
         talk.answers[request] = packet
         talk.waiting.discard(request)
-        if not talk.waiting and talk.ticket in self._talks:
+        if not talk.waiting and not talk.is_asking and talk.ticket in self._talks:
             yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
 
-    def _refused(self, request: Request, error: KvpsError, now: float) -> Effects:
+    def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
         """The peer refused ``request``, and so its call."""
-        yield from self._taken_in(request, now)
+        if request.bundle is not None:
+            yield from self.neighbours.refused(request.bundle, error, now)
+            return
+        yield from self.taken_in(request, now)
         talk = request.talk
         assert talk is not None
         talk.waiting.discard(request)
         if talk.ticket in self._talks:
             yield from self._go_on(talk, error, now)
 
-    def _taken_in(self, request: Request, now: float) -> Effects:
+    def taken_in(self, request: Request, now: float) -> Effects:
         """The server needs ``request`` no more: those who wait for that go on."""
+        if request.bundle is not None:
+            yield from self.neighbours.taken_in(request.bundle, now)
+            return
         if not isinstance(request.message, Push):
             return
         assert request.talk is not None
@@ -458,7 +516,7 @@ class Worker:
             if request.server is None:
                 self._barriers.pop(request.seq, None)
             elif not request.payload_bytes:
-                self.links[request.server].drop(request)
+                request.drop()
 
     def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
         """Give the same call, if it timed out before, to a new ticket."""
@@ -520,8 +578,7 @@ class Worker:
                 yield from self._time_out(talk, now)
             elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
                 talk.probed = True
-                for server in {one.server for one in talk.waiting if one.server is not None}:
-                    yield from self._probe(self.links[server])
+                yield from self._ask_after(talk.waiting, now)
 
     def _time_out(self, talk: Talk, now: float) -> Effects:
         error = self._lateness(talk, now)
@@ -566,9 +623,10 @@ class Worker:
         )
 
     def _silence(self, request: Request, now: float) -> str:
-        assert request.server is not None
-        link = self.links[request.server]
-        name = f"server {link.server} ({link.endpoint})"
+        link = request.link
+        if link is None:
+            return "other workers of this machine have not pushed the same"
+        name = f"{link.route} ({link.endpoint})"
         if not link.ready:
             return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
         assert link.heard_at is not None

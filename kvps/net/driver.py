@@ -22,6 +22,7 @@ from kvps.core.effects import (
     Exit,
     Finish,
     Hold,
+    Listen,
     Note,
     Route,
     Save,
@@ -52,8 +53,17 @@ DROPPED = Dropped()
 class Transport(Protocol):
     """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
 
-    def connect(self, name: str, endpoint: str) -> None:
-        """Open a connection that is called ``name`` from now on."""
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+        """Open a connection that is called ``name`` from now on.
+
+        Args:
+            name: replaces an older connection of this name.
+            endpoint: where to.
+            is_near: as :class:`~kvps.core.effects.Connect` has it.
+        """
+
+    def listen(self, endpoint: str) -> None:
+        """Take connections at ``endpoint``, besides those that are taken already."""
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody: only an answer says that something arrived."""
@@ -149,7 +159,9 @@ def drive(
                 case Note():
                     log.log(LEVELS[effect.level], "%s", effect.text)
                 case Connect():
-                    transport.connect(effect.to, effect.endpoint)
+                    transport.connect(effect.to, effect.endpoint, effect.is_near)
+                case Listen():
+                    transport.listen(effect.endpoint)
                 case Finish():
                     heard.finish(effect)
                 case Copied():

@@ -55,7 +55,11 @@ class MemoryTransport:
         if bind is not None:
             network.ends[bind] = self
 
-    def connect(self, name: str, endpoint: str) -> None:
+    def listen(self, endpoint: str) -> None:
+        """Take connections at ``endpoint``, too."""
+        self._network.ends[endpoint] = self
+
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
         """Open a connection that is called ``name`` from now on."""
         peer = self._network.ends.get(endpoint)
         if peer is None:

@@ -62,7 +62,6 @@ class SharingTransport:
         *,
         why_not: str = "",
         insist: bool = False,
-        offers: Callable[[Route], bool] = lambda route: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Share ``segment`` with the peers of ``inner``.
@@ -72,14 +71,14 @@ class SharingTransport:
             segment: where payload lies that others may read; None shares nothing.
             why_not: where it is None, the reason, for those who offer their memory.
             insist: sharing that fails is an error, and not a warning.
-            offers: along which of our own connections memory is offered.
             clock: seconds.
         """
         self._inner = inner
         self._segment = segment
         self._why_not = why_not
         self._insist = insist
-        self._offers = offers
+        self._near: set[Route] = set()
+        """Our own connections to those on this machine: to them, memory is offered."""
         self._clock = clock
         self._welcomed: set[tuple[bytes, int, int]] = set()
         """The members that have been answered here: job, rank and incarnation."""
@@ -93,13 +92,27 @@ class SharingTransport:
         self._swept_at = clock()
         self._is_warned = False
         self._is_woken = False
+        self._frames_come = False
 
     # --- the transport ---------------------------------------------------------------------------
 
-    def connect(self, name: str, endpoint: str) -> None:
-        """Open a connection that is called ``name`` from now on."""
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+        """Open a connection that is called ``name`` from now on.
+
+        Raises:
+            ConfigError: if memory has to be shared, and the peer is not near.
+        """
         self._part(name)
-        self._inner.connect(name, endpoint)
+        self._near.discard(name)
+        if is_near:
+            self._near.add(name)
+        elif is_near is not None and self._insist:
+            raise _insisting(f"{name} at {endpoint} is on another machine")
+        self._inner.connect(name, endpoint, is_near)
+
+    def listen(self, endpoint: str) -> None:
+        """Take connections at ``endpoint``, too."""
+        self._inner.listen(endpoint)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody; by loans where the peer can read them."""
@@ -222,10 +235,13 @@ class SharingTransport:
                 if route in self._by_route:
                     self._by_route[route].given.release(message)
                 return
-            case Welcome() if self._segment is not None and self._offers(route):
+            case Welcome() if self._segment is not None and route in self._near:
                 self._say(route, self._segment.offer)
         if packet.loans:
             packet = self._borrow(packet)
+        elif packet.payload and not self._frames_come:
+            self._frames_come = True
+            keep_freed_memory()
         yield route, packet
 
     def _meet(self, route: Route, envelope: Envelope) -> None:
@@ -253,7 +269,7 @@ class SharingTransport:
             ProtocolError: if it comes from one who is no member.
             ConfigError: if it cannot be mapped and has to be.
         """
-        is_ours, life = self._offers(route), (envelope.job, envelope.rank, envelope.incarnation)
+        is_ours, life = route in self._near, (envelope.job, envelope.rank, envelope.incarnation)
         if not is_ours and life not in self._welcomed:
             raise ProtocolError(f"{envelope.node} offers memory and was not welcomed")
         if self._segment is None:
@@ -303,10 +319,7 @@ class SharingTransport:
             ConfigError: if it has to be.
         """
         if self._insist:
-            raise ConfigError(
-                f"KVPS_TRANSPORT=shm, and memory cannot be shared: {reason}. Run all processes on "
-                "one host as one user, or set KVPS_TRANSPORT=auto"
-            )
+            raise _insisting(reason)
         if not self._is_warned:
             self._is_warned = True
             keep_freed_memory()
@@ -337,6 +350,13 @@ class SharingTransport:
                 self._part(peer.route)
             for identity in [key for key, one in self._by_identity.items() if one is peer]:
                 del self._by_identity[identity]
+
+
+def _insisting(reason: str) -> ConfigError:
+    return ConfigError(
+        f"KVPS_TRANSPORT=shm, and memory cannot be shared: {reason}. Run all processes on one host "
+        "as one user, or set KVPS_TRANSPORT=auto"
+    )
 
 
 def _framed(packet: Packet) -> Packet:

@@ -61,21 +61,27 @@ class ZmqTransport:
         self._poller.register(self._woken, zmq.POLLIN)
         self.endpoint = ""
         if bind is not None:
-            self._listen(bind, watch)
+            self.listen(bind, watch)
 
-    def _listen(self, bind: str, watch: bool) -> None:
+    def listen(self, endpoint: str, watch: bool = False) -> None:
+        """Take connections at ``endpoint``; ``watch`` those that break. Once for each transport.
+
+        Raises:
+            ConfigError: if that cannot be.
+        """
+        assert self._router is None, "one place to listen is enough"
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if watch:
             self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._poller.register(self._monitor, zmq.POLLIN)
         try:
-            router.bind(bind)
+            router.bind(endpoint)
         except zmq.ZMQError as error:
             router.disable_monitor()
             self.close(0.0)
             raise ConfigError(
-                f"cannot listen on {bind}: {os.strerror(error.errno or 0)}. Is another kvps process running "
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}. Is another kvps process running "
                 "there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -88,7 +94,7 @@ class ZmqTransport:
             one.setsockopt(option, value)
         return one
 
-    def connect(self, name: str, endpoint: str) -> None:
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
         """Open a connection that is called ``name`` from now on; replaces one of that name."""
         old = self._dealers.pop(name, None)
         if old is not None:

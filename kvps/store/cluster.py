@@ -27,6 +27,7 @@ from kvps.messages import Role
 from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.zeromq import ZmqTransport
 from kvps.store.kvstore import TIMEOUT_S
+from kvps.store.roles import own_machine
 from kvps.store.session import Session
 from kvps.store.transport import open_transport
 
@@ -56,6 +57,7 @@ def worker_session(
         incarnation,
         job=job,
         join_max_s=join_max_s,
+        machine=own_machine(),
     )
     transport, memory, _ = open_transport()
     return Session(identity, transport, memory)
@@ -132,6 +134,7 @@ class LocalCluster:
                 kvps.__version__,
                 rank,
                 endpoint=endpoint,
+                machine=own_machine(),
             )
             self._drive(f"server {rank}", Server(identity, now, memory=memory), one)
 

@@ -48,6 +48,7 @@ def create(
     worker_grace: float = WORKER_GRACE_S,
     deterministic: bool = False,
     bigarray_bound: int | None = None,
+    host_aggregation: bool | None = None,
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -69,6 +70,9 @@ def create(
         worker_grace: seconds that ``"wait"`` waits.
         deterministic: add in the order of ranks, so that the same inputs give the same bits.
         bigarray_bound: elements from which a key is cut over all servers (100,000).
+        host_aggregation: in ``dist_sync``, whether workers of one host add up what they push to
+            servers on other hosts, and pull it, once for all; True unless
+            ``KVPS_HOST_AGGREGATION=0``. Without effect with ``deterministic``.
 
     Raises:
         ConfigError: for an unknown store or option, or half a description of a cluster.
@@ -91,7 +95,9 @@ def create(
     timeout_s = seconds("timeout", timeout)
     if not kind.is_distributed:
         return LocalStore(kind, name or "local", timeout_s)
-    opened = _opened(kind, staleness, on_worker_lost, deterministic, bigarray_bound)
+    opened = _opened(
+        kind, staleness, on_worker_lost, deterministic, bigarray_bound, host_aggregation
+    )
     grace_s = seconds("worker_grace", worker_grace)
     session = _session(timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=_chunk_bytes(session))
@@ -110,7 +116,7 @@ def create_own(store: str, owner: str) -> Any:
     if kind is None or not kind.is_distributed:
         return create(store)
     session = _session(TIMEOUT_S)
-    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None)
+    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
@@ -122,6 +128,7 @@ def _opened(
     on_worker_lost: str,
     deterministic: bool,
     bigarray_bound: int | None,
+    host_aggregation: bool | None,
 ) -> Open:
     if staleness is not None and kind.mode != "ssp":
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
@@ -139,6 +146,9 @@ def _opened(
         bool(deterministic),
         on_worker_lost,
         config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
+        bundles=config.host_aggregation(host_aggregation)
+        and kind.mode == "sync"
+        and not deterministic,
     )
 
 
@@ -146,9 +156,9 @@ def _chunk_bytes(session: Session) -> int:
     """Return how much should travel at once."""
     view = session.core.member.view
     members = view.members if view is not None else ()
-    hosts = {one.host for one in members}
+    machines = {one.machine for one in members}
     endpoints = [one.endpoint for one in members if one.endpoint]
-    if len(hosts) == 1 and config.transport() != "tcp":
+    if len(machines) == 1 and 0 not in machines:
         return SHARED_CHUNK_BYTES
     if all(config.is_loopback(one) for one in endpoints):
         return LOOPBACK_CHUNK_BYTES

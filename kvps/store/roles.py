@@ -23,6 +23,7 @@ from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.errors import KvpsError, SchedulerLost, StorageError
 from kvps.net.driver import Inbox, drive
+from kvps.net.locality import machine
 from kvps.net.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
@@ -143,6 +144,11 @@ def run_scheduler(
     if kept is not None:
         kept.remove()
     return report("scheduler", wish)
+
+
+def own_machine() -> int:
+    """Return by which number others know that they are near; 0 where all payload goes in frames."""
+    return 0 if config.transport() == "tcp" else machine()
 
 
 def own_host(scheduler: str, patience_s: float) -> str:

@@ -22,7 +22,7 @@ from kvps.core.server import Server
 from kvps.errors import ConfigError
 from kvps.messages import Role
 from kvps.net.driver import Inbox, drive
-from kvps.store.roles import on_stop, own_host, report
+from kvps.store.roles import on_stop, own_host, own_machine, report
 from kvps.store.transport import open_transport
 
 WILDCARDS = ("0.0.0.0", "*", "::")
@@ -72,6 +72,7 @@ def run_server(
         rank,
         endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
+        machine=own_machine(),
     )
     core = Server(identity, time.monotonic(), memory_limit, memory, torch.get_num_threads())
     inbox: Inbox[Any] = Inbox(transport)

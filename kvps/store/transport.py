@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from kvps import config
-from kvps.core.effects import Route
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
 from kvps.net.heap import keep_freed_memory
@@ -63,7 +62,7 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
     """Return a transport, the memory to send from, and where it listens.
 
     Args:
-        bind: where to listen; None for a worker, which offers its memory to the servers.
+        bind: where to listen; None for a worker, which learns that when it has a rank.
 
     Raises:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
@@ -86,15 +85,6 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
         log.warning("values travel in frames, not in shared memory: %s", error)
         keep_freed_memory()
         return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
-    shares = _to_servers if bind is None else _to_nobody
-    transport = SharingTransport(zmq, segment, insist=wish == "shm", offers=shares)
+    transport = SharingTransport(zmq, segment, insist=wish == "shm")
     memory = Shared(segment, Stitches(lambda: transport.mappings))
     return transport, memory, zmq.endpoint
-
-
-def _to_servers(route: Route) -> bool:
-    return isinstance(route, str) and route.startswith("server ")
-
-
-def _to_nobody(route: Route) -> bool:
-    return False

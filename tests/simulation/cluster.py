@@ -59,6 +59,7 @@ class Store:
     bigarray_bound: int = 100_000
     worker_grace_s: float = 240.0
     timeout_s: float = 10_000.0
+    bundles: bool = False
 
     def open(self) -> Script:
         opened = Open(
@@ -69,6 +70,7 @@ class Store:
             self.on_worker_lost,
             self.bigarray_bound,
             CHUNK_BYTES,
+            self.bundles,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 
@@ -203,7 +205,13 @@ class Cluster:
         script: Callable[[int], Script],
         seed: int = 0,
         faults: Faults | None = None,
+        machines: Sequence[int] = (),
     ) -> None:
+        """Start all processes, at slightly different times.
+
+        ``machines`` are those of the workers, by rank; servers are on machine 1.
+        """
+        self.machines = list(machines)
         self.network = Network(seed, faults or Faults())
         self.workers = workers
         self.script = script
@@ -240,7 +248,10 @@ class Cluster:
 
     def _identity(self, role: Role, rank: int, pid: int, endpoint: str = "") -> Identity:
         host = f"host-{role}-{rank}"
-        return Identity(role, "sim://scheduler", host, pid, "kvps", rank, endpoint=endpoint)
+        machine = 1 if role is Role.SERVER else dict(enumerate(self.machines)).get(rank, 0)
+        return Identity(
+            role, "sim://scheduler", host, pid, "kvps", rank, endpoint=endpoint, machine=machine
+        )
 
     def kill(self, rank: int, is_noticed: bool = True) -> None:
         """End a worker as kill -9 does, unless it has ended by itself."""

@@ -24,6 +24,7 @@ from kvps.core.effects import (
     Exit,
     Finish,
     Hold,
+    Listen,
     Note,
     Route,
     Save,
@@ -73,6 +74,7 @@ class Process:
     alive: bool = True
     rings_at: float | None = None
     exit: Exit | None = None
+    more_endpoints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     on_finish: Callable[[Finish], None] = lambda effect: None
     on_copied: Callable[[Copied], None] = lambda effect: None
@@ -126,8 +128,9 @@ class Network:
     def kill(self, process: Process, is_noticed: bool = True) -> None:
         """End a process as kill -9 does, or (not noticed) as a lost host does."""
         process.alive = False
-        if self._by_endpoint.get(process.endpoint) is process:
-            del self._by_endpoint[process.endpoint]
+        for endpoint in (process.endpoint, *process.more_endpoints):
+            if self._by_endpoint.get(endpoint) is process:
+                del self._by_endpoint[endpoint]
         if is_noticed:
             for connection in process.routes.values():
                 if connection.owner is process:
@@ -149,6 +152,9 @@ class Network:
                     process.routes[effect.to] = Connection(
                         process, effect.to, effect.endpoint, back
                     )
+                case Listen():
+                    process.more_endpoints.append(effect.endpoint)
+                    self._by_endpoint[effect.endpoint] = process
                 case Finish():
                     process.on_finish(effect)
                 case Copied():

@@ -70,6 +70,8 @@ class Job:
     """When, which rank, and whether the scheduler notices its connections break."""
     ways: list[str] = field(default_factory=list)
     """How each step pushes and pulls; the same on every rank, as in a real script."""
+    machines: list[int] = field(default_factory=list)
+    """On which machine each worker is."""
 
     def initial(self) -> Values:
         return {name: torch.arange(float(size)) % 5 for name, size in self.sizes.items()}
@@ -183,11 +185,20 @@ def job_of(seed: int) -> Job:
     for _ in range(dice.choice([0, 0, 1, 2])):
         at = dice.choice([dice.random(), dice.random() * 10])
         job.kills.append((at, dice.randrange(job.workers), dice.random() < 0.7))
+    job.store.bundles = not job.store.deterministic and dice.random() < 0.7
+    job.machines = [dice.choice([1, 2, 2, 2, 3]) for _ in range(job.workers)]
     return job
 
 
 def play(job: Job) -> Cluster:
-    cluster = Cluster(job.workers, job.servers, lambda rank: train(job, rank), job.seed, job.faults)
+    cluster = Cluster(
+        job.workers,
+        job.servers,
+        lambda rank: train(job, rank),
+        job.seed,
+        job.faults,
+        job.machines,
+    )
     for at, rank, is_noticed in job.kills:
         cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
         cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]

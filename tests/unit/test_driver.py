@@ -17,6 +17,7 @@ from kvps.core.effects import (
     Exit,
     Finish,
     Hold,
+    Listen,
     Note,
     Route,
     Save,
@@ -45,8 +46,11 @@ class Script:
 
     # --- as a transport
 
-    def connect(self, name: str, endpoint: str) -> None:
-        self.diary.append(("connect", name, endpoint))
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+        self.diary.append(("connect", name, endpoint, is_near))
+
+    def listen(self, endpoint: str) -> None:
+        self.diary.append(("listen", endpoint))
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         self.diary.append(("send", route, packet, hold))
@@ -111,7 +115,8 @@ def test_every_effect_is_performed_in_order() -> None:
     hold = object()
     effects: list[Effect] = [
         Save(b"state"),
-        Connect("server 0", "tcp://s"),
+        Connect("server 0", "tcp://s", is_near=True),
+        Listen("ipc://x"),
         Send("server 0", PACKET, hold),  # type: ignore[arg-type]
         Copied(4),
         END,
@@ -122,7 +127,8 @@ def test_every_effect_is_performed_in_order() -> None:
     assert script.diary == [
         "packet of 'a' at 0",
         b"state",
-        ("connect", "server 0", "tcp://s"),
+        ("connect", "server 0", "tcp://s", True),
+        ("listen", "ipc://x"),
         ("send", "server 0", PACKET, hold),
         Copied(4),
         Finish(5, value=6),

@@ -37,7 +37,7 @@ def request(
 
 
 def ready() -> Link:
-    one = Link(0)
+    one = Link("server 0")
     one.ready = True
     return one
 
@@ -50,7 +50,7 @@ def names(link: Link, now: float = 0.0) -> list[str]:
 def sent(uplink: Uplink, now: float = 0.0) -> list[tuple[int, str]]:
     """Send what is due over all links; return to whom and what."""
     return [
-        (link.server, one.message.store)
+        (int(link.route[-1]), one.message.store)
         for link, one in uplink.due(now)
         if isinstance(one.message, Status)
     ]
@@ -63,7 +63,7 @@ def queued(link: Link, *requests: Request) -> list[Request]:
 
 
 def test_nothing_is_sent_before_the_server_has_answered_hello() -> None:
-    one = Link(0)
+    one = Link("server 0")
     queued(one, request("a"))
     assert names(one) == []
     one.ready = True
@@ -129,7 +129,7 @@ class TestPriority:
 def two(payload_bytes: int) -> tuple[Uplink, Link, Link]:
     """Two links whose requests were queued in turns."""
     uplink = Uplink()
-    links = [Link(server, uplink=uplink) for server in (0, 1)]
+    links = [Link(f"server {server}", uplink=uplink) for server in (0, 1)]
     for index in range(3):
         for name, one in zip("ab", links, strict=True):
             one.ready = True
@@ -197,7 +197,7 @@ class TestWindow:
             def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
                 return route == "server 0"
 
-        one = Link(0, memory=Lending())
+        one = Link("server 0", memory=Lending())
         one.ready = True
         queued(one, *[request(str(index), payload_bytes=UPLINK_BYTES) for index in range(3)])
         assert names(one) == ["0", "1", "2"]
@@ -222,7 +222,7 @@ class TestPayload:
     def test_is_made_when_it_is_sent(self) -> None:
         source = torch.zeros(2)
         one = ready()
-        (late,) = queued(one, request("late", fill=lambda: (source.clone(),)))
+        (late,) = queued(one, request("late", fill=lambda route: (source.clone(),)))
         source.fill_(3)
         assert names(one) == ["late"]
         source.fill_(4)
@@ -230,7 +230,7 @@ class TestPayload:
 
     def test_or_before_when_its_source_may_change(self) -> None:
         source = torch.zeros(2)
-        early = request("early", fill=lambda: (source.clone(),))
+        early = request("early", fill=lambda route: (source.clone(),))
         early.freeze()
         source.fill_(3)
         early.freeze()
@@ -238,7 +238,7 @@ class TestPayload:
 
     def test_is_given_up_with_the_answer(self) -> None:
         one = ready()
-        (sent,) = queued(one, request(payload_bytes=8, fill=lambda: (torch.zeros(2),)))
+        (sent,) = queued(one, request(payload_bytes=8, fill=lambda route: (torch.zeros(2),)))
         names(one)
         assert one.receive(1) is sent
         assert sent.payload
@@ -281,24 +281,24 @@ class TestDrop:
     def test_what_was_not_sent_is_not(self) -> None:
         one = ready()
         requests = queued(one, request("a", 1), request("b", 1), request("c"), request("d", 1))
-        one.drop(requests[0])
-        one.drop(requests[2])
+        requests[0].drop()
+        requests[2].drop()
         assert names(one) == ["b", "d"]
 
     def test_also_if_it_would_be_lifted(self) -> None:
         one = ready()
         requests = queued(one, request("a", 1), request("b", 1, priority=1))
-        one.drop(requests[0])
+        requests[0].drop()
         assert names(one) == ["b"]
 
     def test_what_was_sent_is_not_asked_after(self) -> None:
         one = ready()
         (sent,) = queued(one, request("a"))
         names(one)
-        one.drop(sent)
+        sent.drop()
         assert one.probe_at() is None
         assert one.answer(1) is None
 
     def test_what_changes_values_must_arrive(self) -> None:
         with pytest.raises(AssertionError, match="must arrive"):
-            ready().drop(request(payload_bytes=1))
+            request(payload_bytes=1).drop()

@@ -54,9 +54,9 @@ def test_lost_and_back() -> None:
     assert not seat.is_taken
     assert seat.may_be_replaced(LIMITS, 261.9)
     assert not seat.may_be_replaced(LIMITS, 262.0)
-    assert seat.member(25.0)[3:] == ("lost", "", "a", 3.0, "silent")
+    assert seat.member(25.0)[3:] == ("lost", "", "a", 3.0, "silent", 0)
     seat.revive()
-    assert seat.member(25.0)[3:] == ("held", "", "a", 0.0, "")
+    assert seat.member(25.0)[3:] == ("held", "", "a", 0.0, "", 0)
 
 
 @pytest.mark.spec("R32")

@@ -81,7 +81,6 @@ class Process:
             self.segment,
             why_not="" if shares else "it will not",
             insist=insist,
-            offers=lambda route: bind is None and str(route).startswith("server "),
             clock=self.clock,
         )
         self.heard: list[tuple[Route, Packet | Dropped]] = []
@@ -150,7 +149,8 @@ def carried(network: MemoryNetwork) -> list[Packet]:
 
 def greet(server: Process, worker: Process, name: str = "server 0") -> Route:
     """Let ``worker`` connect, and both agree; return the server's route to it."""
-    worker.transport.connect(name, server.inner.endpoint)
+    is_near = True if name.startswith("server ") else None
+    worker.transport.connect(name, server.inner.endpoint, is_near)
     worker.say(name, HELLO)
     assert server.listen() == [HELLO]
     route = server.last_route()
@@ -582,12 +582,16 @@ class Script:
         self.arrivals: deque[tuple[Route, Packet | Dropped]] = deque()
         self.sent: list[tuple[Route, Packet, Hold | None]] = []
         self.waits: list[float | None] = []
+        self.listens: list[str] = []
         self.on_poll: Callable[[], None] = lambda: None
         self.woken = 0
         self.closed: float | None = None
 
-    def connect(self, name: str, endpoint: str) -> None:
+    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
         """Nobody is there."""
+
+    def listen(self, endpoint: str) -> None:
+        self.listens.append(endpoint)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         self.sent.append((route, packet, hold))

@@ -34,7 +34,7 @@ PROTOCOL = (TESTS.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 HELLO_OF_1_0 = (
     "4b560101000000000000000000000000000000000000000002000000"
     "0000000000000000000000000000000000000000"
-    "9b0100a5302e312e300002c0a56770752d31cd1267a0c2ab6770752d313a3239353030"
+    "9c0100a5302e312e300002c0a56770752d31cd1267a0c2ab6770752d313a32393530304d"
 )
 
 
@@ -65,7 +65,7 @@ def test_hello_is_frozen() -> None:
     assert hello == {"name": "HELLO", "frames": [HELLO_OF_1_0], "frozen": True}
     assert [one.name for one in fields(Hello)] == [
         *("major", "minor", "software", "features", "role", "rank", "host", "pid"),
-        *("endpoint", "guardian", "master"),
+        *("endpoint", "guardian", "master", "machine"),
     ]
 
 

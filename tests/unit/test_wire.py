@@ -429,8 +429,8 @@ def fields_of(cls: type[Message]) -> list[object]:
         ("LEFT", [0], "Left has 0 to 0 fields, got 1"),
         ("BEAT", [0] * 8192, "got 8192"),
         ("BEAT", [0] * 10_000, "not msgpack"),
-        ("HELLO", [1, 0, "0.1.0", 0, 2, None, "host"], "8 to 11 fields, got 7"),
-        ("HELLO", [1, 0, "0.1.0", 0, 2, None, "host", 1, "", True, "", 0], "got 12"),
+        ("HELLO", [1, 0, "0.1.0", 0, 2, None, "host"], "8 to 12 fields, got 7"),
+        ("HELLO", [1, 0, "0.1.0", 0, 2, None, "host", 1, "", True, "", 0, 0], "got 13"),
     ],
 )
 def test_number_of_fields(name: str, values: list[object], match: str) -> None:
@@ -458,11 +458,11 @@ NOT_NATURAL = [-1, -(2**63), 2**63, 2**64 - 1, True, 1.0, "1", None, [], {}, NAN
             for value in (-1, 2**32, True, 1.0, None)
         ),
         ("VIEW", [2**32, "running", "", []], "integer from 0 to 2\\^32-1"),
-        ("VIEW", [1, "running", "", [(3, 0, 1, "held", "", "", 0, "")]], "number of a role"),
-        ("VIEW", [1, "running", "", [(2, -1, 1, "held", "", "", 0, "")]], "2\\^32-1"),
-        ("VIEW", [1, "running", "", [(2, 1, 1, "held", "", "", NAN, "")]], "finite"),
-        ("VIEW", [1, "running", "", [(2, 1, 1, "held", "", "", 0)]], "Member of 8 fields"),
-        ("VIEW", [1, "running", "", [{}]], "Member of 8 fields"),
+        ("VIEW", [1, "running", "", [(3, 0, 1, "held", "", "", 0, "", 0)]], "number of a role"),
+        ("VIEW", [1, "running", "", [(2, -1, 1, "held", "", "", 0, "", 0)]], "2\\^32-1"),
+        ("VIEW", [1, "running", "", [(2, 1, 1, "held", "", "", NAN, "", 0)]], "finite"),
+        ("VIEW", [1, "running", "", [(2, 1, 1, "held", "", "", 0)]], "Member of 9 fields"),
+        ("VIEW", [1, "running", "", [{}]], "Member of 9 fields"),
         ("HELLO", [1, 0, "", 0, 3, None, "", 1], "number of a role, got 3"),
         ("HELLO", [1, 0, "", 0, True, None, "", 1], "number of a role, got True"),
         ("HELLO", [1, 0, "", 0, 2, "0", "", 1], "expected int or NoneType, got '0'"),

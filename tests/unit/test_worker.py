@@ -87,8 +87,8 @@ class TestJoin:
         one = Bench(ready=False)
         assert [effect for effect in one.effects if isinstance(effect, Connect)] == [
             Connect("scheduler", "tcp://sched:1"),
-            Connect("server 0", "tcp://s0:1"),
-            Connect("server 1", "tcp://s1:1"),
+            Connect("server 0", "tcp://s0:1", is_near=False),
+            Connect("server 1", "tcp://s1:1", is_near=False),
         ]
         assert [len(one.sent(Hello, server)) for server in (0, 1)] == [1, 1]
         one.wait(2.5)

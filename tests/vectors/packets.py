@@ -37,7 +37,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
     return [
         (
             Envelope(NOBODY, 0, Role.WORKER, 0, 0, 0),
-            m.Hello(1, 0, "0.1.0", 0, 2, None, "gpu-1", 4711, "", False, "gpu-1:29500"),
+            m.Hello(1, 0, "0.1.0", 0, 2, None, "gpu-1", 4711, "", False, "gpu-1:29500", 77),
             (),
         ),
         (SCHEDULER, m.Welcome(3, 5, 4, 2, 1, 2, "gpu-1:29500"), ()),
@@ -48,8 +48,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 "running",
                 "going on",
                 (
-                    m.Member(1, 0, 1, "held", "tcp://127.0.0.1:9000", "gpu-1", 0.0, ""),
-                    m.Member(2, 0, 4, "lost", "", "gpu-1", 2.5, "silent for 12 s"),
+                    m.Member(1, 0, 1, "held", "tcp://127.0.0.1:9000", "gpu-1", 0.0, "", 77),
+                    m.Member(2, 0, 4, "lost", "", "gpu-1", 2.5, "silent for 12 s", 0),
                 ),
             ),
             (),
@@ -64,7 +64,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Done(42), ()),
         (WORKER, m.Probe((40, 41)), ()),
         (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),)), ()),
-        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23), ()),
+        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23, True), ()),
         (
             CREATOR,
             m.Declare(
@@ -91,7 +91,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (CREATOR, m.Load(0, 1, (m.Run(0, 2, 0),)), (floats(1.0, -2.0),)),
         (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
         (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),
-        (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),)), ()),
+        (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),), 3), ()),
         (SERVER, m.Pulled(42, 0, 1, True, (m.Stand(0, 2, 6, 6),)), (floats(0.25, 4.0),)),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),

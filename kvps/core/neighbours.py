@@ -1,0 +1,418 @@
+"""The other workers of this machine: who they are, what is asked of them, and what for them.
+
+Theory of operation
+-------------------
+The view says which workers are on this machine. For each chunk it makes one of them the leader, the
+same for all who see that view: the one whose turn it is by the chunk's number, or the next that is
+alive. Pushes and pulls that concern a server on another machine go to the leader, which makes bundles
+of them (:mod:`kvps.core.bundles`); to a leader, the others speak as to a server.
+
+What was asked of a leader that is lost is asked of the servers directly, each for itself. What was
+asked of one that does not lead any more stays there. Either way a bundle may lack somebody who does
+not come: he who waits asks after it, and it goes.
+
+A leader answers nobody before the server has answered it. So it has nothing that others would miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvps.core.bundles import Answer, Asker, Bundle, Bundles, wants_values
+from kvps.core.catalogue import Catalogue
+from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
+from kvps.core.link import Link, Request, Uplink
+from kvps.core.member import Membership
+from kvps.core.strip import Strip
+from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
+from kvps.messages import (
+    PROTOCOL,
+    Ack,
+    Envelope,
+    Error,
+    Hello,
+    Member,
+    Message,
+    Packet,
+    Pending,
+    Probe,
+    Probed,
+    Pull,
+    Pulled,
+    Push,
+    Receipt,
+    Role,
+    Welcome,
+)
+from kvps.specs import BY_ID
+from kvps.tensors import Memory, from_frame, to_frame
+
+
+class Own(Protocol):
+    """What this worker does with answers to its own requests."""
+
+    def answered(self, request: Request, packet: Packet, now: float) -> Effects:
+        """It is done."""
+
+    def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
+        """It cannot be done."""
+
+    def taken_in(self, request: Request, now: float) -> Effects:
+        """The server has it."""
+
+    def probe(self, link: Link) -> Effects:
+        """Ask a peer after all that it has not answered."""
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A neighbour that asks something of this worker, in one of its lives."""
+
+    rank: int
+    incarnation: int
+    route: Route
+    asked: dict[int, Asker] = field(default_factory=dict)
+    """By seq, what it has no answer to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Letter:
+    """One request of a neighbour."""
+
+    caller: Caller
+    seq: int
+
+
+class Neighbours:
+    """This worker among those of its machine."""
+
+    def __init__(self, member: Membership, memory: Memory, servers: list[Link], own: Own) -> None:
+        self.links: dict[int, Link] = {}
+        """By rank, to those who may lead."""
+        self._member = member
+        self._memory = memory
+        self._servers = servers
+        self._own = own
+        self._beside = Uplink()
+        self._ranks: tuple[int, ...] = ()
+        """All that were seen here, lost ones among them."""
+        self._alive: frozenset[int] = frozenset()
+        self._far: frozenset[int] = frozenset()
+        """The servers on other machines."""
+        self._callers: dict[int, Caller] = {}
+        self._bundles = Bundles(0, 1, memory)
+        self._listens = False
+
+    # --- who they are -------------------------------------------------------------------------
+
+    def learn(self, members: Iterable[Member]) -> Effects:
+        """Take in who is where."""
+        machine = self._member.identity.machine
+        everybody = list(members)
+        self._far = frozenset(
+            one.rank
+            for one in everybody
+            if one.role == Role.SERVER and (one.machine != machine or not machine)
+        )
+        if not machine or not self._far:
+            return  # nobody to share a machine with, or nothing that leaves it
+        here = [one for one in everybody if one.role == Role.WORKER and one.machine == machine]
+        if not self._listens:
+            self._listens = True
+            self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
+            yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
+        self._ranks = tuple([one.rank for one in here])
+        self._alive = frozenset(one.rank for one in here if one.state == "held")
+        for one in here:
+            yield from self._meet(one)
+        self._post(self._bundles.expect(self._alive))
+
+    def _meet(self, one: Member) -> Effects:
+        """Connect to a neighbour; take back what was asked of one that is not there any more."""
+        link = self.links.get(one.rank)
+        is_here = one.state == "held" and one.rank != self._member.rank
+        if link is not None and not (is_here and link.incarnation == one.incarnation):
+            del self.links[one.rank]
+            self._beside.links.remove(link)
+            for request in link.abandon():
+                assert request.server is not None
+                self._servers[request.server].queue(request)
+            link = None
+        if link is None and is_here:
+            endpoint = self._endpoint(one.rank, one.incarnation)
+            route = f"worker {one.rank}"
+            self.links[one.rank] = Link(
+                route, endpoint, one.incarnation, self._memory, self._beside
+            )
+            yield Connect(route, endpoint, is_near=True)
+            yield Send(route, self._member.hello())
+
+    def _endpoint(self, rank: int, incarnation: int) -> str:
+        """Return where a worker of this machine listens: a name that the kernel keeps for it."""
+        return f"ipc://@kvps-{self._member.job.hex()}-{rank}-{incarnation}"
+
+    def leader(self, chunk: int) -> int:
+        """Return which worker of this machine leads a chunk."""
+        first = chunk % len(self._ranks)
+        turn = (*self._ranks[first:], *self._ranks[:first])
+        return next(rank for rank in turn if rank in self._alive)
+
+    # --- what this worker asks -----------------------------------------------------------------
+
+    def collect(self, book: Catalogue, request: Request) -> bool:
+        """Whether ``request`` is one of those that neighbours make together."""
+        message = request.message
+        return (
+            book.opened.bundles
+            and len(self._alive) > 1
+            and request.server in self._far
+            and (isinstance(message, Push) or (isinstance(message, Pull) and message.values))
+        )
+
+    def ask(self, request: Request, now: float) -> Effects:
+        """Have ``request`` made, together with those of others."""
+        message = request.message
+        assert isinstance(message, Push | Pull)
+        leader = self.leader(message.chunk)
+        if leader != self._member.rank:
+            self.links[leader].queue(request)
+            return
+        asker = Asker(leader, message, request, priority=request.priority)
+        if isinstance(message, Push):
+            asker.gradient = lambda: Strip(request.peek())
+        request.asker = asker
+        yield from self._take(asker, now)
+
+    def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
+        """Somebody waits for these requests of this worker: let them not wait for others."""
+        askers = [request.asker for request in requests if request.asker is not None]
+        yield from self._ask_after(askers, now)
+
+    def due(self, now: float) -> Iterator[tuple[Link, Request]]:
+        """Yield what may be sent to neighbours now."""
+        return self._beside.due(now)
+
+    # --- what neighbours ask -------------------------------------------------------------------
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        """A neighbour asks something."""
+        envelope, message = packet.envelope, packet.message
+        try:
+            self._fence(envelope)
+            if isinstance(message, Hello):
+                yield self._hello(route, envelope, message)
+                return
+            caller = self._callers.get(envelope.rank)
+            if caller is None or caller.incarnation != envelope.incarnation:
+                raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
+            caller.route = route
+            yield from self._on_request(caller, packet, now)
+        except KvpsError as error:
+            yield self._send(route, Error(envelope.seq, error.code, str(error)))
+
+    def _fence(self, envelope: Envelope) -> None:
+        if envelope.job != self._member.job or envelope.rank not in self._ranks:
+            raise Mismatch(
+                f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
+                f"{self._member.rank} of job {self._member.job.hex()[:8]}"
+            )
+        caller = self._callers.get(envelope.rank)
+        if caller is not None and envelope.incarnation < caller.incarnation:
+            raise Fenced(
+                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
+                f"{caller.incarnation}. This process must stop"
+            )
+
+    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
+        if message.major != PROTOCOL[0]:
+            raise ProtocolError(
+                f"protocol {message.major}.{message.minor} (kvps {message.software}) cannot talk "
+                f"to {PROTOCOL[0]}.{PROTOCOL[1]} at worker {self._member.rank}; install one "
+                "version everywhere"
+            )
+        rank, incarnation = envelope.rank, envelope.incarnation
+        caller = self._callers.get(rank)
+        if caller is None or caller.incarnation < incarnation:
+            self._callers[rank] = caller = Caller(rank, incarnation, route)
+        caller.route = route
+        welcome = self._member.welcome
+        assert welcome is not None, "who listens is a member"
+        return self._send(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
+
+    def _on_request(self, caller: Caller, packet: Packet, now: float) -> Effects:
+        message, seq = packet.message, packet.envelope.seq
+        if isinstance(message, Probe):
+            yield from self._probed(caller, message, now)
+            return
+        if seq in caller.asked:
+            return  # it came twice
+        if isinstance(message, Push):
+            if message.ranks != (caller.rank,):
+                raise ProtocolError(f"worker {caller.rank} pushes for ranks {message.ranks!s:.60}")
+            strip = Strip.of(packet.payload, message.dtype)
+            asker = Asker(caller.rank, message, Letter(caller, seq), lambda: strip)
+        elif isinstance(message, Pull) and message.values:
+            asker = Asker(caller.rank, message, Letter(caller, seq))
+        else:
+            raise ProtocolError(f"a worker may not send {type(message).__name__} to a worker")
+        caller.asked[seq] = asker
+        yield from self._take(asker, now)
+
+    def _probed(self, caller: Caller, message: Probe, now: float) -> Effects:
+        missing = tuple([seq for seq in message.seqs if seq not in caller.asked])
+        if missing:
+            yield self._send(caller.route, Probed(missing, ()))
+        askers = [caller.asked[seq] for seq in message.seqs if seq in caller.asked]
+        yield from self._ask_after(askers, now)
+
+    def _take(self, asker: Asker, now: float) -> Effects:
+        if isinstance(asker.message, Push):
+            self._post(self._bundles.push(asker, now))
+            return
+        found = self._bundles.pull(asker)
+        if isinstance(found, Request):
+            self._post([found])
+        elif found is not None:
+            yield from self._give(asker, found, now)
+
+    def _ask_after(self, askers: Iterable[Asker], now: float) -> Effects:
+        links: dict[Link, None] = {}
+        for asker in askers:
+            bundle = asker.bundle
+            assert bundle is not None, "who asks is in a bundle"
+            self._bundles.ask_after(bundle, now)
+            request = bundle.request
+            if request is not None and request.seq and request.link is not None:
+                links[request.link] = None
+        for link in links:
+            yield from self._own.probe(link)
+
+    def _post(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            assert request.server is not None
+            self._servers[request.server].queue(request)
+
+    # --- what servers answer ---------------------------------------------------------------------
+
+    def taken_in(self, bundle: Bundle, now: float) -> Effects:
+        """A server has the pushes of ``bundle``."""
+        told = self._bundles.taken_in(bundle)
+        for asker in told:
+            yield from self._acknowledge(asker, now)
+        request = bundle.request
+        assert request is not None, "a server has it"
+        is_answered_later = wants_values(request.message)
+        if told and bundle.is_asked_after and is_answered_later and request.link is not None:
+            yield from self._own.probe(request.link)  # who asked wants to know why
+
+    def waits(self, bundle: Bundle, reason: str) -> Effects:
+        """A server said what ``bundle`` waits for: tell those who asked."""
+        for asker in bundle.askers.values():
+            if isinstance(asker.who, Request):
+                asker.who.waits_for = reason
+            elif bundle.is_asked_after and wants_values(asker.message):
+                letter = asker.who
+                assert isinstance(letter, Letter)
+                pending = (Pending(letter.seq, reason),)
+                yield self._send(letter.caller.route, Probed((), pending))
+
+    def answered(self, bundle: Bundle, packet: Packet, now: float) -> Effects:
+        """A server answered ``bundle``."""
+        message = packet.message
+        new = self._bundles.taken_in(bundle)
+        for asker in new:
+            if not wants_values(asker.message):
+                yield from self._acknowledge(asker, now)
+        if not isinstance(message, Pulled):
+            return
+        values = from_frame(packet.payload[0], BY_ID[message.dtype].name)
+        answer = self._bundles.answered(bundle, message, values)
+        mine: list[Asker] = []
+        for asker in bundle.askers.values():
+            if asker.rank == self._member.rank:
+                mine.append(asker)  # the others need not wait while its values are copied
+            elif wants_values(asker.message):
+                yield from self._give(asker, answer, now)
+        for asker in mine:
+            if wants_values(asker.message):
+                yield from self._give(asker, answer, now)
+
+    def refused(self, bundle: Bundle, error: KvpsError, now: float) -> Effects:
+        """A server refused ``bundle``: ask for each by itself, or tell them."""
+        again = self._bundles.refused(bundle)
+        self._post(again)
+        if again:
+            yield Note("debug", f"a bundle was refused, and is pushed one by one: {error}")
+            return
+        for asker in bundle.askers.values():
+            if isinstance(asker.who, Request):
+                asker.who.asker = None
+                yield from self._own.refused(asker.who, error, now)
+            else:
+                letter = self._done(asker)
+                refusal = Error(letter.seq, error.code, str(error))
+                yield self._send(letter.caller.route, refusal)
+
+    def _acknowledge(self, asker: Asker, now: float) -> Effects:
+        """Tell an asker that its push is in."""
+        who, is_done = asker.who, not wants_values(asker.message)
+        ack = Ack((Receipt(0, 0),))
+        if isinstance(who, Request):
+            who.forget()
+            if is_done:
+                who.asker = None
+                yield from self._own.answered(who, self._member.packet(ack), now)
+            else:
+                yield from self._own.taken_in(who, now)
+            return
+        assert isinstance(who, Letter)
+        if is_done:
+            self._done(asker)
+        yield self._send(who.caller.route, Ack((Receipt(who.seq, 0),)))
+
+    def _give(self, asker: Asker, answer: Answer, now: float) -> Effects:
+        """Give an asker the values."""
+        frame = to_frame(answer.values)
+        if isinstance(asker.who, Request):
+            request = asker.who
+            request.asker = None
+            request.forget()
+            if not request.dropped:
+                packet = Packet(self._member.envelope(), answer.message, (frame,))
+                yield from self._own.answered(request, packet, now)
+            return
+        letter = self._done(asker)
+        message = replace(answer.message, seq=letter.seq)
+        packet = Packet(self._member.envelope(), message, (frame,))
+        yield Send(letter.caller.route, packet)
+
+    def _done(self, asker: Asker) -> Letter:
+        letter = asker.who
+        assert isinstance(letter, Letter)
+        del letter.caller.asked[letter.seq]
+        return letter
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def on_timer(self, now: float) -> None:
+        """Let go what was asked after."""
+        self._post(self._bundles.overdue(now))
+
+    def deadline(self) -> float | None:
+        """When :meth:`on_timer` has something to do."""
+        return self._bundles.deadline()
+
+    def _send(self, route: Route, message: Message) -> Send:
+        return Send(route, self._member.packet(message))
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self._bundles.check()
+        assert self._beside.links == list(self.links.values())
+        for caller in self._callers.values():
+            for seq, asker in caller.asked.items():
+                assert isinstance(asker.who, Letter)
+                assert asker.who.seq == seq
+                assert asker.bundle is not None
