@@ -20,6 +20,7 @@ import torch
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.messages import KEY_MAX
 from kvps.specs import Spec
+from kvps.store.staging import bring_back
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -209,8 +210,7 @@ def sinks_for(
         copies.extend((target, row) for target in targets if target is not direct)
 
     def deliver() -> object:
-        for target, row in copies:
-            target.copy_(row)
+        bring_back(copies)
         return out
 
     return Sinks(tuple(rows), deliver)

@@ -19,11 +19,12 @@ from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
 from kvps.store import states
-from kvps.store.arguments import names_of
+from kvps.store.arguments import names_of, reduce
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
 from kvps.store.session import Session
+from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
 
@@ -181,6 +182,15 @@ class DistStore(KVStore):
         self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
     ) -> None:
         self._call(calls.Init(self._name, keys, rows), limit_s)
+
+    def _rows_of(
+        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        def allocate(indices: list[int]) -> list[torch.Tensor]:
+            return self._allocate(tuple([names[index] for index in indices]), limit_s)
+
+        reduced = [reduce(devices, self._kind.on_device) for devices in values]
+        return self._session.staging.bring(reduced, allocate)
 
     def _push(
         self,

@@ -34,7 +34,7 @@ from kvps.store.arguments import (
 from kvps.store.base import KVStoreBase
 from kvps.store.handle import Handle, Ticket
 from kvps.store.names import Kind
-from kvps.tensors import spec_of
+from kvps.tensors import Array, spec_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -461,6 +461,12 @@ class KVStore(KVStoreBase, abc.ABC):
             return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
+        return self._rows_of(names, values, self._limit(timeout))
+
+    def _rows_of(
+        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key: the sum of its values, in this machine's memory."""
         return rows_of(values, self._kind.on_device)
 
     def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Wanted:

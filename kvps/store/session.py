@@ -27,6 +27,8 @@ from kvps.core.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, Transport, drive
 from kvps.store.handle import Ticket
+from kvps.store.staging import Staging
+from kvps.store.transport import Shared
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
@@ -40,6 +42,7 @@ class Session:
     def __init__(self, identity: Identity, transport: Transport, memory: Memory) -> None:
         self.core = Worker(identity, time.monotonic(), memory)
         self.pid = os.getpid()
+        self.staging = Staging(memory.extent if isinstance(memory, Shared) else (0, 0))
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
         """Type of each store, by name."""

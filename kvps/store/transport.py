@@ -32,6 +32,11 @@ class Shared:
         self._segment = segment
         self._stitches = stitches
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Where it begins, and its size in bytes."""
+        return self._segment.address, self._segment.size_bytes
+
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
         size_bytes = count * BY_NAME[dtype].itemsize

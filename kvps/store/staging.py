@@ -1,0 +1,144 @@
+"""How values come from a GPU to memory that the servers read, and from this machine to a GPU.
+
+Both ways go through page-locked memory, on a stream of their own, so that they run at the speed of
+the bus and beside the kernels of the script. Gradients land where the servers read them: in this
+process's segment, at the place that :meth:`KVStore.empty_like` would give them. So nothing is copied
+but over the bus. Pulled values land in torch's own page-locked memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import torch
+
+from kvps.tensors import row_of
+
+
+class PageLocks:
+    """Which ranges of this process's memory are page-locked.
+
+    CUDA refuses a copy whose end in memory lies in several locked ranges, or in one half. So
+    :meth:`cover` makes one range of all that a block of memory meets.
+    """
+
+    def __init__(
+        self,
+        lock: Callable[[int, int], bool] | None = None,
+        unlock: Callable[[int], None] | None = None,
+    ) -> None:
+        """Lock by ``lock(address, size_bytes)`` and ``unlock(address)``; by CUDA if not given."""
+        self._lock = lock or _lock
+        self._unlock = unlock or _unlock
+        self._ranges: list[tuple[int, int]] = []
+        """(start, stop), in order; none overlaps another."""
+
+    def cover(self, start: int, stop: int) -> bool:
+        """Lock the addresses from ``start`` to ``stop``; return whether they are locked."""
+        last = bisect_left(self._ranges, (stop, 0))
+        first = last
+        while first and self._ranges[first - 1][1] > start:
+            first -= 1
+        met = self._ranges[first:last]
+        if len(met) == 1 and met[0][0] <= start and stop <= met[0][1]:
+            return True
+        del self._ranges[first:last]
+        for begin, _ in met:
+            self._unlock(begin)
+        low, high = min([start, *(one[0] for one in met)]), max([stop, *(one[1] for one in met)])
+        if not self._lock(low, high - low):
+            return False
+        insort(self._ranges, (low, high))
+        return True
+
+
+class Staging:
+    """Brings values of GPUs to rows in memory; any thread may call it."""
+
+    def __init__(self, segment: tuple[int, int], locks: PageLocks | None = None) -> None:
+        """Lock pages of ``segment`` (address and size in bytes), and of nothing else."""
+        self._segment = segment
+        self._locks = locks or PageLocks()
+        self._mutex = threading.Lock()
+
+    def bring(
+        self,
+        values: Sequence[torch.Tensor],
+        allocate: Callable[[list[int]], Sequence[torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each of ``values``, all of them ready to be read.
+
+        Args:
+            values: on any devices.
+            allocate: returns new rows for those of ``values`` with these indices.
+        """
+        rows = [one if one.is_cuda else row_of(one) for one in values]
+        away = [index for index, one in enumerate(values) if one.is_cuda]
+        if away:
+            with self._mutex:  # pages must not be unlocked under a copy
+                places = [self._locked(one) for one in allocate(away)]
+                for index, row in zip(away, places, strict=True):
+                    rows[index] = row
+                _copy_down([values[index] for index in away], places)
+        return tuple(rows)
+
+    def _locked(self, row: torch.Tensor) -> torch.Tensor:
+        """Return ``row`` with its pages locked; another one if it cannot be done."""
+        storage = row.untyped_storage()
+        start = storage.data_ptr()
+        stop = start + storage.nbytes()
+        first, size_bytes = self._segment
+        if first <= start and stop <= first + size_bytes and self._locks.cover(start, stop):
+            return row
+        return torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+
+
+def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy rows into the user's tensors, given as (target, row), wherever these are.
+
+    What the script does next on a target's current stream waits for the copy; the script does not.
+    """
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    for target, row in copies:
+        if not target.is_cuda:
+            target.copy_(row)
+            continue
+        stream = streams.get(target.device)
+        if stream is None:
+            streams[target.device] = stream = _stream(target.device)
+            stream.wait_stream(torch.cuda.current_stream(target.device))  # it may still read there
+        with torch.cuda.stream(stream):
+            target.copy_(row, non_blocking=True)
+        target.record_stream(stream)
+    for device, stream in streams.items():
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+    streams = {device: _stream(device) for device in {one.device for one in values}}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))  # which makes the values
+    for value, row in zip(values, rows, strict=True):
+        with torch.cuda.stream(streams[value.device]):
+            row.copy_(value, non_blocking=True)
+        value.record_stream(streams[value.device])
+    for stream in streams.values():
+        stream.synchronize()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+
+
+def _lock(address: int, size_bytes: int) -> bool:
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(driver.cudaHostRegister(address, size_bytes, 0)) == 0
+
+
+def _unlock(address: int) -> None:
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(address)
