@@ -81,11 +81,13 @@ def work() -> None:
                 times[name].append(1e3 * (time.perf_counter() - begin))
             check(plain, every if name.startswith("4") else [[one] for one in gradients[0]], out)
     if plain.rank == 0:
-        print(torch.cuda.get_device_name(), f"torch {torch.__version__}, kvps {kvps.__version__}")
+        lines = [
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kvps {kvps.__version__}"
+        ]
         for name, found in times.items():
-            print(
-                f"{name:12} {statistics.median(found):8.1f} ms ({min(found):.1f} to {max(found):.1f})"
-            )
+            middle, low, high = statistics.median(found), min(found), max(found)
+            lines.append(f"{name:12} {middle:8.1f} ms ({low:.1f} to {high:.1f})")
+        sys.stdout.write("\n".join([*lines, ""]))
 
 
 def check(kv: kvps.KVStore, given: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
