@@ -28,9 +28,9 @@ from tests.simulation.network import Faults, Network, Process
 
 JOB = bytes(range(16))
 TRASH = 77
+"""Written over values that the caller may reuse."""
 CHUNK_BYTES = 512
 """Small, so that small tensors meet every limit."""
-"""Written over values that the caller may reuse."""
 
 
 @dataclass

@@ -6,17 +6,14 @@ the same run again; ``KVPS_SEEDS=5000`` plays more of them.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
-from kvps.core import conversations, link, namespace, rounds, slab
 from kvps.errors import (
     KvpsError,
     SchedulerLost,
@@ -24,147 +21,26 @@ from kvps.errors import (
     Timeout,
     WorkerLost,
 )
-from kvps.messages import Barrier, Packet
-from tests.simulation.cluster import Cluster, Script, Store, Values
-from tests.simulation.network import Faults, Process
-
-SEEDS = range(int(os.environ.get("KVPS_SEEDS", "120")))
-FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small chunks and windows, so that small tensors meet every limit."""
-    monkeypatch.setattr(namespace, "CHUNK_BYTES_MIN", 1)
-    monkeypatch.setattr(slab, "PAGE_BYTES", 64)
-    monkeypatch.setattr(link, "WINDOW_BYTES", 1_000)
-    for module in (rounds, conversations):
-        monkeypatch.setattr(module, "WINDOW", 4)
-
-
-@contextmanager
-def replayable(request: pytest.FixtureRequest, job: object) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        again = f"KVPS_SEEDS={len(SEEDS)} python -m pytest '{request.node.nodeid}'"
-        raise AssertionError(f"{error}\n{job}\nplay it again: {again}") from error
-
+from kvps.messages import Barrier
+from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.network import Faults
+from tests.simulation.training import (
+    FEWER,
+    SEEDS,
+    WAYS,
+    Job,
+    check,
+    faults_of,
+    kill_at_each_packet,
+    lose_each_packet,
+    outlive,
+    patient,
+    reference,
+    replayable,
+    train,
+)
 
 # --- synchronous: the weights are those of one process --------------------------------------------
-
-
-@dataclass
-class Job:
-    """What is drawn from a seed."""
-
-    seed: int
-    workers: int = 1
-    servers: int = 1
-    steps: int = 6
-    sizes: dict[str, int] = field(default_factory=dict)
-    store: Store = field(default_factory=Store)
-    has_optimizer: bool = False
-    faults: Faults = field(default_factory=Faults)
-    kills: list[tuple[float, int, bool]] = field(default_factory=list)
-    """When, which rank, and whether the scheduler notices its connections break."""
-    ways: list[str] = field(default_factory=list)
-    """How each step pushes and pulls; the same on every rank, as in a real script."""
-    machines: list[int] = field(default_factory=list)
-    """On which machine each worker is."""
-
-    def initial(self) -> Values:
-        return {name: torch.arange(float(size)) % 5 for name, size in self.sizes.items()}
-
-    def gradients(self, rank: int, step: int) -> Values:
-        return {
-            name: (torch.arange(float(size)) * (rank + 2) + 3 * step) % 7
-            for name, size in self.sizes.items()
-        }
-
-
-def reference(job: Job) -> list[Values]:
-    """Return the weights before the first step and after each, computed in one process."""
-    versions = [job.initial()]
-    for step in range(job.steps):
-        weights = {}
-        for name, weight in versions[-1].items():
-            total = torch.zeros_like(weight)
-            for rank in range(job.workers):
-                total += job.gradients(rank, step)[name]
-            weights[name] = weight + 2 * total if job.has_optimizer else total
-        versions.append(weights)
-    return versions
-
-
-def train(job: Job, rank: int) -> Script:
-    """Train as rank ``rank``, from where this rank is; return the weights."""
-    kv, versions = job.store, reference(job)
-    yield from patient(kv.open)
-    yield from patient(kv.init, job.initial())
-    if job.has_optimizer:
-        yield from patient(kv.set_optimizer, "test", rescale_grad=2.0)
-    begin = yield from patient(kv.resume, list(job.sizes))
-    for step in range(begin, job.steps):
-        gradients, expected = job.gradients(rank, step), versions[step + 1]
-        match job.ways[step]:
-            case "pushpull":
-                try:
-                    pulled = yield from kv.pushpull(gradients)
-                except Timeout:
-                    pulled = yield from patient(kv.pull, gradients)
-                check(step, pulled, expected)
-            case "push, pull":
-                yield from once(kv.push, gradients)
-                check(step, (yield from patient(kv.pull, gradients)), expected)
-            case "one by one":
-                for priority, name in enumerate(gradients):
-                    yield from once(kv.push, {name: gradients[name]}, priority % 3)
-                for name in reversed(list(gradients)):
-                    pulled = yield from patient(kv.pull, {name: gradients[name]})
-                    check(step, pulled, {name: expected[name]})
-            case "push":
-                yield from once(kv.push, gradients)
-            case "push and wait":
-                yield from once(kv.push, gradients, 0, True)
-    yield from patient(kv.barrier)
-    weights = yield from patient(kv.pull, job.initial())
-    versions_now = yield from patient(kv.versions, list(job.sizes))
-    assert versions_now == [job.steps] * len(job.sizes)
-    return weights
-
-
-def patient(call: Callable[..., Script], *args: Any, **options: Any) -> Script:
-    """Make a call again until it does not time out."""
-    while True:
-        try:
-            return (yield from call(*args, **options))
-        except Timeout:
-            pass
-
-
-def once(call: Callable[..., Script], *args: Any) -> Script:
-    """Push. A Timeout cancels nothing, so that it must not be pushed again."""
-    with suppress(Timeout):
-        yield from call(*args)
-
-
-WAYS = ("pushpull", "push, pull", "one by one", "push", "push and wait")
-
-
-def check(step: int, values: Values, expected: Values) -> None:
-    for name, value in values.items():
-        assert torch.equal(value, expected[name]), f"step {step}, key {name}: {value} is wrong"
-
-
-def faults_of(dice: random.Random) -> Faults:
-    return Faults(
-        lose=dice.choice([0, 0, 0.02, 0.1]),
-        double=dice.choice([0, 0, 0.1, 0.5]),
-        jitter_s=dice.choice([0, 0.002, 0.1, 3.0]),
-        in_order=dice.random() < 0.3,
-        lent=dice.random() < 0.5,
-    )
 
 
 def job_of(seed: int) -> Job:
@@ -228,45 +104,13 @@ def small_job() -> Job:
     return job
 
 
-def play_with(fault: Callable[[Cluster, int, Process, Process], bool]) -> int:
-    """Play the small job; return its number of packets. ``fault`` says of each if it is lost."""
-    job, count = small_job(), 0
-
-    def lose(source: Process, target: Process, packet: Packet) -> bool:
-        nonlocal count
-        count += 1
-        return fault(cluster, count, source, target)
-
-    cluster = Cluster(job.workers, job.servers, lambda rank: train(job, rank), 0, job.faults)
-    cluster.network.lose = lose
-    cluster.run(400)
-    for client in cluster.clients.values():
-        assert client.error is None, client.error
-        check(job.steps, client.result, reference(job)[-1])
-    return count
-
-
 def test_any_one_packet_may_be_lost() -> None:
-    packets = play_with(lambda *_: False)
-    for lost in range(1, packets + 1):
-        play_with(lambda _, count, *ends, lost=lost: count == lost)  # type: ignore[misc]
+    lose_each_packet(small_job())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_may_die_at_any_packet(rank: int) -> None:
-    packets = play_with(lambda *_: False)
-    for fatal in range(1, packets + 1):
-
-        def die(
-            cluster: Cluster, count: int, source: Process, target: Process, fatal: int = fatal
-        ) -> bool:
-            is_fatal = count == fatal and f"worker {rank}" in (source.name, target.name)
-            if is_fatal:
-                cluster.kill(rank)
-                cluster.network.at(cluster.network.now + 3, lambda: cluster.replace(rank))
-            return is_fatal
-
-        play_with(die)
+    kill_at_each_packet(small_job(), rank)
 
 
 # --- asynchronous: each push counts once, and every pull is of one version ------------------------
@@ -377,27 +221,6 @@ def test_nobody_waits_for_a_lost_worker(seed: int, request: pytest.FixtureReques
 
     with replayable(request, job):
         outlive(job, script)
-
-
-def outlive(job: Job, script: Callable[[int], Script]) -> None:
-    """Kill worker 2 when it has begun; workers 0 and 1 must end well without it."""
-    cluster = Cluster(3, job.servers, script, job.seed, job.faults)
-
-    def lose() -> None:
-        if cluster.clients[2].core.books:
-            cluster.kill(2)
-        else:
-            cluster.network.at(cluster.network.now + 0.05, lose)
-
-    def is_over() -> bool:
-        ranks = cluster.clients
-        return all(rank in ranks and ranks[rank].done_at is not None for rank in (0, 1))
-
-    cluster.network.at(0.2 + random.Random(job.seed).random() / 2, lose)
-    cluster.network.run(is_over, 1_000)
-    for rank in (0, 1):
-        error = cluster.clients[rank].error
-        assert error is None, error
 
 
 def bounded(job: Job, rank: int, cluster: list[Cluster]) -> Script:
