@@ -116,7 +116,7 @@ class Desk:
     """What a leader knows of one chunk."""
 
     def __init__(self) -> None:
-        self.waiting: dict[Runs, Bundle] = {}
+        self._waiting: dict[Shape, dict[Runs, Bundle]] = {}
         """Pushes that wait for those of others."""
         self.pulling: dict[Place, Bundle] = {}
         """Pulls that wait for the server, by what they ask for. (Not: for more than that. What another
@@ -133,13 +133,25 @@ class Desk:
 
     def bundle(self, message: Push) -> Bundle:
         """Return the bundle that waits for such a push, making it if there is none."""
-        bundle = self.waiting.get(message.runs)
+        alike = self._waiting.setdefault(_shape(message.runs), {})
+        bundle = alike.get(message.runs)
         if bundle is None:
             self.is_mixed = self.is_mixed or any(map(self._meets_another, message.runs))
-            self.waiting[message.runs] = bundle = Bundle(message)
+            alike[message.runs] = bundle = Bundle(message)
             for run in message.runs:
                 insort(self._edges, _edge(run))
         return bundle
+
+    def waiting(self) -> list[Bundle]:
+        """Return all that wait."""
+        return [one for alike in self._waiting.values() for one in alike.values()]
+
+    def ready(self, runs: Runs, expected: frozenset[int]) -> list[Bundle]:
+        """Return those that need not wait now that somebody has pushed ``runs``."""
+        if self.is_mixed:
+            return self.waiting()
+        alike = self._waiting[_shape(runs)].values()
+        return [one for one in alike if self.is_complete(one, expected)]
 
     def _meets_another(self, run: Run) -> bool:
         number, start, stop = _edge(run)
@@ -152,7 +164,10 @@ class Desk:
     def leaves(self, bundle: Bundle) -> None:
         """The bundle waits no more."""
         assert isinstance(bundle.message, Push)
-        del self.waiting[bundle.message.runs]
+        shape = _shape(bundle.message.runs)
+        del self._waiting[shape][bundle.message.runs]
+        if not self._waiting[shape]:
+            del self._waiting[shape]
         for run in bundle.message.runs:
             del self._edges[bisect_left(self._edges, _edge(run))]
 
@@ -179,12 +194,14 @@ class Desk:
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self._edges == sorted(_edge(run) for runs in self.waiting for run in runs)
-        for runs, bundle in self.waiting.items():
-            assert bundle.message.runs == runs
+        waiting = self.waiting()
+        all_runs = [runs for alike in self._waiting.values() for runs in alike]
+        assert self._edges == sorted(_edge(run) for runs in all_runs for run in runs)
+        for bundle in waiting:
             assert bundle.askers
             assert bundle.request is None
-        assert not (self.is_mixed and self.waiting)
+        assert all(self._waiting.values())
+        assert not (self.is_mixed and waiting)
         for bundle in self.pulling.values():
             assert bundle.request is not None
 
@@ -215,9 +232,7 @@ class Bundles:
             self._go_at(now + WAIT_MAX_S, bundle)
         bundle.add(asker)
         desk.note(asker.rank, message.runs)
-        if desk.is_mixed:
-            return [self._go(one) for one in list(desk.waiting.values())]
-        return [self._go(bundle)] if desk.is_complete(bundle, self._expected) else []
+        return [self._go(one) for one in desk.ready(message.runs, self._expected)]
 
     def pull(self, asker: Asker) -> Request | Answer | None:
         """Take a pull in; return what the server is to be asked, or the answer if it is there."""
@@ -361,7 +376,7 @@ class Bundles:
         return self._desk(bundle.message.chunk).is_complete(bundle, self._expected)
 
     def _waiting(self) -> list[Bundle]:
-        return [one for desk in self._desks.values() for one in desk.waiting.values()]
+        return [one for desk in self._desks.values() for one in desk.waiting()]
 
     def _desk(self, chunk: int) -> Desk:
         return self._desks.setdefault(chunk, Desk())

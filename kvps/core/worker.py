@@ -632,6 +632,10 @@ class Worker:
         assert link.heard_at is not None
         return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
 
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.neighbours.check()
+
 
 def _server(route: Route) -> int:
     assert isinstance(route, str)
