@@ -249,6 +249,16 @@ def host_aggregation(given: bool | None, env: Mapping[str, str] | None = None) -
     return given
 
 
+def chunk_bytes(env: Mapping[str, str] | None = None) -> int | None:
+    """Return how much should travel at once, if the operator knows better than kvps.
+
+    Raises:
+        ConfigError: unless it is a number of bytes, such as ``1M``.
+    """
+    given = text("KVPS_CHUNK_BYTES", env=env)
+    return None if given is None else as_bytes("KVPS_CHUNK_BYTES", given)
+
+
 def join_max_s(env: Mapping[str, str] | None = None) -> float:
     """Return how long a process tries to reach its scheduler.
 

@@ -57,8 +57,8 @@ _ALL = (
 SYSTEMS = {one.name: one for one in _ALL}
 NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", "gloo")
 """Those that run on several hosts."""
-ON_ONE_HOST = tuple(name for name in SYSTEMS if name != "kvps apart")
-"""Those that differ on one host."""
+NETWORKED_ONLY = ("kvps apart",)
+"""Those that differ from another system there only."""
 
 
 def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[System]:
@@ -73,7 +73,8 @@ def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[S
     """
     lacking = {one.name: _lack(one, interpreters) for one in _ALL}
     if names is None:
-        return [one for one in _ALL if not lacking[one.name]]
+        usual = [one for one in _ALL if one.name not in NETWORKED_ONLY]
+        return [one for one in usual if not lacking[one.name]]
     for name in names:
         if name not in SYSTEMS:
             raise ConfigError(f"no system {name!r}; use some of {', '.join(map(repr, SYSTEMS))}")

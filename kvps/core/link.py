@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from kvps.core.bundles import Asker, Bundle
     from kvps.core.worker import Talk
 
-UPLINK_BYTES = 8 << 20
+UPLINK_BYTES = 3 << 20
+UPLINK_LEAST = 2
 WINDOW_BYTES = 16 << 20
-"""Payload that may be on its way, from this worker to all servers and to one of them, without
-having been acknowledged; the last request may go beyond it. What a server reads where it lies is not
-on its way."""
+"""Payload that may be on its way without having been acknowledged: from the workers of one machine to
+all servers (of each worker so many requests in any case), and to one server; the last request may go
+beyond it. What a server reads where it lies is not on its way."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -108,6 +109,8 @@ class Uplink:
 
     def __init__(self) -> None:
         self.links: list[Link] = []
+        self.sharers = 1
+        """How many workers have this way out."""
         self._order = 0
 
     def next_order(self) -> int:
@@ -126,7 +129,10 @@ class Uplink:
 
     def _has_room(self, now: float) -> bool:
         """Whether little is under way; what a silent server has not taken in does not count."""
-        return sum([link.bytes_away for link in self.links if not link.is_late(now)]) < UPLINK_BYTES
+        heard = [link for link in self.links if not link.is_late(now)]
+        if sum([link.bytes_away for link in heard]) < UPLINK_BYTES // self.sharers:
+            return True
+        return sum([link.requests_away for link in heard]) < UPLINK_LEAST
 
 
 class Link:
@@ -202,6 +208,11 @@ class Link:
         if not self._away:
             return False
         return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
+
+    @property
+    def requests_away(self) -> int:
+        """How many requests with payload are on their way and were not acknowledged."""
+        return len(self._away)
 
     def drop(self, request: Request) -> None:
         """Forget a request: do not send it, or do not ask after it."""

@@ -28,7 +28,7 @@ from kvps.store.session import Session, leave_at_exit
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
-NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES, SHARED_CHUNK_BYTES = 1 << 20, 4 << 20, 8 << 20
+NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES, SHARED_CHUNK_BYTES = 384 << 10, 4 << 20, 8 << 20
 """Bytes of a chunk between hosts, where the first should soon be there; and on one host, where fewer
 messages count for more."""
 STALENESS = 4
@@ -154,6 +154,9 @@ def _opened(
 
 def _chunk_bytes(session: Session) -> int:
     """Return how much should travel at once."""
+    wish = config.chunk_bytes()
+    if wish is not None:
+        return wish
     view = session.core.member.view
     members = view.members if view is not None else ()
     machines = {one.machine for one in members}

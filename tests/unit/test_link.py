@@ -19,6 +19,7 @@ from kvps.core.link import (
     Request,
     Uplink,
 )
+from kvps.core.plan import HERE
 from kvps.messages import Status
 from kvps.tensors import Private
 
@@ -154,19 +155,43 @@ LAST = [(0, "a2"), (1, "b2")]
 
 
 class TestWindow:
-    def test_is_eight_mebibytes_of_payload(self) -> None:
+    def test_is_three_mebibytes_of_payload(self) -> None:
         one = ready()
-        mebibyte = 1 << 20
-        assert 8 * mebibyte == UPLINK_BYTES
-        queued(one, *[request(str(index), payload_bytes=mebibyte) for index in range(20)])
-        assert len(names(one)) == 8
+        half = 1 << 19
+        assert 6 * half == UPLINK_BYTES
+        queued(one, *[request(str(index), payload_bytes=half) for index in range(20)])
+        assert len(names(one)) == 6
         one.answer(3)
-        assert names(one) == ["8"]
+        assert names(one) == ["6"]
         one.receive(5)
         one.receive(5)
-        assert names(one) == ["9"]
+        assert names(one) == ["7"]
         one.answer(5)
         assert names(one) == []
+
+    def test_has_room_for_two_requests_however_large(self) -> None:
+        one = ready()
+        queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
+        assert names(one) == ["a", "b"]
+        one.receive(1)
+        assert names(one) == ["c"]
+
+    def test_is_divided_among_those_who_share_it(self) -> None:
+        uplink, _, _ = two(UPLINK_BYTES // 6)
+        uplink.sharers = 2
+        assert len(sent(uplink)) == 3
+        uplink.sharers = 1
+        assert len(sent(uplink)) == 3
+
+    def test_what_the_peer_has_missed_leaves_it(self) -> None:
+        """The peer may not take it in before one that waits for room."""
+        one = ready()
+        first, *_ = queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
+        assert names(one) == ["a", "b"]
+        assert one.miss(1) is first
+        assert one.miss(9) is None
+        assert names(one) == ["c"]
+        assert list(one.outstanding) == [1, 2, 3]
 
     def test_is_shared_by_all_links(self) -> None:
         uplink, first, second = two(UPLINK_BYTES // 2)
@@ -302,3 +327,72 @@ class TestDrop:
     def test_what_changes_values_must_arrive(self) -> None:
         with pytest.raises(AssertionError, match="must arrive"):
             request(payload_bytes=1).drop()
+
+    def test_what_is_not_on_its_way_is_only_not_wanted(self) -> None:
+        """A neighbour, or this worker, collects more of its kind."""
+        one = request()
+        one.drop()
+        assert one.dropped
+
+
+class TestAbandon:
+    @pytest.mark.spec("R96")
+    def test_returns_all_that_has_no_answer_as_if_it_had_not_been_asked(self) -> None:
+        one = ready()
+        requests = queued(one, *[request(name, lane=1, payload_bytes=8) for name in "abcd"])
+        assert names(one) == ["a", "b", "c", "d"]
+        requests += queued(one, *[request(name, lane=1) for name in "efg"])
+        one.answer(2)
+        one.receive(3)
+        requests[4].drop()
+        left = one.abandon()
+        assert left == [requests[index] for index in (0, 2, 3, 5, 6)]
+        assert not any(request.seq or request.received or request.link for request in left)
+        assert one.probe_at() is None
+        assert one.bytes_away == 0
+        assert one.head() is None
+
+    def test_what_is_asked_after_that_has_a_number_of_its_own(self) -> None:
+        """The peer may live, and answer by the old numbers."""
+        one = ready()
+        queued(one, request("a", lane=1), request("b", lane=1))
+        names(one)
+        one.abandon()
+        (new,) = queued(one, request("c", lane=1))
+        assert names(one) == ["c"]
+        assert new.seq == 3
+        assert one.answer(1) is None
+        assert one.answer(3) is new
+
+
+class TestMiss:
+    @pytest.mark.spec("R39")
+    def test_what_has_to_go_again_leaves_the_window(self) -> None:
+        """The peer may want another one before it."""
+        one = ready()
+        (lost, _) = queued(
+            one, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1)
+        )
+        assert names(one) == ["lost"]
+        assert one.miss(1) is lost
+        assert names(one) == ["next"]
+        assert one.answer(1) is lost
+        assert one.miss(1) is None
+
+
+def test_a_payload_is_looked_at_here_without_being_made() -> None:
+    routes: list[str] = []
+    values = torch.ones(2)
+
+    def fill(route: str) -> tuple[torch.Tensor, ...]:
+        routes.append(route)
+        return (values,)
+
+    one = request(payload_bytes=8, fill=fill)
+    assert one.peek() == (values,)
+    assert not one.payload
+    one.freeze()
+    assert one.peek() is one.payload
+    assert routes == [HERE, "server 0"]
+    one.forget()
+    assert (one.payload, one.fill) == ((), None)

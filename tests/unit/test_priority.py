@@ -21,6 +21,7 @@ BIG = 400
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A worker of two servers, with one chunk of the big keys under way at once."""
     monkeypatch.setattr(link, "UPLINK_BYTES", 1)
+    monkeypatch.setattr(link, "UPLINK_LEAST", 1)
     one = Bench()
     one.open()
     one.init({name: torch.zeros(BIG) for name in ("first", "second", "third")})
