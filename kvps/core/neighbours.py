@@ -133,13 +133,15 @@ class Neighbours:
         """Connect to a neighbour; take back what was asked of one that is not there any more."""
         link = self.links.get(one.rank)
         is_here = one.state == "held" and one.rank != self._member.rank
-        if link is not None and not (is_here and link.incarnation == one.incarnation):
-            del self.links[one.rank]
-            self._beside.links.remove(link)
+        is_same = link is not None and link.incarnation == one.incarnation
+        if link is not None and not (is_here and is_same):
             for request in link.abandon():
                 assert request.server is not None
                 self._servers[request.server].queue(request)
-            link = None
+            if not is_same:  # else it may come back, and knows the numbers that it was asked
+                del self.links[one.rank]
+                self._beside.links.remove(link)
+                link = None
         if link is None and is_here:
             endpoint = self._endpoint(one.rank, one.incarnation)
             route = f"worker {one.rank}"
@@ -160,6 +162,11 @@ class Neighbours:
         return next(rank for rank in turn if rank in self._alive)
 
     # --- what this worker asks -----------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many live workers this machine has, this one among them; 1 if nothing leaves it."""
+        return max(1, len(self._alive))
 
     def collect(self, book: Catalogue, request: Request) -> bool:
         """Whether ``request`` is one of those that neighbours make together."""
@@ -213,7 +220,8 @@ class Neighbours:
             yield self._send(route, Error(envelope.seq, error.code, str(error)))
 
     def _fence(self, envelope: Envelope) -> None:
-        if envelope.job != self._member.job or envelope.rank not in self._ranks:
+        is_near = envelope.role is Role.WORKER and envelope.rank in self._ranks
+        if envelope.job != self._member.job or not is_near:
             raise Mismatch(
                 f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
                 f"{self._member.rank} of job {self._member.job.hex()[:8]}"
