@@ -56,6 +56,7 @@ from kvps.messages import (
     Barrier,
     Declared,
     Done,
+    Envelope,
     Error,
     FoundAll,
     Packet,
@@ -174,14 +175,13 @@ class Worker:
         """The scheduler, a server or a neighbour said something."""
         if route == SCHEDULER:
             yield from self._on_scheduler(packet, now)
-        elif packet.envelope.role is Role.SERVER:
-            link = self.links[_server(route)]  # a server that has no seat yet knows no rank
+            return
+        if isinstance(route, bytes):
+            yield from self.neighbours.on_packet(route, packet, now)
+        elif (link := self._answering(route, packet.envelope)) is not None:
             link.heard_at = now
             yield from self._on_answer(link, packet, now)
-            yield from self._flow(now)
-        elif packet.envelope.role is Role.WORKER:
-            yield from self._on_worker(route, packet, now)
-            yield from self._flow(now)
+        yield from self._flow(now)
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke; the probes find out what was lost with it."""
@@ -282,6 +282,7 @@ class Worker:
                     yield Send(link.route, self.member.hello())
         if self._complete:
             yield from self.neighbours.learn(view.members)
+            self._uplink.sharers = self.neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.links)}
         self.losses.learn(view, lives, now)
         for book in self.books.values():
@@ -291,17 +292,15 @@ class Worker:
             yield from self._take_what_lags(now)
         yield from self._flow(now)
 
-    # --- servers and neighbours --------------------------------------------------------------------------------
+    # --- servers and neighbours ----------------------------------------------------------------------
 
-    def _on_worker(self, route: Route, packet: Packet, now: float) -> Effects:
-        """A neighbour asks something; or it answers, along a connection that we opened."""
-        if isinstance(route, bytes):
-            yield from self.neighbours.on_packet(route, packet, now)
-            return
-        link = self.neighbours.links.get(packet.envelope.rank)
-        if link is not None and link.incarnation == packet.envelope.incarnation:
-            link.heard_at = now
-            yield from self._on_answer(link, packet, now)
+    def _answering(self, route: str, envelope: Envelope) -> Link | None:
+        """Return the link to whoever answers along one of our connections; None if it has gone."""
+        kind, rank = route.split()
+        if kind == "server":
+            return self.links[int(rank)]  # it may have no seat yet, and know no rank
+        link = self.neighbours.links.get(int(rank))
+        return link if link is not None and link.incarnation == envelope.incarnation else None
 
     def _links(self) -> Iterator[Link]:
         return chain(self.links, self.neighbours.links.values())
@@ -625,7 +624,12 @@ class Worker:
     def _silence(self, request: Request, now: float) -> str:
         link = request.link
         if link is None:
-            return "other workers of this machine have not pushed the same"
+            assert request.asker is not None, "it is part of a bundle"
+            assert request.asker.bundle is not None, "it is part of a bundle"
+            if request.asker.bundle.request is None:
+                return "other workers of this machine have not pushed the same"
+            link = request.asker.bundle.request.link
+            assert link is not None, "who is asked is known"
         name = f"{link.route} ({link.endpoint})"
         if not link.ready:
             return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
@@ -635,11 +639,6 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
-
-
-def _server(route: Route) -> int:
-    assert isinstance(route, str)
-    return int(route.removeprefix("server "))
 
 
 def _name(call: calls.Call) -> str:
