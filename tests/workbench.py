@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from kvps.core import calls
-from kvps.core.effects import Copied, Effect, Effects, Exit, Finish, Note, Send
+from kvps.core.effects import Copied, Effect, Effects, Exit, Finish, Note, Route, Send
 from kvps.core.member import Identity
 from kvps.core.placement import parts
 from kvps.core.worker import Worker
@@ -96,11 +96,22 @@ class Bench:
         join: bool = True,
         ready: bool = True,
         memory: Memory = PRIVATE,
+        machines: Sequence[int] = (),
     ) -> None:
+        """Put a worker on the bench; ``machines`` are those of all workers, unknown if not given.
+
+        The servers are on machine 1.
+        """
+        self.machines = dict(enumerate(machines))
         self.workers, self.servers, self.rank = workers, servers, rank
         self.now = 100.0
         self.core = Worker(
-            Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank), self.now, memory
+            Identity(
+                *(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank),
+                machine=self.machines.get(rank, 0),
+            ),
+            self.now,
+            memory,
         )
         self.effects: list[Effect] = []
         self.views = itertools.count(1)
@@ -118,6 +129,7 @@ class Bench:
     def take(self, effects: Effects) -> list[Effect]:
         taken = list(effects)
         self.effects += taken
+        self.core.check()
         return taken
 
     def scheduler(self, message: Message, job: bytes = JOB) -> list[Effect]:
@@ -129,8 +141,44 @@ class Bench:
         nodes = [Node(Role.SERVER, rank) for rank in range(self.servers)]
         nodes += [Node(Role.WORKER, rank) for rank in range(self.workers)]
         other = {Node(Role(one.role), one.rank): one for one in changed}
-        members = tuple(other.get(node) or member(node) for node in nodes)
+        members = tuple(other.get(node) or self.seat(node) for node in nodes)
         return self.scheduler(View(next(self.views), phase, reason, members))
+
+    def seat(self, node: Node, state: str = "held", **more: object) -> Member:
+        """A seat, on its machine."""
+        machine = 1 if node.role is Role.SERVER else self.machines.get(node.rank, 0)
+        return member(node, state, **({"machine": machine} | more))
+
+    def neighbour(
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int = 0,
+        **more: object,
+    ) -> list[Effect]:
+        """Let a worker of this machine ask something, along a connection that it opened."""
+        return self._from_worker(b"from %d" % rank, rank, message, payload, seq=seq, **more)
+
+    def leader(
+        self, rank: int, message: Message, *payload: torch.Tensor, **more: object
+    ) -> list[Effect]:
+        """Let a worker of this machine answer, along a connection that we opened."""
+        return self._from_worker(f"worker {rank}", rank, message, payload, **more)
+
+    def _from_worker(
+        self,
+        route: Route,
+        rank: int,
+        message: Message,
+        payload: Sequence[torch.Tensor],
+        **more: object,
+    ) -> list[Effect]:
+        incarnation = 1 + 10 * Role.WORKER + rank
+        fields = {"job": JOB, "view": 1, "role": Role.WORKER, "rank": rank, "seq": 0}
+        envelope = Envelope(**(fields | {"incarnation": incarnation} | more))  # type: ignore[arg-type]
+        packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
+        return self.take(self.core.on_packet(route, packet, self.now))
 
     def server(
         self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0
@@ -249,12 +297,14 @@ def sends(effects: Iterable[Effect], cls: type[Message], server: int | None = No
         for one in effects
         if isinstance(one, Send)
         and isinstance(one.packet.message, cls)
-        and server in (None, server_of(one))
+        and (server is None or server == server_of(one))
     ]
 
 
-def server_of(send: Send) -> int:
-    return -1 if send.to == "scheduler" else int(str(send.to).removeprefix("server "))
+def server_of(send: Send) -> int | None:
+    """The rank of the server that it goes to; -1 for the scheduler, None for a worker."""
+    to = str(send.to)
+    return -1 if to == "scheduler" else int(to[7:]) if to.startswith("server ") else None
 
 
 def values_of(send: Send, dtype: str = "float32") -> list[float]:

@@ -1,0 +1,638 @@
+"""One worker among those of its machine: whom it asks, whom it answers, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls
+from kvps.core.bundles import HURRY_S, WAIT_MAX_S
+from kvps.core.effects import Connect, Effect, Exit, Listen, Send
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, Timeout
+from kvps.messages import (
+    Ack,
+    Ask,
+    Beat,
+    Envelope,
+    Error,
+    Hello,
+    Message,
+    Node,
+    Packet,
+    Pending,
+    Probe,
+    Probed,
+    Pull,
+    Pulled,
+    Push,
+    Receipt,
+    Role,
+    Run,
+    Stand,
+    Welcome,
+)
+from kvps.specs import BY_NAME
+from tests.workbench import JOB, Bench, pull, push, values_of
+
+FLOAT = BY_NAME["float32"].id
+KEYS = {"a": 1, "b": 2, "c": 3}
+"""Each key has a chunk of its own."""
+HELLO = Hello(1, 0, "kvps", 0, 2, 1, "here", 7)
+WELCOME = Welcome(0, 21, 3, 1)
+ASKED = Push(3, FLOAT, (1,), 1.0, False, (Run(0, 4, 0),))
+"""What worker 1 pushes to the leader of chunk 3: key ``c``."""
+ASKED_TOO = Push(3, FLOAT, (1,), 1.0, True, (Run(0, 4, 0),))
+WANTED = Pull(3, True, (Ask(0, 4, 1, 0),))
+ONES = torch.ones(4)
+
+
+def bench(
+    rank: int = 0, machines: tuple[int, ...] = (2, 2, 2), knows: bool = True, **more: object
+) -> Bench:
+    """Worker ``rank``, whose neighbours have said HELLO and been answered, in a store with bundles.
+
+    With three of them, worker 1 leads key a, worker 2 key b and worker 0 key c.
+    """
+    one = Bench(len(machines), 1, rank, machines=machines)
+    for other in range(len(machines)):
+        if knows and other != rank and machines[other] == machines[rank]:
+            one.leader(other, WELCOME)
+            one.neighbour(other, HELLO)
+    one.open(**({"bundles": True} | more))
+    one.init({name: torch.zeros(4) for name in KEYS})
+    one.effects.clear()
+    return one
+
+
+def said(effects: list[Effect], to: object = None) -> list[Message]:
+    """What was sent (to one)."""
+    return [one.packet.message for one in effects if isinstance(one, Send) and to in (None, one.to)]
+
+
+def pushes(one: Bench, to: str = "server 0") -> list[Push]:
+    return [message for message in said(one.effects, to) if isinstance(message, Push)]
+
+
+def seq_of(one: Bench, cls: type[Message], to: str = "server 0") -> int:
+    """The number of the last that was sent."""
+    sends = [
+        send
+        for send in one.effects
+        if isinstance(send, Send) and send.to == to and isinstance(send.packet.message, cls)
+    ]
+    return sends[-1].packet.envelope.seq
+
+
+def pulled(
+    one: Bench, cls: type[Message] = Push, value: float = 7.0, version: int = 1
+) -> list[Effect]:
+    """Let the server answer what it was asked last."""
+    stands = (Stand(0, 4, version, 0),)
+    answer = Pulled(seq_of(one, cls), 3, FLOAT, True, stands)
+    return one.server(0, answer, torch.full((4,), value))
+
+
+def answers(effects: list[Effect], rank: int) -> list[tuple[int, list[float]]]:
+    """The values that a neighbour gets, by the number of its request."""
+    return [
+        (one.packet.message.seq, values_of(one))
+        for one in effects
+        if isinstance(one, Send)
+        and one.to == b"from %d" % rank
+        and isinstance(one.packet.message, Pulled)
+    ]
+
+
+# --- who they are ---------------------------------------------------------------------------------
+
+
+class TestMeeting:
+    @pytest.mark.spec("R95")
+    def test_listens_once_under_a_name_that_the_others_know(self) -> None:
+        one = Bench(3, 1, 1, machines=(2, 2, 2))
+        one.view()
+        name = f"ipc://@kvps-{JOB.hex()}-%d-%d"
+        assert [it for it in one.effects if isinstance(it, Listen)] == [Listen(name % (1, 22))]
+        assert [it for it in one.effects if isinstance(it, Connect)][2:] == [
+            Connect("worker 0", name % (0, 21), is_near=True),
+            Connect("worker 2", name % (2, 23), is_near=True),
+        ]
+
+    def test_says_hello_until_it_is_answered(self) -> None:
+        one = Bench(2, 1, machines=(2, 2))
+        one.wait(2.5)
+        assert [type(it) for it in said(one.effects, "worker 1")] == [Hello] * 3
+        one.leader(1, WELCOME)
+        one.wait(2.5)
+        assert len(said(one.effects, "worker 1")) == 3
+
+    @pytest.mark.parametrize(
+        "machines", [(0, 0, 0), (1, 1, 1), (2, 3, 4)], ids=["unknown", "beside the server", "apart"]
+    )
+    def test_who_has_none_or_needs_none_meets_nobody(self, machines: tuple[int, ...]) -> None:
+        one = Bench(3, 1, machines=machines)
+        assert not [it for it in one.effects if isinstance(it, Connect) and it.to == "worker 1"]
+        one.open(bundles=True)
+        one.init({"a": torch.zeros(4)})
+        one.call(push({"a": ONES}))
+        assert [message.ranks for message in pushes(one)] == [(0,)]
+
+    def test_meets_a_new_life_under_its_new_name(self) -> None:
+        one = bench()
+        effects = one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
+        assert [it for it in effects if isinstance(it, Connect)] == [
+            Connect("worker 1", f"ipc://@kvps-{JOB.hex()}-1-40", is_near=True)
+        ]
+        one.call(push({"a": ONES}))
+        assert pushes(one, "worker 1") == [], "it has not answered HELLO"
+        one.leader(1, WELCOME)
+        assert pushes(one, "worker 1") == [], "that was the old life"
+        one.leader(1, WELCOME, incarnation=40)
+        assert len(pushes(one, "worker 1")) == 1
+
+    def test_what_one_says_who_is_none_is_not_heard(self) -> None:
+        one = bench(machines=(2, 2, 3))
+        assert one.leader(2, WELCOME) == []
+
+
+@pytest.mark.spec("R94")
+class TestLeader:
+    """Of a chunk: the neighbour whose turn it is by the chunk's number, or the next."""
+
+    @pytest.mark.parametrize(
+        ("machines", "states", "leaders"),
+        [
+            ((2, 2, 2), {}, [1, 2, 0]),
+            ((2, 3, 2), {}, [2, 0, 2]),
+            ((2, 2, 2), {1: "lost"}, [2, 2, 0]),
+            ((2, 2, 2), {2: "left"}, [1, 0, 0]),
+            ((2, 2, 2, 2), {3: "gone"}, [1, 2, 0]),
+            ((2, 2, 2, 2), {1: "lost", 2: "lost"}, [3, 3, 3]),
+        ],
+    )
+    def test_is_found_by_all_in_the_same_way(
+        self, machines: tuple[int, ...], states: dict[int, str], leaders: list[int]
+    ) -> None:
+        for rank in (0, len(machines) - 1):
+            if rank in states or machines[rank] != machines[0]:
+                continue
+            one = bench(rank, machines, on_worker_lost="shrink")
+            lost = [one.seat(Node(Role.WORKER, it), state) for it, state in states.items()]
+            one.view(*lost)
+            one.effects.clear()
+            one.call(push(dict.fromkeys(KEYS, ONES)))
+            expected = {
+                other: [
+                    chunk
+                    for chunk, leader in zip(KEYS.values(), leaders, strict=True)
+                    if leader == other
+                ]
+                for other in range(len(machines))
+            }
+            for other, chunks in expected.items():
+                found = [message.chunk for message in pushes(one, f"worker {other}")]
+                assert found == (chunks if other != rank else [])
+            assert pushes(one) == [], "the leader waits for the others"
+
+    def test_is_not_needed_by_the_last_of_a_machine(self) -> None:
+        one = bench()
+        one.view(*[one.seat(Node(Role.WORKER, rank), "lost") for rank in (1, 2)])
+        one.call(push(dict.fromkeys(KEYS, ONES)))
+        assert len(pushes(one)) == 3
+
+    def test_is_one_of_the_others_for_who_is_taken_for_lost(self) -> None:
+        one = bench()
+        one.view(one.seat(Node(Role.WORKER, 0), "lost"))
+        one.effects.clear()
+        one.call(push({"c": ONES}))
+        assert len(pushes(one, "worker 1")) == 1
+
+
+# --- what is asked of a leader --------------------------------------------------------------------
+
+
+class TestFollower:
+    def test_pushes_and_pulls_as_from_a_server(self) -> None:
+        one = bench()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"a": ONES}, sinks=(sink,), eager=False))
+        assert said(one.effects) == [Push(1, FLOAT, (0,), 1.0, True, (Run(0, 4, 0),))]
+        one.leader(1, Ack((Receipt(1, 0),)))
+        assert not one.is_done(ticket)
+        one.leader(1, Pulled(1, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 5.0))
+        assert one.is_done(ticket)
+        assert sink.tolist() == [5.0] * 4
+        ticket = one.call(pull({"a": sink}))
+        assert said(one.effects, "worker 1")[-1] == Pull(1, True, (Ask(0, 4, 1, 0),))
+
+    def test_asks_only_for_values_there(self) -> None:
+        one = bench()
+        one.call(calls.Versions("kv", ("a",)))
+        assert [type(message) for message in said(one.effects, "server 0")] == [Pull]
+
+    def test_not_in_a_store_without_bundles(self) -> None:
+        one = bench(bundles=False)
+        one.call(push({"a": ONES}))
+        assert len(pushes(one)) == 1
+
+    @pytest.mark.spec("R96")
+    def test_asks_the_server_itself_when_the_leader_is_lost(self) -> None:
+        one = bench()
+        sink = torch.zeros(4)
+        acked = one.call(push({"a": torch.full((4,), 2.0)}, sinks=(sink,), eager=False))
+        one.leader(1, Ack((Receipt(1, 0),)))
+        one.call(push({"a": torch.full((4,), 3.0)}))
+        before = pushes(one, "worker 1")
+        effects = one.view(one.seat(Node(Role.WORKER, 1), "lost"))
+        sends = [it for it in effects if isinstance(it, Send) and it.to == "server 0"]
+        assert [it.packet.message for it in sends] == before
+        assert [values_of(it)[0] for it in sends] == [2.0, 3.0]
+        first = sends[0].packet.envelope.seq
+        one.server(0, Pulled(first, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 9.0))
+        assert one.is_done(acked)
+        assert sink.tolist() == [9.0] * 4
+
+    @pytest.mark.spec("R96")
+    def test_does_not_take_an_old_answer_for_a_new_one(self) -> None:
+        """A leader that was taken for lost comes back, and answers what it was asked before."""
+        one = bench(machines=(2, 2))
+        ticket = one.call(pull({"a": torch.zeros(4)}, least=1))
+        old = seq_of(one, Pull, "worker 1")
+        one.view(one.seat(Node(Role.WORKER, 1), "lost"))
+        one.view()
+        sink = torch.zeros(4)
+        other = one.call(pull({"c": sink}))
+        one.leader(1, Pulled(old, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 5.0))
+        assert not one.is_done(other)
+        assert not one.is_done(ticket)
+        new = seq_of(one, Pull, "worker 1")
+        assert new != old
+        one.leader(1, Pulled(new, 3, FLOAT, True, (Stand(0, 4, 0, 0),)), torch.full((4,), 8.0))
+        assert one.is_done(other)
+        assert sink.tolist() == [8.0] * 4
+
+    def test_asks_after_what_a_leader_does_not_answer(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        one.effects.clear()
+        one.wait(2.0)
+        assert said(one.effects, "worker 1") == [Probe((1,))]
+        effects = one.leader(1, Probed((1,), ()))
+        assert [type(message) for message in said(effects, "worker 1")] == [Push]
+
+    def test_is_told_why_it_waits(self) -> None:
+        one = bench()
+        ticket = one.call(pull({"a": ONES.clone()}), 5.0)
+        one.wait(4.9)
+        one.leader(1, Probed((), (Pending(1, "round 0 waits for rank 2"),)))
+        one.wait(0.1)
+        assert "round 0 waits for rank 2" in str(one.error(ticket))
+
+    @pytest.mark.spec("R95")
+    def test_stops_where_a_newer_life_has_its_rank(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        effects = one.leader(1, Error(0, Fenced.code, "replaced"))
+        assert [it.code for it in effects if isinstance(it, Exit)] == [1]
+
+
+# --- what a leader is asked -----------------------------------------------------------------------
+
+
+@pytest.mark.spec("R95")
+class TestRefuses:
+    def refusal(self, one: Bench, rank: int, message: Message, **more: object) -> Error:
+        (error,) = said(one.neighbour(rank, message, **more), b"from %d" % rank)  # type: ignore[arg-type]
+        assert isinstance(error, Error)
+        return error
+
+    @pytest.mark.parametrize(
+        "more",
+        [{"rank": 2}, {"rank": 1, "job": bytes(16)}, {"rank": 1, "role": Role.SERVER}],
+        ids=["another machine", "another job", "a server"],
+    )
+    def test_who_is_no_neighbour(self, more: dict[str, object]) -> None:
+        one = bench(machines=(2, 2, 3))
+        error = self.refusal(one, message=HELLO, **more)  # type: ignore[arg-type]
+        assert error.code == Mismatch.code
+        assert "is no neighbour of worker 0 of job 00010203" in error.text
+
+    def test_an_older_life(self) -> None:
+        one = bench()
+        error = self.refusal(one, 1, HELLO, incarnation=21)
+        assert error.code == Fenced.code
+        assert error.text == (
+            "worker 1 incarnation 21 was replaced by incarnation 22. This process must stop"
+        )
+
+    def test_a_new_life_that_has_not_said_hello(self) -> None:
+        one = bench()
+        error = self.refusal(one, 1, ASKED, seq=1, incarnation=40)
+        assert (error.seq, error.code) == (1, ProtocolError.code)
+        assert "worker 0 expects HELLO first" in error.text
+
+    def test_one_that_has_not_said_hello(self) -> None:
+        one = bench(knows=False)
+        assert "worker 0 expects HELLO first" in self.refusal(one, 1, ASKED, seq=1).text
+
+    def test_another_protocol(self) -> None:
+        one = bench()
+        hello = Hello(9, 1, "2.0", 0, 2, 1, "here", 7)
+        error = self.refusal(one, 1, hello)
+        assert error.code == ProtocolError.code
+        assert "protocol 9.1 (kvps 2.0) cannot talk to 1." in error.text
+
+    @pytest.mark.parametrize(
+        ("message", "says"),
+        [
+            (Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), "worker 1 pushes for ranks (2,)"),
+            (Push(3, FLOAT, (1, 2), 1.0, False, (Run(0, 4, 0),)), "pushes for ranks (1, 2)"),
+            (Pull(3, False, (Ask(0, 4, 0, 0),)), "a worker may not send Pull to a worker"),
+            (Beat(0, ""), "a worker may not send Beat to a worker"),
+        ],
+    )
+    def test_what_is_no_business_of_workers(self, message: Message, says: str) -> None:
+        one = bench()
+        payload = (ONES,) if isinstance(message, Push) else ()
+        (error,) = said(one.neighbour(1, message, *payload, seq=4))
+        assert isinstance(error, Error)
+        assert (error.seq, error.code) == (4, ProtocolError.code)
+        assert says in error.text
+        assert said(one.neighbour(1, Probe((4,)))) == [Probed((4,), ())], "it was not taken in"
+
+
+class TestLeading:
+    def test_welcomes_a_neighbour(self) -> None:
+        one = bench(knows=False)
+        assert said(one.neighbour(1, HELLO), b"from 1") == [Welcome(1, 22, 3, 1)]
+        assert said(one.neighbour(1, HELLO), b"from 1") == [Welcome(1, 22, 3, 1)]
+
+    def test_answers_along_the_newest_connection_of_a_life(self) -> None:
+        one = bench()
+        one.neighbour(1, WANTED, seq=5)
+        envelope = Envelope(JOB, 1, Role.WORKER, 1, 22, 0)
+        one.take(one.core.on_packet(b"new", Packet(envelope, HELLO), one.now))
+        effects = pulled(one, Pull)
+        assert [type(message) for message in said(effects, b"new")] == [Pulled]
+
+    @pytest.mark.spec("R96", "R97")
+    def test_pushes_for_all_and_tells_them_when_the_server_has_it(self) -> None:
+        one = bench()
+        ticket = one.call(push({"c": torch.full((4,), 100.0)}, eager=False))
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 10 * ONES, seq=9)
+        assert said(one.effects) == []
+        assert said(one.neighbour(1, ASKED, ONES, seq=5)) == [
+            Push(3, FLOAT, (0, 1, 2), 3.0, False, (Run(0, 4, 0),))
+        ]
+        assert values_of(one.sends(Push)[-1]) == [111.0] * 4
+        assert not one.is_done(ticket)
+        effects = one.ack(0, seq_of(one, Push))
+        assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
+        assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
+        assert one.is_done(ticket)
+
+    @pytest.mark.spec("R96")
+    def test_gives_values_to_who_asked_for_them(self) -> None:
+        """And tells the others as soon as it is known that they are in."""
+        one = bench()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"c": ONES}, sinks=(sink,), eager=False))
+        one.neighbour(1, ASKED_TOO, ONES, seq=5)
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        assert pushes(one)[-1].pull
+        effects = one.ack(0, seq_of(one, Push))
+        assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
+        assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
+        effects = pulled(one)
+        assert answers(effects, 1) == [(5, [7.0] * 4)]
+        assert said(effects, b"from 2") == []
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7.0] * 4
+
+    @pytest.mark.spec("R91")
+    def test_gives_them_also_if_the_server_did_not_acknowledge_first(self) -> None:
+        one = bench()
+        ticket = one.call(push({"c": ONES}, eager=False))
+        one.neighbour(1, ASKED_TOO, ONES, seq=5)
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        effects = pulled(one)
+        assert answers(effects, 1) == [(5, [7.0] * 4)]
+        assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
+        assert one.is_done(ticket)
+
+    def test_takes_in_once_what_comes_twice(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        one.neighbour(1, ASKED, 50 * ONES, seq=5)
+        one.call(push({"c": ONES}))
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=1)
+        assert values_of(one.sends(Push)[-1]) == [3.0] * 4
+
+    @pytest.mark.spec("R98")
+    def test_pulls_once_for_all(self) -> None:
+        one = bench()
+        one.neighbour(1, WANTED, seq=5)
+        one.neighbour(2, WANTED, seq=6)
+        assert said(one.effects) == [WANTED]
+        effects = pulled(one, Pull)
+        assert answers(effects, 1) == [(5, [7.0] * 4)]
+        assert answers(effects, 2) == [(6, [7.0] * 4)]
+        # Who has pulled before is likely to come.
+        one.neighbour(1, Pull(3, True, (Ask(0, 4, 2, 0),)), seq=7)
+        pulled(one, Pull, 8.0, version=2)
+        one.effects.clear()
+        effects = one.neighbour(2, Pull(3, True, (Ask(0, 4, 2, 0),)), seq=8)
+        assert answers(effects, 2) == [(8, [8.0] * 4)]
+        assert one.sent(Pull) == []
+
+    @pytest.mark.spec("R98")
+    def test_its_own_pull_takes_the_answer_that_is_there(self) -> None:
+        one = bench()
+        sink = torch.zeros(4)
+        ticket = one.call(pull({"c": sink}))
+        pulled(one, Pull, 6.0)
+        assert one.is_done(ticket)
+        one.neighbour(1, Pull(3, True, (Ask(0, 4, 0, 0),)), seq=1)
+        pulled(one, Pull, 7.0, version=2)
+        assert one.is_done(one.call(pull({"c": sink})))
+        assert sink.tolist() == [7.0] * 4
+        assert len(one.sent(Pull)) == 2
+
+    def test_does_not_write_where_nobody_waits_any_more(self) -> None:
+        one = bench()
+        sink = torch.zeros(4)
+        ticket = one.call(pull({"c": sink}), 1.0)
+        one.wait(1.0)
+        assert isinstance(one.error(ticket), Timeout)
+        pulled(one, Pull)
+        assert sink.tolist() == [0.0] * 4
+
+
+class TestRefusal:
+    @pytest.mark.spec("R99")
+    def test_of_a_bundle_makes_each_push_go_by_itself(self) -> None:
+        """Each has its own answer."""
+        one = bench()
+        ticket = one.call(push({"c": ONES}, eager=False))
+        one.neighbour(1, ASKED, 2 * ONES, seq=5)
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 3 * ONES, seq=9)
+        bundle = seq_of(one, Push)
+        effects = one.server(0, Error(bundle, ProtocolError.code, "some were counted"))
+        assert [message.ranks for message in pushes(one)[1:]] == [(0,), (1,), (2,)]
+        assert [values_of(send)[0] for send in one.sends(Push)[1:]] == [1.0, 2.0, 3.0]
+        assert said(effects, b"from 1") == said(effects, b"from 2") == []
+        assert one.notes() == [
+            "debug: a bundle was refused, and is pushed one by one: some were counted"
+        ]
+        own, first, second = one.seqs(Push, 0)[1:]
+        effects = one.server(0, Error(first, ConfigError.code, "no optimizer"))
+        assert said(effects, b"from 1") == [Error(5, ConfigError.code, "no optimizer")]
+        assert said(one.ack(0, second), b"from 2") == [Ack((Receipt(9, 0),))]
+        one.ack(0, own)
+        assert one.is_done(ticket)
+
+    def test_of_a_pull_is_told_to_all(self) -> None:
+        one = bench()
+        ticket = one.call(pull({"c": ONES.clone()}))
+        message = one.sent(Pull)[-1]
+        one.neighbour(1, message, seq=5)
+        effects = one.server(0, Error(seq_of(one, Pull), Mismatch.code, "it has another shape"))
+        assert said(effects) == [Error(5, Mismatch.code, "it has another shape")]
+        assert isinstance(one.error(ticket), Mismatch)
+
+
+@pytest.mark.spec("R97")
+class TestAskedAfter:
+    def test_names_what_did_not_arrive(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        assert said(one.neighbour(1, Probe((4, 5, 6)))) == [Probed((4, 6), ())]
+        assert said(one.neighbour(1, Probe((5,)))) == []
+
+    def test_lets_a_bundle_go(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        one.neighbour(1, Probe((5,)))
+        one.wait(HURRY_S - 0.01)
+        assert pushes(one) == []
+        one.wait(0.01)
+        assert [message.ranks for message in pushes(one)] == [(1,)]
+
+    def test_lets_it_go_after_a_while_in_any_case(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        one.wait(WAIT_MAX_S)
+        assert [message.ranks for message in pushes(one)] == [(1,)]
+
+    def test_tells_why_it_waits_once_the_server_has_said_so(self) -> None:
+        one = bench()
+        one.neighbour(1, WANTED, seq=5)
+        one.neighbour(2, WANTED, seq=6)
+        at = seq_of(one, Pull)
+        assert said(one.server(0, Probed((), (Pending(at, "why"),)))) == [], "nobody asked"
+        assert said(one.neighbour(1, Probe((5,)))) == [Probe((at,))]
+        effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 4"),)))
+        expected = "round 0 waits for rank 4"
+        assert said(effects, b"from 1") == [Probed((), (Pending(5, expected),))]
+        assert said(effects, b"from 2") == [Probed((), (Pending(6, expected),))]
+
+    def test_asks_the_server_as_soon_as_it_has_what_was_asked_after(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED_TOO, ONES, seq=5)
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        one.neighbour(1, Probe((5,)))
+        one.wait(HURRY_S)
+        at = seq_of(one, Push)
+        assert said(one.ack(0, at), "server 0") == [Probe((at,))]
+        effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 0"),)))
+        assert said(effects, b"from 1") == [Probed((), (Pending(5, "round 0 waits for rank 0"),))]
+        assert said(effects, b"from 2") == [], "it wants no values"
+
+    def test_its_own_call_knows_why(self) -> None:
+        one = bench()
+        ticket = one.call(pull({"c": ONES.clone()}), 5.0)
+        one.wait(4.9)
+        assert said(one.effects, "server 0")[-1] == Probe((seq_of(one, Pull),))
+        one.server(0, Probed((), (Pending(seq_of(one, Pull), "round 0 waits for rank 4"),)))
+        one.wait(0.1)
+        assert "round 0 waits for rank 4" in str(one.error(ticket))
+
+    def test_its_own_flush_lets_a_bundle_go(self) -> None:
+        one = bench()
+        one.call(push({"c": ONES}))
+        ticket = one.call(calls.Flush("kv"))
+        one.wait(HURRY_S)
+        one.ack(0, seq_of(one, Push))
+        assert one.is_done(ticket)
+
+
+def at_once(one: Bench) -> None:
+    """Let so little time pass that nobody can ask after anything."""
+    one.now += 0.02
+    one.take(one.core.on_timer(one.now))
+
+
+class TestTimeout:
+    def test_says_that_neighbours_are_missing(self) -> None:
+        one = bench()
+        ticket = one.call(push({"c": ONES}, eager=False), 0.02)
+        at_once(one)
+        says = "other workers of this machine have not pushed the same. Nothing was cancelled"
+        assert says in str(one.error(ticket))
+
+    def test_names_the_server_once_it_was_asked(self) -> None:
+        one = bench()
+        ticket = one.call(push({"c": ONES}, eager=False), 5.0)
+        one.wait(5.0)
+        assert "server 0 (tcp://s0:1) has not answered, and was last" in str(one.error(ticket))
+
+    def test_copies_what_is_in_a_bundle(self) -> None:
+        one = bench()
+        values = ONES.clone()
+        one.call(push({"c": values}, eager=False), 0.02)
+        at_once(one)
+        values.fill_(-1)
+        one.wait(WAIT_MAX_S)
+        assert values_of(one.sends(Push)[-1]) == [1.0] * 4
+
+    def test_a_push_goes_on_after_it(self) -> None:
+        one = bench()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"c": ONES}, sinks=(sink,), eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        pulled(one)
+        assert sink.tolist() == [0.0] * 4
+        assert one.is_done(one.call(calls.Flush("kv")))
+
+
+class TestNewLife:
+    def test_answers_go_to_the_life_that_asked(self) -> None:
+        """What the old one asked is not told to the new one."""
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
+        envelope = Envelope(JOB, 1, Role.WORKER, 1, 40, 0)
+        one.take(one.core.on_packet(b"new", Packet(envelope, HELLO), one.now))
+        one.wait(WAIT_MAX_S)
+        effects = one.ack(0, seq_of(one, Push))
+        assert said(effects, b"new") == []
+        assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
+
+    def test_its_push_takes_the_place_of_the_old_one(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=5)
+        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
+        one.neighbour(1, HELLO, incarnation=40)
+        one.neighbour(1, ASKED, 30 * ONES, seq=5, incarnation=40)
+        one.call(push({"c": ONES}))
+        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=1)
+        assert values_of(one.sends(Push)[-1]) == [32.0] * 4
+
+
+def test_a_lost_neighbour_is_not_waited_for() -> None:
+    one = bench()
+    one.neighbour(1, ASKED, ONES, seq=5)
+    one.call(push({"c": ONES}))
+    one.view(one.seat(Node(Role.WORKER, 2), "lost"))
+    assert [message.ranks for message in pushes(one)] == [(0, 1)]
