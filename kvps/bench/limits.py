@@ -12,6 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -27,19 +29,21 @@ def measured() -> dict[str, float]:
     cores = len(os.sched_getaffinity(0))
     limits = {}
     for name, work in (("copy", _copy), ("add", _add)):
-        limits[f"{name}, one core"] = _best(_together, [work(BLOCK_BYTES)])
+        alone = [work(BLOCK_BYTES)]
+        limits[f"{name}, one core"] = _best(partial(_together, alone, BLOCK_BYTES))
         works = [work(BLOCK_BYTES // cores) for _ in range(cores)]
-        limits[f"{name}, all {cores} cores"] = _best(_together, works)
-    limits["loopback TCP, one connection"] = _best(_tcp)
+        limits[f"{name}, all {cores} cores"] = _best(partial(_together, works, BLOCK_BYTES))
+    limits["loopback TCP, one connection"] = _best(lambda: _tcp(1, both_ways=False))
+    limits["loopback TCP, 4 connections both ways"] = _best(lambda: _tcp(4, both_ways=True))
     return limits
 
 
-def _best(attempt: Callable[..., float], *given: object) -> float:
-    return max(attempt(*given) for _ in range(ATTEMPTS))
+def _best(attempt: Callable[[], float]) -> float:
+    return max(attempt() for _ in range(ATTEMPTS))
 
 
-def _together(works: Sequence[Callable[[], object]]) -> float:
-    """Return how many GB per second threads do together; numpy leaves Python meanwhile."""
+def _together(works: Sequence[Callable[[], object]], count_bytes: int) -> float:
+    """Return how many GB per second threads do together, who leave Python to it meanwhile."""
     gate = threading.Barrier(len(works) + 1)
 
     def run(work: Callable[[], object]) -> None:
@@ -56,7 +60,7 @@ def _together(works: Sequence[Callable[[], object]]) -> float:
     took_s = time.perf_counter() - began
     for thread in started:
         thread.join()
-    return BLOCK_BYTES / took_s / 1e9
+    return count_bytes / took_s / 1e9
 
 
 def _copy(count_bytes: int) -> Callable[[], object]:
@@ -76,30 +80,28 @@ def _random(count_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return row
 
 
-def _tcp() -> float:
+def _tcp(connections: int, *, both_ways: bool) -> float:
+    """Return how many GB per second all connections carry together, in all directions."""
     frame = _random(FRAME_BYTES).tobytes()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sender,
-    ):
-        receiver, _ = server.accept()
-        sending = threading.Thread(target=_send, args=(sender, frame))
-        began = time.perf_counter()
-        sending.start()
-        with receiver:
-            _receive(receiver)
-        took_s = time.perf_counter() - began
-        sending.join()
-    return TCP_BYTES / took_s / 1e9
+    frames = TCP_BYTES // FRAME_BYTES // connections // (2 if both_ways else 1)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        works: list[Callable[[], object]] = []
+        for _ in range(connections):
+            near = stack.enter_context(socket.create_connection(server.getsockname()))
+            far = stack.enter_context(server.accept()[0])
+            for sender, receiver in ((near, far), (far, near)) if both_ways else ((near, far),):
+                works.append(partial(_send, sender, frame, frames))
+                works.append(partial(_receive, receiver, frames * FRAME_BYTES))
+        return _together(works, TCP_BYTES)
 
 
-def _send(sender: socket.socket, frame: bytes) -> None:
-    for _ in range(TCP_BYTES // FRAME_BYTES):
+def _send(sender: socket.socket, frame: bytes, count: int) -> None:
+    for _ in range(count):
         sender.sendall(frame)
 
 
-def _receive(receiver: socket.socket) -> None:
+def _receive(receiver: socket.socket, count_bytes: int) -> None:
     buffer = bytearray(FRAME_BYTES)
-    left = TCP_BYTES
-    while left:
-        left -= receiver.recv_into(buffer)
+    while count_bytes:
+        count_bytes -= receiver.recv_into(buffer)

@@ -1,8 +1,8 @@
 """Where weights lie in a server's memory: slabs of chunks, and who may write to them.
 
 A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
-1 to 4 MiB. A chunk is what travels in one message, what is summed in one addition and updated in one
-fused step. Small keys share a chunk; a part larger than a chunk gets several of its own.
+384 KiB to 8 MiB. A chunk is what travels in one message, what is summed in one addition and updated
+in one fused step. Small keys share a chunk; a part larger than a chunk gets several of its own.
 
 The values of a chunk are *immutable while someone reads them*: a frame on its way out holds the
 buffer, and an update of a held buffer goes to another one. So a send without copying cannot
