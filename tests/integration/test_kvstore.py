@@ -501,6 +501,7 @@ BAD_CREATE = [
     (("dist_sync",), {"worker_grace": 0}, "worker_grace"),
     (("dist_sync",), {"on_worker_lost": "cry"}, "wait, shrink, fail"),
     (("dist_sync",), {"bigarray_bound": 0}, "bigarray_bound"),
+    (("dist_sync",), {"host_aggregation": "yes"}, "host_aggregation='yes': use True or False"),
     (("dist_sync",), {"compresion": 1}, "compresion"),
     (("dist_sync",), {"name": ""}, "name"),
 ]

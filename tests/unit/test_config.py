@@ -121,6 +121,28 @@ def test_switches():
         config.switch("X", {"X": "perhaps"})
 
 
+def test_a_switch_that_is_on_unless_it_is_turned_off():
+    for says, expected in (("0", False), ("no", False), ("1", True)):
+        assert config.switch("X", {"X": says}, default=True) is expected
+    assert config.switch("X", {}, default=True)
+    assert config.switch("X", {"X": ""}, default=True)
+    with pytest.raises(ConfigError, match="neither 1 nor 0"):
+        config.switch("X", {"X": "perhaps"}, default=True)
+
+
+def test_host_aggregation():
+    off = {"KVPS_HOST_AGGREGATION": "0"}
+    assert config.host_aggregation(None, {})
+    assert not config.host_aggregation(None, off)
+    assert config.host_aggregation(True, off), "the script knows better"
+    assert not config.host_aggregation(False, {})
+    for bad in ("yes", 1, 0):
+        with pytest.raises(ConfigError, match=f"host_aggregation={bad!r}: use True or False"):
+            config.host_aggregation(bad, {})
+    with pytest.raises(ConfigError, match="KVPS_HOST_AGGREGATION='both' is neither"):
+        config.host_aggregation(None, {"KVPS_HOST_AGGREGATION": "both"})
+
+
 def test_the_join_limit():
     assert config.join_max_s({"KVPS_JOIN_TIMEOUT": "2.5"}) == 2.5
     assert config.join_max_s({}) == 60

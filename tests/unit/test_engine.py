@@ -153,6 +153,37 @@ def test_half_gradients_are_summed_in_float32(dtype: str, deterministic: bool) -
     assert one.values("h") == [big + 2]
 
 
+@pytest.mark.spec("R97")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_half_types_also_take_sums_of_float32(dtype: str, order: tuple[int, int]) -> None:
+    """A machine's sum is not rounded before that of all is taken."""
+    one = ServerStage(4)
+    one.open()
+    one.init("h", torch.zeros(1, dtype=TORCH[dtype]))
+    big = 2048.0 if dtype == "float16" else 256.0
+    halves = [
+        (0, torch.tensor([big + 1]), (0, 1, 2)),
+        (3, torch.tensor([1.0], dtype=TORCH[dtype]), (3,)),
+    ]
+    for index in order:
+        rank, values, ranks = halves[index]
+        one.push(rank, "h", values, 0, ranks=ranks)
+    assert one.values("h") == [big + 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pushed"),
+    [("float32", "float16"), ("float32", "float64"), ("int8", "float32"), ("float16", "bfloat16")],
+)
+def test_values_of_another_type_are_refused(dtype: str, pushed: str) -> None:
+    one = ServerStage(1)
+    one.open()
+    one.init("h", torch.zeros(1, dtype=TORCH[dtype]))
+    said = one.push(0, "h", torch.ones(1, dtype=TORCH[pushed]), 0)
+    assert f"Mismatch: chunk 1 holds {dtype}, pushed was {pushed}" in refusal(said)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "float64"])
 def test_other_types_are_summed_in_their_own(dtype: str) -> None:
     one = ServerStage(2)

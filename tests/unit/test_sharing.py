@@ -147,9 +147,11 @@ def carried(network: MemoryNetwork) -> list[Packet]:
     return seen
 
 
-def greet(server: Process, worker: Process, name: str = "server 0") -> Route:
+def greet(
+    server: Process, worker: Process, name: str = "server 0", is_near: bool | None = True
+) -> Route:
     """Let ``worker`` connect, and both agree; return the server's route to it."""
-    is_near = True if name.startswith("server ") else None
+    is_near = None if name == "scheduler" else is_near
     worker.transport.connect(name, server.inner.endpoint, is_near)
     worker.say(name, HELLO)
     assert server.listen() == [HELLO]
@@ -201,6 +203,27 @@ def test_nothing_is_offered_to_a_scheduler(network: MemoryNetwork, carried: list
     scheduler, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
     greet(scheduler, worker, "scheduler")
     assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
+
+
+def test_nothing_is_offered_to_another_machine(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
+    greet(server, worker, is_near=False)
+    assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
+    assert worker.transport.mappings == []
+
+
+@pytest.mark.spec("R77")
+def test_workers_of_one_machine_share_with_each_other(network: MemoryNetwork) -> None:
+    leader, follower = Process(network, WORKER), Process(network, replace(WORKER, rank=1))
+    leader.transport.listen("mem://leader")
+    leader.inner.endpoint = "mem://leader"
+    route = greet(leader, follower, "worker 3")
+    assert leader.segment
+    assert follower.segment
+    assert follower.segment.readers == {"worker 3"}
+    assert leader.segment.readers == {route}
 
 
 @pytest.mark.spec("R77")
@@ -561,6 +584,15 @@ def test_the_other_end_warns_once_and_sends_frames(
 
 
 @pytest.mark.spec("R90")
+def test_who_insists_does_not_speak_to_another_machine(network: MemoryNetwork) -> None:
+    server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER, insist=True)
+    says = r"KVPS_TRANSPORT=shm.*server 0 at mem://s is on another machine.*as one user"
+    with pytest.raises(ConfigError, match=says):
+        worker.transport.connect("server 0", server.inner.endpoint, False)
+    worker.transport.connect("scheduler", server.inner.endpoint)
+
+
+@pytest.mark.spec("R90")
 @pytest.mark.parametrize("insists", ["server", "worker"])
 def test_who_insists_ends_with_the_reason(
     network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, insists: str
@@ -743,6 +775,23 @@ def test_where_nothing_is_shared_nothing_is_said_of_it() -> None:
     alone.close(0.5)
     assert inner.closed == 0.5
     assert inner.waits == [2.0, None]
+
+
+def test_it_listens_where_it_is_told(lone: Lone) -> None:
+    lone.transport.listen("ipc://@somewhere")
+    assert lone.inner.listens == ["ipc://@somewhere"]
+
+
+def test_freed_memory_is_kept_once_frames_come(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[None] = []
+    monkeypatch.setattr(sharing, "keep_freed_memory", lambda: kept.append(None))
+    lone.share()
+    lone.hear(push(PAGE_BYTES), lone.loan(1))
+    assert kept == []
+    for _ in range(3):
+        packet = Packet(WORKER, push(PAGE_BYTES), (memoryview(bytes(PAGE_BYTES)),))
+        assert lone.arrive(b"w", packet) == [packet]
+    assert kept == [None]
 
 
 def test_a_closed_one_is_found_by_nobody(lone: Lone) -> None:

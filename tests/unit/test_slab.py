@@ -28,6 +28,16 @@ def shape(one: Chunk) -> list[tuple[int, int]]:
     return [(span.start, span.stop) for span in one.spans]
 
 
+@pytest.mark.spec("R93")
+def test_a_number_names_one_chunk_of_one_server() -> None:
+    servers = [Chunks(server=server, servers=3) for server in range(3)]
+    numbers = [[one.new("kv", "float32", 10).number for _ in range(4)] for one in servers]
+    for server, ones in enumerate(numbers):
+        assert {number % 3 for number in ones} == {server}
+    assert len({number for ones in numbers for number in ones}) == 12
+    assert min(map(min, numbers)) > 0, "0 is the lane of what has none"
+
+
 # --- keys and spans ---------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.errors import Mismatch
-from kvps.specs import BY_ID, BY_NAME, BYTES_MAX, DIM_MAX, DTYPES, NDIM_MAX, Spec
+from kvps.specs import BY_ID, BY_NAME, BYTES_MAX, DIM_MAX, DTYPES, NDIM_MAX, Spec, summed_in
 
 
 @pytest.mark.spec("R11")
@@ -60,6 +60,11 @@ def test_what_no_tensor_may_be(dtype: str, shape: tuple[int, ...], match: str) -
 
 
 @pytest.mark.spec("R12")
+@pytest.mark.parametrize("dtype", BY_NAME)
+def test_half_types_are_added_up_in_float32_and_others_in_their_own(dtype: str) -> None:
+    assert summed_in(dtype) == ("float32" if dtype in ("float16", "bfloat16") else dtype)
+
+
 def test_a_huge_shape_makes_no_huge_text() -> None:
     with pytest.raises(Mismatch) as caught:
         Spec("float32", (2**60,) * 8192)
