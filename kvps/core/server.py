@@ -38,7 +38,7 @@ from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 SILENCES_MAX = 5
-"""A server ends when the scheduler has been silent for so many times its silence limit."""
+"""A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
 
 class Server:
@@ -59,6 +59,8 @@ class Server:
         self._memory_limit = memory_limit
         self._endpoints: dict[int, str] = {}
         """Where each other server is connected to."""
+        self._heard_at = now
+        """When a worker of this job last spoke."""
         self._next_tell = now
 
     # --- the doors ----------------------------------------------------------------------------
@@ -90,8 +92,8 @@ class Server:
             self._next_tell = now + TELL_NORMS_EVERY_S
             yield from self.requests.tell_again()
         limit_s = SILENCES_MAX * self.member.identity.silence_max_s
-        if self.member.welcome and self.member.silent_for(now) > limit_s:
-            yield Exit(75, f"the scheduler has been silent for {limit_s:.0f} s")
+        if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
+            yield Exit(75, f"the scheduler and all workers have been silent for {limit_s:.0f} s")
 
     def deadline(self) -> float | None:
         """When the next beat or telling is due."""
@@ -145,9 +147,12 @@ class Server:
         envelope, message = packet.envelope, packet.message
         if isinstance(message, Hello):
             yield self._hello(route, envelope, message)
+            if envelope.role is Role.WORKER:
+                self._heard_at = now
             return
         self._check_place(envelope)
         if envelope.role is Role.WORKER:
+            self._heard_at = now
             yield from self.requests.answer(self._session(route, envelope), packet, now)
             return
         self._check_server(envelope)

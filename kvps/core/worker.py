@@ -123,6 +123,7 @@ class Worker:
         self._barriers: dict[int, Request] = {}
         self._barrier_seq = 0
         self._hello_at = now
+        self._told_at = now
         self._complete = False
         self._joining: dict[int, float] = {}
 
@@ -195,6 +196,11 @@ class Worker:
             for link in self._links():
                 if not link.ready:
                     yield Send(link.route, self.member.hello())
+        alone_at = self._alone_at()
+        if alone_at is not None and now >= alone_at:
+            self._told_at = now  # a server that hears neither the scheduler nor a worker would end
+            for link in self.links:
+                yield Send(link.route, self.member.hello())
         for link in self._links():
             if link.is_overdue(now):
                 yield from self.probe(link)
@@ -211,10 +217,20 @@ class Worker:
         """When something is due next."""
         return min(self._deadlines(), default=None)
 
+    def _alone_at(self) -> float | None:
+        """When the servers are told again that this worker lives, since the scheduler cannot."""
+        if self.member.deadline() is None or not self.links:
+            return None
+        silence_max_s = self.member.identity.silence_max_s
+        return max(self.member.heard_at, self._told_at) + silence_max_s
+
     def _deadlines(self) -> Iterator[float]:
         beat = self.member.deadline()
         if beat is not None:
             yield beat
+        alone_at = self._alone_at()
+        if alone_at is not None:
+            yield alone_at
         yield from self._joining.values()
         bundle = self.neighbours.deadline()
         if bundle is not None:

@@ -282,7 +282,8 @@ def test_stop_is_the_end(code: int) -> None:
     assert one.server.deadline() is None
 
 
-def test_a_scheduler_that_is_silent_for_long_is_the_end_too() -> None:
+@pytest.mark.spec("R100")
+def test_silence_of_everybody_is_the_end_too() -> None:
     one = stage()
     one.notes.clear()
     limit_s = SILENCES_MAX * one.server.member.identity.silence_max_s
@@ -291,7 +292,22 @@ def test_a_scheduler_that_is_silent_for_long_is_the_end_too() -> None:
     assert one.notes == []
     one.now += 1
     one.take(one.server.on_timer(one.now))
-    assert one.notes == [Exit(75, "the scheduler has been silent for 60 s")]
+    assert one.notes == [Exit(75, "the scheduler and all workers have been silent for 60 s")]
+
+
+@pytest.mark.spec("R100")
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_worker_that_speaks_keeps_a_server_without_a_scheduler(asks: bool) -> None:
+    one = stage()
+    one.notes.clear()
+    for _ in range(10):
+        one.now += 50
+        if asks:
+            one.say(0, Probe(()))
+        else:
+            one.hello(0)
+        one.take(one.server.on_timer(one.now))
+    assert one.notes == []
 
 
 def test_pushes_and_pulls_go_on_without_the_scheduler() -> None:

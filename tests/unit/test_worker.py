@@ -680,6 +680,19 @@ class TestScheduler:
             "no word from the scheduler at tcp://sched:1 for 20 s. Pushes and pulls go on"
         ) in str(one.error(ticket))
 
+    @pytest.mark.spec("R100")
+    def test_when_it_is_silent_the_servers_are_told_that_the_worker_lives(self) -> None:
+        one = Bench()
+        one.effects.clear()
+        one.wait(11.9)
+        assert one.sends(Hello) == []
+        one.wait(24.2)
+        assert [send.to for send in one.sends(Hello)] == 3 * ["server 0", "server 1"]
+        one.scheduler(Beat(0))
+        one.effects.clear()
+        one.wait(11.9)
+        assert one.sends(Hello) == []
+
     def test_its_silence_does_not_end_a_pull(self) -> None:
         one = small()
         ticket = one.call(pull({"w": torch.zeros(4)}))
