@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import kvps
+from kvps.core.calls import OpenStore
 from kvps.specs import DTYPES
+from kvps.store.session import Session
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 ALL = ["local", "device", *DIST, *(f"{name}_device" for name in DIST)]
@@ -515,6 +517,49 @@ def test_a_store_that_cannot_be(args, options, says):
         kvps.create("dist_sync").close()
 
     run(work)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "variable", "bundles"),
+    [
+        ("dist_sync", {}, None, True),
+        ("dist_sync_device", {}, "1", True),
+        ("dist_sync", {}, "0", False),
+        ("dist_sync", {"host_aggregation": True}, "0", True),
+        ("dist_sync", {"host_aggregation": False}, None, False),
+        ("dist_sync", {"deterministic": True, "host_aggregation": True}, None, False),
+        ("dist_async", {"host_aggregation": True}, None, False),
+        ("dist_ssp", {"host_aggregation": True}, None, False),
+    ],
+)
+def test_which_stores_have_workers_of_one_host_push_as_one(
+    monkeypatch, kind, options, variable, bundles
+):
+    opened = []
+    call = Session.call
+    if variable is not None:
+        monkeypatch.setenv("KVPS_HOST_AGGREGATION", variable)
+
+    def note(session, one, *more):
+        opened.append(one)
+        return call(session, one, *more)
+
+    monkeypatch.setattr(Session, "call", note)
+    run(lambda rank: kvps.create(kind, **options).close())
+    assert [one.opened.bundles for one in opened if isinstance(one, OpenStore)] == [bundles]
+
+
+def test_workers_that_disagree_on_host_aggregation():
+    def work(rank):
+        try:
+            kvps.create("dist_sync", timeout=20, host_aggregation=rank == 0)
+        except kvps.Mismatch as error:
+            return str(error)
+        return ""
+
+    first, second = sorted(run(work, workers=2))
+    assert first == "", "who came first has the store"
+    assert "bundles=" in second
 
 
 BAD_CALLS = [
