@@ -7,7 +7,7 @@ in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvps.core import pulls
 from kvps.core.effects import Effects, Send
@@ -16,8 +16,10 @@ from kvps.core.hyper import Hyper
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
-from kvps.core.rounds import Verdict
+from kvps.core.rounds import Span, Verdict
 from kvps.core.sessions import Reading, Session, Waiting
+from kvps.core.slab import Chunk
+from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
@@ -127,6 +129,20 @@ class Requests:
                 yield self._send(session, self._set_state(seq, message, packet.payload))
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
+
+    def oldest(self, now: float) -> Iterator[Stall]:
+        """Yield the oldest open round of each store that has one."""
+        found: dict[str, tuple[float, Chunk, Span]] = {}
+        for chunk in self.engine.chunks.by_number.values():
+            for span in chunk.spans:
+                if span.rounds:
+                    at = span.rounds[0].opened_at
+                    if chunk.store not in found or at < found[chunk.store][0]:
+                        found[chunk.store] = at, chunk, span
+        for store, (at, chunk, span) in found.items():
+            required = self.member.quorum().required(self.spaces[store].opened.on_worker_lost)
+            key, _, _ = next(chunk.pieces(span.start, span.stop))
+            yield Stall(store, key, span.rounds[0].number, now - at, span.missing(required))
 
     def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""

@@ -22,6 +22,7 @@ from kvps.core.engine import Engine
 from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session
+from kvps.core.stalls import Stalls
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     PROTOCOL,
@@ -37,6 +38,7 @@ from kvps.messages import (
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
+LOOK_EVERY_S = 5.0
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
@@ -62,6 +64,8 @@ class Server:
         self._heard_at = now
         """When a worker of this job last spoke."""
         self._next_tell = now
+        self._next_look = now + LOOK_EVERY_S
+        self._stalls = Stalls()
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -86,19 +90,22 @@ class Server:
         yield from ()
 
     def on_timer(self, now: float) -> Effects:
-        """Beat, and tell norms again that others may have missed."""
+        """Beat, tell norms again that others may have missed, and say which rounds wait for whom."""
         yield from self.member.on_timer(now)
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
             yield from self.requests.tell_again()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            yield from self._stalls.look(self.requests.oldest(now))
         limit_s = SILENCES_MAX * self.member.identity.silence_max_s
         if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
             yield Exit(75, f"the scheduler and all workers have been silent for {limit_s:.0f} s")
 
     def deadline(self) -> float | None:
-        """When the next beat or telling is due."""
+        """When the next beat, telling or look at the rounds is due."""
         beat = self.member.deadline()
-        return None if beat is None else min(beat, self._next_tell)
+        return None if beat is None else min(beat, self._next_tell, self._next_look)
 
     # --- the scheduler --------------------------------------------------------------------------
 

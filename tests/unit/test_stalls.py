@@ -1,0 +1,72 @@
+"""What a server's log says of rounds that stay open: once when it begins, changes and ends."""
+
+from __future__ import annotations
+
+import torch
+
+from kvps.core.effects import Note
+from kvps.core.stalls import STALL_AFTER_S, Stall, Stalls
+from tests.server_stage import ServerStage
+
+
+def stall(store: str = "kv", age_s: float = STALL_AFTER_S, *missing: int) -> Stall:
+    return Stall(store, "w", 7, age_s, missing or (3,))
+
+
+def texts(stalls: Stalls, *oldest: Stall) -> list[str]:
+    return [note.text for note in stalls.look(oldest)]
+
+
+def test_a_round_that_is_open_for_long_is_worth_a_line() -> None:
+    stalls = Stalls()
+    assert texts(stalls, stall(age_s=9.9)) == []
+    assert texts(stalls, stall(age_s=10.4)) == [
+        "store 'kv': round 7 of key 'w' has been open for 10 s and waits for rank 3"
+    ]
+    assert texts(stalls, stall(age_s=15)) == []
+
+
+def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
+    stalls = Stalls()
+    texts(stalls, stall("kv", 10, 1, 3))
+    assert texts(stalls, stall("kv", 15, 3))[0].endswith("for 15 s and waits for rank 3")
+    assert texts(stalls) == ["store 'kv': rounds close again"]
+    assert texts(stalls) == []
+
+
+def test_each_store_has_its_own() -> None:
+    stalls = Stalls()
+    assert len(texts(stalls, stall("a"), stall("b"))) == 2
+    assert texts(stalls, stall("b")) == ["store 'a': rounds close again"]
+
+
+def test_one_that_waits_for_norms_waits_for_no_rank() -> None:
+    assert texts(Stalls(), Stall("kv", "w", 7, 99.0, ())) == []
+
+
+def test_not_every_rank_of_a_thousand_is_named() -> None:
+    (text,) = texts(Stalls(), stall("kv", 10, *range(1000)))
+    assert text.endswith("18, 19 and 980 more")
+
+
+def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
+    one = ServerStage(workers=3)
+    one.open()
+    one.init("a", [0.0])
+    one.init("b", [0.0])
+    one.push(0, "a", [1.0], 0)
+    one.now += 4
+    one.push(0, "b", [1.0], 0)
+    one.push(1, "a", [1.0], 0)
+    one.notes.clear()
+    one.now += 8
+    one.take(one.server.on_timer(one.now))
+    said = "store 'kv': round 0 of key 'a' has been open for 12 s and waits for rank 2"
+    assert [note for note in one.notes if isinstance(note, Note)] == [Note("warning", said)]
+    one.notes.clear()
+    one.push(2, "a", [1.0], 0)
+    one.now += 5
+    one.take(one.server.on_timer(one.now))
+    (note,) = one.notes
+    assert "key 'b' has been open for 13 s and waits for ranks 1, 2" in note.text  # type: ignore[union-attr]
+    assert torch.equal(one.chunk().buffer.tensor[:1], torch.tensor([3.0]))
