@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,19 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def segments(pid: int) -> dict[int, str]:
-    """The segments that a process has mapped: how, by number of the file."""
-    found: dict[int, str] = {}
+def mapped(pid: int) -> Iterator[tuple[int, str]]:
+    """The segments that a process has mapped, by number of the file, and how."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if "/memfd:kvps" in line:
             _, how, _, _, inode, *_ = line.split()
-            assert found.setdefault(int(inode), how) == how, "no segment is mapped in two ways"
+            yield int(inode), how
+
+
+def segments(pid: int) -> dict[int, str]:
+    """The segments that a process of ours has mapped: how, by number of the file."""
+    found: dict[int, str] = {}
+    for inode, how in mapped(pid):
+        assert found.setdefault(inode, how) == how, "no segment is mapped in two ways"
     return found
 
 
@@ -139,17 +146,28 @@ def test_tcp_shares_nothing(processes: Processes) -> None:
 
 
 @pytest.mark.spec("R90")
-def test_a_server_that_does_not_share_is_named_once(processes: Processes) -> None:
+def test_where_one_end_speaks_tcp_only_nobody_tries_to_share(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     server = cluster.server(KVPS_TRANSPORT="tcp")
     script = processes.script(ROUNDS)
     workers = [cluster.plain(script), cluster.plain(script, KVPS_TRANSPORT="tcp")]
     for one in workers:
         one.expect(r"sum \[7.0\]")
+    assert list(segments(workers[0].pid).values()) == ["rw-s"], "its own, which nobody reads"
+    assert segments(server.pid) == segments(workers[1].pid) == {}
     let_go(cluster, *workers)
     assert server.wait() == 0
-    (line,) = warnings(server, *workers)
-    assert "server 0 cannot read ours: KVPS_TRANSPORT=tcp is set there" in line
+    assert warnings(server, *workers) == []
+
+
+@pytest.mark.spec("R90")
+def test_who_insists_ends_where_the_server_speaks_tcp_only(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    cluster.server(KVPS_TRANSPORT="tcp")
+    worker = cluster.plain(processes.script(ROUNDS), KVPS_TRANSPORT="shm")
+    assert worker.wait() == 1
+    assert "ConfigError: KVPS_TRANSPORT=shm, and memory cannot be shared: server 0" in worker.err
+    cluster.process.signal(signal.SIGTERM)
 
 
 def test_a_transport_that_is_none(processes: Processes) -> None:
@@ -251,7 +269,7 @@ def test_a_kill_leaves_no_memory_behind(processes: Processes) -> None:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                left = set(segments(int(folder.name)))
+                left = {inode for inode, _ in mapped(int(folder.name))}
             except OSError:
                 continue
             assert not left & inodes, folder.name
