@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kvps.core.worker import Talk
 
 UPLINK_BYTES = 3 << 20
-UPLINK_LEAST = 2
+UPLINK_LEAST, SHARED_LEAST = 3, 2
 WINDOW_BYTES = 16 << 20
 """Payload that may be on its way without having been acknowledged: from the workers of one machine to
-all servers (of each worker so many requests in any case), and to one server; the last request may go
+all servers (so many requests in any case, and of each worker if there are several), and to one server; the last request may go
 beyond it. What a server reads where it lies is not on its way."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
@@ -132,7 +132,8 @@ class Uplink:
         heard = [link for link in self.links if not link.is_late(now)]
         if sum([link.bytes_away for link in heard]) < UPLINK_BYTES // self.sharers:
             return True
-        return sum([link.requests_away for link in heard]) < UPLINK_LEAST
+        least = UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST
+        return sum([link.requests_away for link in heard]) < least
 
 
 class Link:

@@ -154,7 +154,22 @@ class TestUplink:
 LAST = [(0, "a2"), (1, "b2")]
 
 
+@pytest.mark.parametrize(("sharers", "first"), [(1, "abc"), (2, "ab")])
+def test_there_is_room_for_some_requests_however_large(sharers: int, first: str) -> None:
+    one = ready()
+    one._uplink.sharers = sharers
+    queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abcd"])
+    assert names(one) == list(first)
+    one.receive(1)
+    assert names(one) == ["abcd"[len(first)]]
+
+
 class TestWindow:
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two requests are few enough to show a window of bytes."""
+        monkeypatch.setattr(link, "UPLINK_LEAST", 2)
+
     def test_is_three_mebibytes_of_payload(self) -> None:
         one = ready()
         half = 1 << 19
@@ -168,13 +183,6 @@ class TestWindow:
         assert names(one) == ["7"]
         one.answer(5)
         assert names(one) == []
-
-    def test_has_room_for_two_requests_however_large(self) -> None:
-        one = ready()
-        queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
-        assert names(one) == ["a", "b"]
-        one.receive(1)
-        assert names(one) == ["c"]
 
     def test_is_divided_among_those_who_share_it(self) -> None:
         uplink, _, _ = two(UPLINK_BYTES // 6)
