@@ -107,7 +107,9 @@ class SharingTransport:
         if is_near:
             self._near.add(name)
         elif is_near is not None and self._insist:
-            raise _insisting(f"{name} at {endpoint} is on another machine")
+            raise _insisting(
+                f"{name} at {endpoint} is on another machine, or KVPS_TRANSPORT=tcp is set there"
+            )
         self._inner.connect(name, endpoint, is_near)
 
     def listen(self, endpoint: str) -> None:
