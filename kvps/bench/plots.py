@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from kvps.bench.figures import Measured
 from kvps.bench.sweeps import Sweep
@@ -51,7 +52,10 @@ def draw_sweep(rows: Sequence[Measured], sweep: Sweep, path: Path, title: str) -
     panel.set_yscale("log")
     if max(sweep.values) < 10:  # powers of 10 would leave the axis without a number
         panel.set_xticks(sweep.values, [str(value) for value in sweep.values])
-        panel.minorticks_off()
+        panel.xaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.set_xlabel(sweep.axis)
     panel.set_ylabel(TIME)
     panel.set_title(title)
