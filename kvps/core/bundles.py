@@ -257,7 +257,7 @@ class Bundles:
             message,
             lane=message.chunk,
             priority=asker.priority,
-            bundle=bundle,
+            owner=bundle,
         )
         desk.pulling[place] = bundle
         return bundle.request
@@ -357,7 +357,7 @@ class Bundles:
             payload_bytes=message.payload_sizes()[0],
             lane=first.chunk,
             priority=max([one.priority for one in askers]),
-            bundle=bundle,
+            owner=bundle,
         )
         return bundle.request
 

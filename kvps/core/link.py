@@ -19,17 +19,12 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvps.core.plan import HERE
 from kvps.messages import Message, Packet
 from kvps.tensors import PRIVATE, Memory
-
-if TYPE_CHECKING:
-    from kvps.core.bundles import Asker, Bundle
-    from kvps.core.worker import Talk
 
 UPLINK_BYTES = 3 << 20
 UPLINK_LEAST, SHARED_LEAST = 3, 2
@@ -67,14 +62,10 @@ class Request:
     """Nobody wants the answer any more."""
     waits_for: str = ""
     """What the server last said it waits for."""
-    talk: Talk | None = None
-    """The call it belongs to; None for one that is made for several workers."""
+    owner: object = None
+    """Whose it is: a call's, or that of a bundle of several workers' requests."""
     link: Link | None = None
     """Along which it goes; None while a neighbour or this worker collects more of its kind."""
-    bundle: Bundle | None = None
-    """What it is made for, if for several workers."""
-    asker: Asker | None = None
-    """As what it is in a bundle, if it is."""
 
     def freeze(self) -> None:
         """Make the payload now, if it is not made yet; its source may change from here on."""

@@ -104,6 +104,8 @@ class Neighbours:
         self._callers: dict[int, Caller] = {}
         self._bundles = Bundles(0, 1, memory)
         self._listens = False
+        self._mine: dict[Request, Asker] = {}
+        """What this worker asks of itself as a leader, and has no answer to."""
 
     # --- who they are -------------------------------------------------------------------------
 
@@ -189,13 +191,21 @@ class Neighbours:
         asker = Asker(leader, message, request, priority=request.priority)
         if isinstance(message, Push):
             asker.gradient = lambda: Strip(request.peek())
-        request.asker = asker
+        self._mine[request] = asker
         yield from self._take(asker, now)
 
     def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Somebody waits for these requests of this worker: let them not wait for others."""
-        askers = [request.asker for request in requests if request.asker is not None]
-        yield from self._ask_after(askers, now)
+        mine = [self._mine[request] for request in requests if request in self._mine]
+        yield from self._ask_after(mine, now)
+
+    def link_of(self, request: Request) -> Link | None:
+        """Return along which link a request of this worker was asked; None while it was not."""
+        asker = self._mine.get(request)
+        if asker is None:
+            return request.link
+        assert asker.bundle is not None, "who asks is in a bundle"
+        return None if asker.bundle.request is None else asker.bundle.request.link
 
     def due(self, now: float) -> Iterator[tuple[Link, Request]]:
         """Yield what may be sent to neighbours now."""
@@ -356,7 +366,7 @@ class Neighbours:
             return
         for asker in bundle.askers.values():
             if isinstance(asker.who, Request):
-                asker.who.asker = None
+                del self._mine[asker.who]
                 yield from self._own.refused(asker.who, error, now)
             else:
                 letter = self._done(asker)
@@ -370,7 +380,7 @@ class Neighbours:
         if isinstance(who, Request):
             who.forget()
             if is_done:
-                who.asker = None
+                del self._mine[who]
                 yield from self._own.answered(who, self._member.packet(ack), now)
             else:
                 yield from self._own.taken_in(who, now)
@@ -385,7 +395,7 @@ class Neighbours:
         frame = to_frame(answer.values)
         if isinstance(asker.who, Request):
             request = asker.who
-            request.asker = None
+            del self._mine[request]
             request.forget()
             if not request.dropped:
                 packet = Packet(self._member.envelope(), answer.message, (frame,))

@@ -25,6 +25,7 @@ from itertools import chain
 import torch
 
 from kvps.core import calls
+from kvps.core.bundles import Bundle
 from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, start
 from kvps.core.effects import (
@@ -37,6 +38,7 @@ from kvps.core.effects import (
     Route,
     Send,
 )
+from kvps.core.lateness import lateness, name_of
 from kvps.core.link import Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
@@ -53,7 +55,6 @@ from kvps.errors import (
 )
 from kvps.messages import (
     Ack,
-    Barrier,
     Declared,
     Done,
     Envelope,
@@ -346,8 +347,8 @@ class Worker:
                     if request is not None:
                         request.waits_for = one.reason
                         yield from self.taken_in(request, now)
-                        if request.bundle is not None:
-                            yield from self.neighbours.waits(request.bundle, one.reason)
+                        if isinstance(request.owner, Bundle):
+                            yield from self.neighbours.waits(request.owner, one.reason)
                 for seq in message.missing:
                     request = link.miss(seq)
                     if request is not None:
@@ -423,7 +424,7 @@ class Worker:
         unacked = self._unacked.setdefault(talk.call.store, set())
         talk.is_asking = True
         for request in talk.requests:
-            request.talk = talk
+            request.owner = talk
             if request.server is None:
                 self._barrier_seq += 1
                 request.seq = self._barrier_seq
@@ -452,12 +453,11 @@ class Worker:
 
     def answered(self, request: Request, packet: Packet, now: float) -> Effects:
         """All is well with ``request``; its conversation goes on if it was the last."""
-        if request.bundle is not None:
-            yield from self.neighbours.answered(request.bundle, packet, now)
+        if isinstance(request.owner, Bundle):
+            yield from self.neighbours.answered(request.owner, packet, now)
             return
         yield from self.taken_in(request, now)
-        talk = request.talk
-        assert talk is not None
+        talk = _talk_of(request)
         if request.on_reply is not None:
             request.on_reply(packet, not talk.finished)
             # Its values are where they belong. The memory in which they came may be another's, and
@@ -471,25 +471,23 @@ class Worker:
 
     def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
         """The peer refused ``request``, and so its call."""
-        if request.bundle is not None:
-            yield from self.neighbours.refused(request.bundle, error, now)
+        if isinstance(request.owner, Bundle):
+            yield from self.neighbours.refused(request.owner, error, now)
             return
         yield from self.taken_in(request, now)
-        talk = request.talk
-        assert talk is not None
+        talk = _talk_of(request)
         talk.waiting.discard(request)
         if talk.ticket in self._talks:
             yield from self._go_on(talk, error, now)
 
     def taken_in(self, request: Request, now: float) -> Effects:
         """The server needs ``request`` no more: those who wait for that go on."""
-        if request.bundle is not None:
-            yield from self.neighbours.taken_in(request.bundle, now)
+        if isinstance(request.owner, Bundle):
+            yield from self.neighbours.taken_in(request.owner, now)
             return
         if not isinstance(request.message, Push):
             return
-        assert request.talk is not None
-        self._unacked[request.talk.call.store].discard(request)
+        self._unacked[_talk_of(request).call.store].discard(request)
         for talk in [one for one in self._draining if request in one.waiting]:
             talk.waiting.discard(request)
             if not talk.waiting:
@@ -517,7 +515,7 @@ class Worker:
             talk.finished = True
             yield Finish(talk.ticket, value, error)
         elif error is not None:
-            yield Note("warning", f"{_name(talk.call)} failed after its Timeout: {error}")
+            yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
         elif isinstance(talk.call, calls.TOGETHER):
             self._late = [*self._late[-LATE_MAX + 1 :], talk.call]
 
@@ -569,7 +567,7 @@ class Worker:
             return self.member.error
         if not self.links:
             return ConfigError(
-                f"{_name(call)}: this worker knows no server. Wait until the cluster is complete, "
+                f"{name_of(call)}: this worker knows no server. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
         return self.losses.error(self.books.get(call.store), now)
@@ -596,7 +594,7 @@ class Worker:
                 yield from self._ask_after(talk.waiting, now)
 
     def _time_out(self, talk: Talk, now: float) -> Effects:
-        error = self._lateness(talk, now)
+        error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
         if isinstance(talk.call, calls.REPEATED):
             yield from self._finish(talk, error=error)
             return
@@ -607,76 +605,11 @@ class Worker:
         talk.finished = True
         yield Finish(talk.ticket, error=error)
 
-    def _lateness(self, talk: Talk, now: float) -> KvpsError:
-        """Say what a call waited for in vain."""
-        who = f"worker {self.member.rank}: {_name(talk.call)} of store {talk.call.store!r}"
-        silent = self.member.silent_for(now)
-        barriers = [one.message for one in talk.waiting if isinstance(one.message, Barrier)]
-        if barriers and silent > self.member.identity.silence_max_s:
-            return SchedulerLost(
-                f"{who}: no word from the scheduler at {self.member.identity.scheduler} for "
-                f"{silent:.0f} s. Pushes and pulls go on without it; barriers and joins wait. "
-                "Start it again at the same address with the same --state"
-            )
-        if barriers:
-            why = [
-                f"not every worker stands at number {one.number} of {one.name!r} "
-                f"({self.member.reason})"
-                for one in barriers
-            ]
-        else:
-            why = sorted({one.waits_for or self._silence(one, now) for one in talk.waiting})
-        if isinstance(talk.call, calls.REPEATED):
-            then = "Nothing was changed. Call it again"
-        elif isinstance(talk.call, calls.TOGETHER):
-            then = "It still stands. Call it again to wait on"
-        else:
-            then = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
-        more = f" and {len(why) - 3} more" if len(why) > 3 else ""
-        return Timeout(
-            f"{who} is not done: {'; '.join(why[:3])}{more}. {then}, or give a longer timeout="
-        )
-
-    def _silence(self, request: Request, now: float) -> str:
-        link = request.link
-        if link is None:
-            assert request.asker is not None, "it is part of a bundle"
-            assert request.asker.bundle is not None, "it is part of a bundle"
-            if request.asker.bundle.request is None:
-                return "other workers of this machine have not pushed the same"
-            link = request.asker.bundle.request.link
-            assert link is not None, "who is asked is known"
-        name = f"{link.route} ({link.endpoint})"
-        if not link.ready:
-            return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
-        assert link.heard_at is not None
-        return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
-
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
 
 
-def _name(call: calls.Call) -> str:
-    """Return what the user calls it."""
-    return _NAMES[type(call)]
-
-
-_NAMES: dict[type[calls.Call], str] = {
-    calls.OpenStore: "create()",
-    calls.Init: "init()",
-    calls.Broadcast: "broadcast()",
-    calls.Lookup: "the look-up of keys",
-    calls.PushValues: "push()",
-    calls.PullValues: "pull()",
-    calls.Allocate: "empty_like()",
-    calls.Versions: "version()",
-    calls.Resume: "resume()",
-    calls.SetOptimizer: "set_optimizer()",
-    calls.SetRate: "set_learning_rate()",
-    calls.Stand: "barrier()",
-    calls.Flush: "the flush of earlier pushes",
-    calls.Ask: "status",
-    calls.SaveState: "save_optimizer_states()",
-    calls.LoadState: "load_optimizer_states()",
-}
+def _talk_of(request: Request) -> Talk:
+    assert isinstance(request.owner, Talk), "what is not a bundle's is a call's"
+    return request.owner

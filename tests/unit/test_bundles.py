@@ -71,8 +71,8 @@ def values_in(request: Request) -> torch.Tensor:
 
 
 def bundle_of(request: Request) -> Bundle:
-    assert request.bundle is not None
-    return request.bundle
+    assert isinstance(request.owner, Bundle)
+    return request.owner
 
 
 def asked(bundles_: Bundles, asker: Asker) -> Request:

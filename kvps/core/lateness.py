@@ -1,0 +1,98 @@
+"""What a call that was not done in time waited for, in words.
+
+It names the call as the user knows it, says who has not answered and why, and what the user may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvps.core import calls
+from kvps.core.link import Link, Request
+from kvps.core.member import Membership
+from kvps.errors import KvpsError, SchedulerLost, Timeout
+from kvps.messages import Barrier
+
+REASONS_MAX = 3
+"""How many reasons one text gives."""
+
+
+def lateness(
+    member: Membership,
+    call: calls.Call,
+    waiting: Iterable[Request],
+    link_of: Callable[[Request], Link | None],
+    now: float,
+) -> KvpsError:
+    """Return what ``call`` ends with, which waits for these requests.
+
+    Args:
+        member: who has made it.
+        call: the call.
+        waiting: its requests that have no answer.
+        link_of: along which link a request was asked; None while it was not.
+        now: seconds.
+    """
+    requests = list(waiting)
+    who = f"worker {member.rank}: {name_of(call)} of store {call.store!r}"
+    silent = member.silent_for(now)
+    barriers = [one.message for one in requests if isinstance(one.message, Barrier)]
+    if barriers and silent > member.identity.silence_max_s:
+        return SchedulerLost(
+            f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
+            "Pushes and pulls go on without it; barriers and joins wait. Start it again at the same "
+            "address with the same --state"
+        )
+    if barriers:
+        why = [
+            f"not every worker stands at number {one.number} of {one.name!r} ({member.reason})"
+            for one in barriers
+        ]
+    else:
+        why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
+    if isinstance(call, calls.REPEATED):
+        then = "Nothing was changed. Call it again"
+    elif isinstance(call, calls.TOGETHER):
+        then = "It still stands. Call it again to wait on"
+    else:
+        then = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
+    left = len(why) - REASONS_MAX
+    more = f" and {left} more" if left > 0 else ""
+    return Timeout(
+        f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {then}, or give a longer timeout="
+    )
+
+
+def _silence(link: Link | None, now: float) -> str:
+    if link is None:
+        return "other workers of this machine have not pushed the same"
+    name = f"{link.route} ({link.endpoint})"
+    if not link.ready:
+        return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
+    assert link.heard_at is not None
+    return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
+
+
+def name_of(call: calls.Call) -> str:
+    """Return what the user calls it."""
+    return _NAMES[type(call)]
+
+
+_NAMES: dict[type[calls.Call], str] = {
+    calls.OpenStore: "create()",
+    calls.Init: "init()",
+    calls.Broadcast: "broadcast()",
+    calls.Lookup: "the look-up of keys",
+    calls.PushValues: "push()",
+    calls.PullValues: "pull()",
+    calls.Allocate: "empty_like()",
+    calls.Versions: "version()",
+    calls.Resume: "resume()",
+    calls.SetOptimizer: "set_optimizer()",
+    calls.SetRate: "set_learning_rate()",
+    calls.Stand: "barrier()",
+    calls.Flush: "the flush of earlier pushes",
+    calls.Ask: "status",
+    calls.SaveState: "save_optimizer_states()",
+    calls.LoadState: "load_optimizer_states()",
+}
