@@ -267,6 +267,13 @@ class Bundles:
         self._expected = ranks
         return [self._go(one) for one in self._waiting() if self._is_complete(one)]
 
+    def replaced(self, rank: int) -> None:
+        """Another process has this rank: nothing that was kept is for it."""
+        for desk in self._desks.values():
+            desk.pullers.discard(rank)
+            if desk.answer is not None:
+                desk.answer.served.add(rank)
+
     def ask_after(self, bundle: Bundle, now: float) -> None:
         """Somebody has waited long for his part of a bundle."""
         bundle.is_asked_after = True
@@ -296,6 +303,7 @@ class Bundles:
         if bundle.is_taken_in or not isinstance(bundle.message, Push):
             return []
         bundle.is_taken_in = True
+        self._desk(bundle.message.chunk).answer = None  # there will be another
         for one in bundle.askers.values():
             one.gradient = None
         return list(bundle.askers.values())
@@ -319,7 +327,9 @@ class Bundles:
 
     def refused(self, bundle: Bundle) -> list[Request]:
         """The server refused; return what it is to be asked instead, nothing if that is final."""
-        self._forget_pull(self._desk(bundle.message.chunk), bundle)
+        desk = self._desk(bundle.message.chunk)
+        self._forget_pull(desk, bundle)
+        desk.answer = None  # the key may have been replaced
         if bundle.is_taken_in or len(bundle.askers) == 1 or isinstance(bundle.message, Pull):
             return []
         requests = []
@@ -396,7 +406,11 @@ def wants_values(message: Message) -> bool:
 def _sum(askers: list[Asker]) -> tuple[torch.Tensor, ...]:
     strips = [one.gradient() for one in askers if one.gradient is not None]
     assert len(strips) == len(askers), "a gradient is kept until the server has it"
-    return (strips[0].joined() if len(strips) == 1 else Sum(tuple(strips)).whole(),)
+    if len(strips) > 1:
+        return (Sum(tuple(strips)).whole(),)
+    alone = strips[0].joined()
+    # This worker's own may lie where the user has them, who may write there after a Timeout.
+    return (alone.clone() if isinstance(askers[0].who, Request) else alone,)
 
 
 def _shape(runs: tuple[Run, ...] | tuple[object, ...]) -> Shape:

@@ -138,7 +138,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversat
     after it where a push of one rank may move the values before another has read them.
     """
     names = tuple(name for name, _ in call.keys)
-    meetings = book.barriers.get(BROADCAST, 0)
+    meetings, made = book.barriers.get(BROADCAST, 0), book.broadcasts
     try:
         known = {name: book.keys[name] for name in names if name in book.keys}
         yield from _settle(book, tuple(known))
@@ -150,7 +150,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversat
         if not book.ordered:
             yield from barrier(book, BROADCAST)
     except BaseException:  # made again, it is the same one
-        book.barriers[BROADCAST] = meetings
+        book.barriers[BROADCAST], book.broadcasts = meetings, made
         raise
     for name, number in zip(names, numbers, strict=True):
         book.keys[name].broadcasts = number

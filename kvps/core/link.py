@@ -98,7 +98,9 @@ def route_of(server: int) -> str:
 class Uplink:
     """The way out of a worker's host."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_limited: bool = True) -> None:
+        self.is_limited = is_limited
+        """Whether what may be under way on it has limits."""
         self.links: list[Link] = []
         self.sharers = 1
         """How many workers have this way out."""
@@ -120,6 +122,8 @@ class Uplink:
 
     def _has_room(self, now: float) -> bool:
         """Whether little is under way; what a silent server has not taken in does not count."""
+        if not self.is_limited:
+            return True
         heard = [link for link in self.links if not link.is_late(now)]
         if sum([link.bytes_away for link in heard]) < UPLINK_BYTES // self.sharers:
             return True
@@ -169,7 +173,8 @@ class Link:
 
     def head(self) -> tuple[int, int] | None:
         """Return the place in line of what may be sent next; None if nothing may."""
-        if not self.ready or self.bytes_away >= WINDOW_BYTES:
+        is_full = self._uplink.is_limited and self.bytes_away >= WINDOW_BYTES
+        if not self.ready or is_full:
             return None
         while self._heap:
             first = self._heap[0][2]
@@ -200,6 +205,11 @@ class Link:
         if not self._away:
             return False
         return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is queued, or has no answer."""
+        return bool(self.outstanding) or any(self._lanes.values())
 
     @property
     def requests_away(self) -> int:

@@ -49,6 +49,10 @@ from kvps.messages import (
 from kvps.specs import BY_ID
 from kvps.tensors import Memory, from_frame, to_frame
 
+MUTE_AFTER_S = 6.0
+"""A neighbour that was asked, and has said nothing for so long, is asked no more until it speaks: its
+process may have ended while its guardian holds the seat, or may not have begun."""
+
 
 class Own(Protocol):
     """What this worker does with answers to its own requests."""
@@ -95,7 +99,12 @@ class Neighbours:
         self._memory = memory
         self._servers = servers
         self._own = own
-        self._beside = Uplink()
+        self._beside = Uplink(is_limited=False)
+        """Without a window: what waits for others must not keep from them what they wait for."""
+        self._mute: set[int] = set()
+        """Who is held, and does not speak: it leads nothing until it does."""
+        self._asked_at: dict[int, float] = {}
+        """By rank, when one who owed nothing was asked something."""
         self._ranks: tuple[int, ...] = ()
         """All that were seen here, lost ones among them."""
         self._alive: frozenset[int] = frozenset()
@@ -118,9 +127,11 @@ class Neighbours:
             for one in everybody
             if one.role == Role.SERVER and (one.machine != machine or not machine)
         )
+        here = [one for one in everybody if one.role == Role.WORKER and one.machine == machine]
+        for rank in self.links.keys() - {one.rank for one in here}:
+            self._part(rank)  # its seat is taken by one of another machine
         if not machine or not self._far:
             return  # nobody to share a machine with, or nothing that leaves it
-        here = [one for one in everybody if one.role == Role.WORKER and one.machine == machine]
         if not self._listens:
             self._listens = True
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
@@ -137,12 +148,10 @@ class Neighbours:
         is_here = one.state == "held" and one.rank != self._member.rank
         is_same = link is not None and link.incarnation == one.incarnation
         if link is not None and not (is_here and is_same):
-            for request in link.abandon():
-                assert request.server is not None
-                self._servers[request.server].queue(request)
-            if not is_same:  # else it may come back, and knows the numbers that it was asked
-                del self.links[one.rank]
-                self._beside.links.remove(link)
+            if is_same:  # it may come back, and knows the numbers that it was asked
+                self._take_back(link)
+            else:
+                self._part(one.rank)
                 link = None
         if link is None and is_here:
             endpoint = self._endpoint(one.rank, one.incarnation)
@@ -153,6 +162,19 @@ class Neighbours:
             yield Connect(route, endpoint, is_near=True)
             yield Send(route, self._member.hello())
 
+    def _part(self, rank: int) -> None:
+        """This neighbour is no more."""
+        link = self.links.pop(rank)
+        self._beside.links.remove(link)
+        self._mute.discard(rank)
+        self._take_back(link)
+
+    def _take_back(self, link: Link) -> None:
+        """Ask the servers for what a neighbour has not answered."""
+        for request in link.abandon():
+            assert request.server is not None
+            self._servers[request.server].queue(request)
+
     def _endpoint(self, rank: int, incarnation: int) -> str:
         """Return where a worker of this machine listens: a name that the kernel keeps for it."""
         return f"ipc://@kvps-{self._member.job.hex()}-{rank}-{incarnation}"
@@ -161,7 +183,21 @@ class Neighbours:
         """Return which worker of this machine leads a chunk."""
         first = chunk % len(self._ranks)
         turn = (*self._ranks[first:], *self._ranks[:first])
-        return next(rank for rank in turn if rank in self._alive)
+        return next(rank for rank in turn if rank in self._alive and rank not in self._mute)
+
+    def heard(self, link: Link, now: float) -> None:
+        """A neighbour has answered: it may lead (again)."""
+        link.heard_at = now
+        if link.ready:
+            self._mute -= {rank for rank in self._mute if self.links[rank] is link}
+
+    def _give_up_the_silent(self, now: float) -> None:
+        for rank, link in self.links.items():
+            since = max(self._asked_at.get(rank, now), link.heard_at or 0.0)
+            if link.is_busy and now >= since + MUTE_AFTER_S:
+                self._mute.add(rank)
+                link.ready = False  # HELLO asks whether it is there again
+                self._take_back(link)
 
     # --- what this worker asks -----------------------------------------------------------------
 
@@ -186,6 +222,8 @@ class Neighbours:
         assert isinstance(message, Push | Pull)
         leader = self.leader(message.chunk)
         if leader != self._member.rank:
+            if not self.links[leader].is_busy:
+                self._asked_at[leader] = now
             self.links[leader].queue(request)
             return
         asker = Asker(leader, message, request, priority=request.priority)
@@ -254,6 +292,7 @@ class Neighbours:
         caller = self._callers.get(rank)
         if caller is None or caller.incarnation < incarnation:
             self._callers[rank] = caller = Caller(rank, incarnation, route)
+            self._bundles.replaced(rank)
         caller.route = route
         welcome = self._member.welcome
         assert welcome is not None, "who listens is a member"
@@ -280,8 +319,7 @@ class Neighbours:
 
     def _probed(self, caller: Caller, message: Probe, now: float) -> Effects:
         missing = tuple([seq for seq in message.seqs if seq not in caller.asked])
-        if missing:
-            yield self._send(caller.route, Probed(missing, ()))
+        yield self._send(caller.route, Probed(missing, ()))
         askers = [caller.asked[seq] for seq in message.seqs if seq in caller.asked]
         yield from self._ask_after(askers, now)
 
@@ -365,6 +403,8 @@ class Neighbours:
             yield Note("debug", f"a bundle was refused, and is pushed one by one: {error}")
             return
         for asker in bundle.askers.values():
+            if bundle.is_taken_in and not wants_values(asker.message):
+                continue  # it was told that all is well, and it is
             if isinstance(asker.who, Request):
                 del self._mine[asker.who]
                 yield from self._own.refused(asker.who, error, now)
@@ -415,8 +455,9 @@ class Neighbours:
     # --- time ------------------------------------------------------------------------------------
 
     def on_timer(self, now: float) -> None:
-        """Let go what was asked after."""
+        """Let go what was asked after, and give up who does not speak."""
         self._post(self._bundles.overdue(now))
+        self._give_up_the_silent(now)
 
     def deadline(self) -> float | None:
         """When :meth:`on_timer` has something to do."""

@@ -39,6 +39,8 @@ from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
+STILL_S = 5.0
+"""A server whose timer rang so late has been stopped itself, and hears nobody's silence in that time."""
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
@@ -63,6 +65,7 @@ class Server:
         """Where each other server is connected to."""
         self._heard_at = now
         """When a worker of this job last spoke."""
+        self._rang_at = now
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = Stalls()
@@ -98,6 +101,9 @@ class Server:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             yield from self._stalls.look(self.requests.oldest(now))
+        if now > self._rang_at + STILL_S:  # this process stood still, and not the others
+            self._heard_at = now
+        self._rang_at = now
         limit_s = SILENCES_MAX * self.member.identity.silence_max_s
         if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
             yield Exit(75, f"the scheduler and all workers have been silent for {limit_s:.0f} s")

@@ -181,8 +181,8 @@ class Worker:
         if isinstance(route, bytes):
             yield from self.neighbours.on_packet(route, packet, now)
         elif (link := self._answering(route, packet.envelope)) is not None:
-            link.heard_at = now
             yield from self._on_answer(link, packet, now)
+            self.neighbours.heard(link, now)
         yield from self._flow(now)
 
     def on_drop(self, route: Route, now: float) -> Effects:

@@ -252,15 +252,22 @@ class SharingTransport:
         if self._by_route.get(route) is not peer:
             self._part(route)
             if peer is not None:
-                self._part(peer.route)
+                for old in self._routes_of(peer):
+                    if type(old) is type(route):  # of two neighbours, each has opened one
+                        self._part(old)
                 self._by_route[route], peer.route = peer, route
                 if peer.reads_ours and self._segment is not None:
                     self._segment.readers.add(route)
 
     def _part(self, route: Route) -> None:
         """Nobody who shares memory is at the end of ``route`` any more."""
-        if self._by_route.pop(route, None) is not None and self._segment is not None:
+        peer = self._by_route.pop(route, None)
+        if peer is not None and self._segment is not None:
             self._segment.readers.discard(route)
+            peer.route = next(iter(self._routes_of(peer)), peer.route)
+
+    def _routes_of(self, peer: Peer) -> list[Route]:
+        return [route for route, one in self._by_route.items() if one is peer]
 
     # --- agreeing on it --------------------------------------------------------------------------
 
@@ -348,8 +355,8 @@ class SharingTransport:
                 continue
             peer.given.end()
             del self._peers[nonce]
-            if self._by_route.get(peer.route) is peer:
-                self._part(peer.route)
+            for route in self._routes_of(peer):
+                self._part(route)
             for identity in [key for key, one in self._by_identity.items() if one is peer]:
                 del self._by_identity[identity]
 

@@ -8,6 +8,7 @@ import torch
 from kvps.core import calls
 from kvps.core.bundles import HURRY_S, WAIT_MAX_S
 from kvps.core.effects import Connect, Effect, Exit, Listen, Send
+from kvps.core.neighbours import MUTE_AFTER_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, Timeout
 from kvps.messages import (
     Ack,
@@ -507,7 +508,7 @@ class TestAskedAfter:
         one = bench()
         one.neighbour(1, ASKED, ONES, seq=5)
         assert said(one.neighbour(1, Probe((4, 5, 6)))) == [Probed((4, 6), ())]
-        assert said(one.neighbour(1, Probe((5,)))) == []
+        assert said(one.neighbour(1, Probe((5,)))) == [Probed((), ())], "it is heard"
 
     def test_lets_a_bundle_go(self) -> None:
         one = bench()
@@ -530,7 +531,7 @@ class TestAskedAfter:
         one.neighbour(2, WANTED, seq=6)
         at = seq_of(one, Pull)
         assert said(one.server(0, Probed((), (Pending(at, "why"),)))) == [], "nobody asked"
-        assert said(one.neighbour(1, Probe((5,)))) == [Probe((at,))]
+        assert said(one.neighbour(1, Probe((5,))), "server 0") == [Probe((at,))]
         effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 4"),)))
         expected = "round 0 waits for rank 4"
         assert said(effects, b"from 1") == [Probed((), (Pending(5, expected),))]
@@ -636,3 +637,82 @@ def test_a_lost_neighbour_is_not_waited_for() -> None:
     one.call(push({"c": ONES}))
     one.view(one.seat(Node(Role.WORKER, 2), "lost"))
     assert [message.ranks for message in pushes(one)] == [(0, 1)]
+
+
+# --- what must not go wrong -----------------------------------------------------------------------
+
+
+def test_what_a_leader_sends_alone_is_not_the_users_memory() -> None:
+    """After a Timeout he may write there, and what was sent may have to be sent again."""
+    one = bench()
+    gradient = torch.ones(4)
+    one.call(push({"c": gradient}, eager=False))
+    one.wait(WAIT_MAX_S)
+    assert [message.ranks for message in pushes(one)] == [(0,)]
+    gradient.fill_(77)
+    assert values_of(one.sends(Push)[-1]) == [1.0] * 4
+
+
+class TestALeaderThatIsHeldAndDoesNotSpeak:
+    def test_is_not_waited_for(self) -> None:
+        one = bench(knows=False)
+        one.neighbour(1, HELLO)
+        one.call(push({"a": ONES}))
+        one.wait(MUTE_AFTER_S - 0.1)
+        assert pushes(one) == []
+        one.wait(0.2 + 1.0)
+        assert [message.ranks for message in pushes(one)] == [(0,)]
+
+    def test_leads_again_when_it_speaks(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        one.wait(MUTE_AFTER_S + 1.1)
+        assert [message.chunk for message in pushes(one)] == [1]
+        one.call(push({"a": ONES}))
+        assert [message.chunk for message in pushes(one, "worker 2")] == [1], "the next one leads"
+        one.leader(1, WELCOME)
+        one.call(push({"a": ONES}))
+        assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0, 2]
+
+    def test_but_one_that_answers_probes_is(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        for _ in range(10):
+            one.wait(2.0)
+            one.leader(1, Probed((), ()))
+        assert pushes(one) == []
+
+
+def test_a_leader_that_came_back_on_another_machine_is_no_leader() -> None:
+    """And the view in which it was lost may never have come."""
+    one = bench()
+    one.call(push({"a": ONES}))
+    assert pushes(one) == []
+    one.view(one.seat(Node(Role.WORKER, 1), incarnation=99, machine=3))
+    assert [message.ranks for message in pushes(one)] == [(0,)]
+
+
+def test_nothing_that_was_kept_is_for_a_replacement() -> None:
+    one = bench()
+    for rank, seq in ((1, 1), (2, 1)):
+        one.neighbour(rank, WANTED, seq=seq)
+    pulled(one, Pull)
+    one.neighbour(1, WANTED, seq=2)
+    pulled(one, Pull)  # rank 2 has pulled before, so that this is kept for it
+    assert one.neighbour(2, HELLO, incarnation=50)
+    effects = one.neighbour(2, WANTED, seq=1, incarnation=50)
+    assert answers(effects, 2) == []
+    assert isinstance(said(effects, "server 0")[0], Pull)
+
+
+def test_what_was_acknowledged_is_not_refused_with_the_rest() -> None:
+    one = bench()
+    ticket = one.call(push({"c": ONES}))
+    one.neighbour(1, ASKED_TOO, ONES, seq=4)
+    one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=5)
+    at = seq_of(one, Push)
+    one.ack(0, at)
+    assert one.is_done(ticket)
+    effects = one.server(0, Error(at, ProtocolError.code, "the key was replaced"))
+    assert [type(message) for message in said(effects, b"from 1")] == [Error]
+    assert said(effects, b"from 2") == []

@@ -287,12 +287,21 @@ def test_silence_of_everybody_is_the_end_too() -> None:
     one = stage()
     one.notes.clear()
     limit_s = SILENCES_MAX * one.server.member.identity.silence_max_s
-    one.now += limit_s
-    one.take(one.server.on_timer(one.now))
+    for _ in range(round(limit_s)):
+        one.now += 1
+        one.take(one.server.on_timer(one.now))
     assert one.notes == []
     one.now += 1
     one.take(one.server.on_timer(one.now))
     assert one.notes == [Exit(75, "the scheduler and all workers have been silent for 60 s")]
+
+
+def test_but_not_for_one_that_was_stopped_itself() -> None:
+    one = stage()
+    one.notes.clear()
+    one.now += 1000
+    one.take(one.server.on_timer(one.now))
+    assert one.notes == []
 
 
 @pytest.mark.spec("R100")
@@ -300,12 +309,13 @@ def test_silence_of_everybody_is_the_end_too() -> None:
 def test_a_worker_that_speaks_keeps_a_server_without_a_scheduler(asks: bool) -> None:
     one = stage()
     one.notes.clear()
-    for _ in range(10):
-        one.now += 50
-        if asks:
-            one.say(0, Probe(()))
-        else:
-            one.hello(0)
+    for second in range(500):
+        one.now += 1
+        if second % 50 == 49:
+            if asks:
+                one.say(0, Probe(()))
+            else:
+                one.hello(0)
         one.take(one.server.on_timer(one.now))
     assert one.notes == []
 
