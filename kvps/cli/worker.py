@@ -52,6 +52,7 @@ environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_RANK, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
+  KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 

@@ -14,8 +14,8 @@ A *bundle* is what is asked once. One of pushes waits until every neighbour has 
 elements with the same number: their round cannot close without any of them, so nothing is lost by
 waiting. But a flush or a time limit may wait for one push, and who replaces a lost leader does not know
 what was pushed before: so a bundle goes after a while with those who are in it, and soon if one of
-them asks after it. One of pulls goes at once, and takes in who
-asks for the same before the answer is there; the answer is kept for those who are likely to come.
+them asks after it. One of pulls goes at once, and takes in who asks for the same before the answer is
+there; the answer is kept for those who are likely to come, until the next push.
 
 What was taken in is only known from the server, so a push is acknowledged here when it was there, and
 can be asked of the server directly if the leader is lost: the server counts each rank once. It may
@@ -30,6 +30,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -215,7 +216,7 @@ class Bundles:
         self._memory = memory
         self._expected: frozenset[int] = frozenset()
         """The live workers of this machine."""
-        self._desks: dict[int, Desk] = {}
+        self._desks: defaultdict[int, Desk] = defaultdict(Desk)
         self._due: list[tuple[float, int, Bundle]] = []
         """A heap of when bundles go, whoever is missing. Some have gone before."""
         self._order = itertools.count()
@@ -226,7 +227,7 @@ class Bundles:
         """Take a push in; return what the server is to be asked now."""
         message = asker.message
         assert isinstance(message, Push)
-        desk = self._desk(message.chunk)
+        desk = self._desks[message.chunk]
         bundle = desk.bundle(message)
         if not bundle.askers:
             self._go_at(now + WAIT_MAX_S, bundle)
@@ -238,7 +239,7 @@ class Bundles:
         """Take a pull in; return what the server is to be asked, or the answer if it is there."""
         message = asker.message
         assert isinstance(message, Pull)
-        desk = self._desk(message.chunk)
+        desk = self._desks[message.chunk]
         desk.pullers.add(asker.rank)
         answer = desk.answer
         if answer is not None and asker.rank not in answer.served and answer.meets(message):
@@ -303,14 +304,14 @@ class Bundles:
         if bundle.is_taken_in or not isinstance(bundle.message, Push):
             return []
         bundle.is_taken_in = True
-        self._desk(bundle.message.chunk).answer = None  # there will be another
+        self._desks[bundle.message.chunk].answer = None  # there will be another
         for one in bundle.askers.values():
             one.gradient = None
         return list(bundle.askers.values())
 
     def answered(self, bundle: Bundle, message: Pulled, values: torch.Tensor) -> Answer:
         """The server answered; return the answer for all who want values, in memory to be lent."""
-        desk = self._desk(bundle.message.chunk)
+        desk = self._desks[bundle.message.chunk]
         self._forget_pull(desk, bundle)
         broadcasts = bundle.message.broadcasts if isinstance(bundle.message, Pull) else None
         served = {one.rank for one in bundle.askers.values() if wants_values(one.message)}
@@ -327,7 +328,7 @@ class Bundles:
 
     def refused(self, bundle: Bundle) -> list[Request]:
         """The server refused; return what it is to be asked instead, nothing if that is final."""
-        desk = self._desk(bundle.message.chunk)
+        desk = self._desks[bundle.message.chunk]
         self._forget_pull(desk, bundle)
         desk.answer = None  # the key may have been replaced
         if bundle.is_taken_in or len(bundle.askers) == 1 or isinstance(bundle.message, Pull):
@@ -342,7 +343,7 @@ class Bundles:
     # --- how it is done -----------------------------------------------------------------------
 
     def _go(self, bundle: Bundle) -> Request:
-        self._desk(bundle.message.chunk).leaves(bundle)
+        self._desks[bundle.message.chunk].leaves(bundle)
         return self._asked(bundle)
 
     def _asked(self, bundle: Bundle) -> Request:
@@ -383,13 +384,10 @@ class Bundles:
                 del desk.pulling[place]
 
     def _is_complete(self, bundle: Bundle) -> bool:
-        return self._desk(bundle.message.chunk).is_complete(bundle, self._expected)
+        return self._desks[bundle.message.chunk].is_complete(bundle, self._expected)
 
     def _waiting(self) -> list[Bundle]:
         return [one for desk in self._desks.values() for one in desk.waiting()]
-
-    def _desk(self, chunk: int) -> Desk:
-        return self._desks.setdefault(chunk, Desk())
 
     def check(self) -> None:
         """Assert the invariants."""

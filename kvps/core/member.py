@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.quorum import Quorum
-from kvps.errors import ConfigError, Fenced, KvpsError, SchedulerLost, from_code
+from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, from_code
 from kvps.messages import (
     PROTOCOL,
     Beat,
@@ -60,6 +60,19 @@ class Identity:
     """How long to say HELLO to a scheduler that says nothing."""
     machine: int = 0
     """As HELLO has it."""
+
+
+def check_protocol(hello: Hello, me: str) -> None:
+    """Check that the sender of ``hello`` and ``me`` understand each other.
+
+    Raises:
+        ProtocolError: naming both versions.
+    """
+    if hello.major != PROTOCOL[0]:
+        raise ProtocolError(
+            f"protocol {hello.major}.{hello.minor} (kvps {hello.software}) cannot talk to "
+            f"{PROTOCOL[0]}.{PROTOCOL[1]} at {me}; install one version everywhere"
+        )
 
 
 class Membership:

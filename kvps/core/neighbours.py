@@ -7,8 +7,9 @@ same for all who see that view: the one whose turn it is by the chunk's number, 
 alive. Pushes and pulls that concern a server on another machine go to the leader, which makes bundles
 of them (:mod:`kvps.core.bundles`); to a leader, the others speak as to a server.
 
-What was asked of a leader that is lost is asked of the servers directly, each for itself. What was
-asked of one that does not lead any more stays there. Either way a bundle may lack somebody who does
+What was asked of a leader that is lost is asked of the servers directly, each for itself; so is what one
+has not answered that is held and says nothing, and until it speaks the next in turn leads for it. What
+was asked of one that does not lead any more stays there. Either way a bundle may lack somebody who does
 not come: he who waits asks after it, and it goes.
 
 A leader answers nobody before the server has answered it. So it has nothing that others would miss.
@@ -24,11 +25,10 @@ from kvps.core.bundles import Answer, Asker, Bundle, Bundles, wants_values
 from kvps.core.catalogue import Catalogue
 from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
 from kvps.core.link import Link, Request, Uplink
-from kvps.core.member import Membership
+from kvps.core.member import Membership, check_protocol
 from kvps.core.strip import Strip
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
-    PROTOCOL,
     Ack,
     Envelope,
     Error,
@@ -282,12 +282,7 @@ class Neighbours:
             )
 
     def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
-        if message.major != PROTOCOL[0]:
-            raise ProtocolError(
-                f"protocol {message.major}.{message.minor} (kvps {message.software}) cannot talk "
-                f"to {PROTOCOL[0]}.{PROTOCOL[1]} at worker {self._member.rank}; install one "
-                "version everywhere"
-            )
+        check_protocol(message, f"worker {self._member.rank}")
         rank, incarnation = envelope.rank, envelope.incarnation
         caller = self._callers.get(rank)
         if caller is None or caller.incarnation < incarnation:

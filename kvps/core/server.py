@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
-from kvps.core.member import SCHEDULER, Identity, Membership
+from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session
 from kvps.core.stalls import Stalls
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
-    PROTOCOL,
     Envelope,
     Error,
     Hello,
@@ -174,11 +173,7 @@ class Server:
         yield from self.requests.norms(message, envelope.rank)
 
     def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
-        if message.major != PROTOCOL[0]:
-            raise ProtocolError(
-                f"protocol {message.major}.{message.minor} (kvps {message.software}) cannot talk "
-                f"to {PROTOCOL[0]}.{PROTOCOL[1]} at {self._me}; install one version everywhere"
-            )
+        check_protocol(message, self._me)
         welcome = self.member.welcome
         if welcome is None:
             raise ConfigError("this server is not a member of a job yet; ask again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -121,20 +120,8 @@ def test_a_signal_ends_everything(processes: Processes, number: int) -> None:
         processes.temp.mkdir()
 
 
+@pytest.mark.usefixtures("has_namespaces")
 class TestNetwork:
-    @pytest.fixture(autouse=True)
-    def _has_namespaces(self) -> None:
-        """Skip where no network namespace can be made."""
-        if os.geteuid() != 0:
-            pytest.skip("network namespaces are for root")
-        if not (shutil.which("ip") and shutil.which("tc")):
-            pytest.skip("iproute2 is not installed")
-        name = f"kvps-{os.getpid()}-test"
-        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"no network namespace can be made: {made.stderr.strip()}")
-        subprocess.run(["ip", "netns", "delete", name], check=True)
-
     @pytest.fixture
     def network(self, processes: Processes) -> Process:
         """Measures on two workers of one host and a server of another."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,17 +84,8 @@ print("all rounds were right", flush=True)
 
 
 @pytest.fixture
-def hosts() -> Iterator[Namespaces]:
+def hosts(has_namespaces: None) -> Iterator[Namespaces]:
     """One host for the scheduler and all workers, and two for servers."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces are for root")
-    if not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("iproute2 is not installed")
-    name = f"kvps-{os.getpid()}-test"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no network namespace can be made: {made.stderr.strip()}")
-    subprocess.run(["ip", "netns", "delete", name], check=True)
     with Namespaces(3, "1gbit") as namespaces:
         yield namespaces
 

@@ -143,6 +143,13 @@ def test_host_aggregation():
         config.host_aggregation(None, {"KVPS_HOST_AGGREGATION": "both"})
 
 
+def test_how_much_travels_at_once():
+    assert config.chunk_bytes({}) is None, "kvps decides"
+    assert config.chunk_bytes({"KVPS_CHUNK_BYTES": "1M"}) == 1 << 20
+    with pytest.raises(ConfigError, match="KVPS_CHUNK_BYTES='much' is no number of bytes"):
+        config.chunk_bytes({"KVPS_CHUNK_BYTES": "much"})
+
+
 def test_the_join_limit():
     assert config.join_max_s({"KVPS_JOIN_TIMEOUT": "2.5"}) == 2.5
     assert config.join_max_s({}) == 60

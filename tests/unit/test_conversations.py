@@ -636,6 +636,25 @@ class TestBroadcast:
         self.meet(one)
         assert [message.call for message in one.sent(Declare, 0)] == [0, 1, 1]
 
+    def test_one_that_was_late_counts_once_when_it_is_made_again(self) -> None:
+        """By this count, values from before a broadcast are told from those after it."""
+        one = ready()
+        key = ("w", Spec("float32", (40,)))
+        call = calls.Broadcast("kv", (key,), (HOT,), (torch.zeros(40),))
+        for again in range(2):
+            ticket = one.call(call, 5.0)
+            self.meet(one)
+            for server in (0, 1):
+                place = Place(again == 0, (Piece(chunk(one, server), 0, (16, 24)[server]),))
+                one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+            if again == 0:
+                for server in (0, 1):
+                    one.ack(server, *one.seqs(Load, server))
+            assert [message.broadcasts for message in one.sent(Pull)[-2:]] == [1, 1]
+            one.wait(5.0)
+            assert isinstance(one.error(ticket), Timeout)
+        assert one.core.books["kv"].broadcasts == 0
+
     def test_creates_a_key(self) -> None:
         one = bench()
         self.call(one, HOT, torch.zeros(40))

@@ -164,6 +164,14 @@ def test_there_is_room_for_some_requests_however_large(sharers: int, first: str)
     assert names(one) == ["abcd"[len(first)]]
 
 
+def test_an_uplink_without_limits_has_room_for_all() -> None:
+    uplink = Uplink(is_limited=False)
+    one = Link("worker 1", uplink=uplink)
+    one.ready = True
+    queued(one, *[request(str(index), payload_bytes=WINDOW_BYTES) for index in range(5)])
+    assert len(names(one)) == 5
+
+
 class TestWindow:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:

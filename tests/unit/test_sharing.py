@@ -899,3 +899,22 @@ def test_the_first_open_says_how_large_chunks_are(chunk_bytes: int) -> None:
 def test_chunks_of_other_sizes_are_refused(chunk_bytes: int) -> None:
     said = ServerStage().say(0, opening(chunk_bytes=chunk_bytes))
     assert refusal(said).startswith("ConfigError: store 'kv': chunk_bytes")
+
+
+@pytest.mark.spec("R83")
+def test_two_neighbours_lend_along_both_of_their_connections(network: MemoryNetwork) -> None:
+    """Each has opened one to the other, since each leads some chunks."""
+    one = Process(network, WORKER, "mem://one")
+    other = Process(network, replace(WORKER, rank=4), "mem://other")
+    to_other = greet(one, other, "worker 3")
+    to_one = greet(other, one, "worker 4")
+    assert one.segment
+    assert other.segment
+    assert one.segment.readers == {to_other, "worker 4"}
+    assert other.segment.readers == {to_one, "worker 3"}
+    for route in ("worker 4", to_other, "worker 4"):
+        one.say(route, push(PAGE_BYTES), one.take(PAGE_BYTES).data)
+        other.listen()
+        packet = other.heard[-1][1]
+        assert isinstance(packet, Packet)
+        assert packet.loans, route
