@@ -1,0 +1,110 @@
+"""What a server holds of its stores, as it is at one moment: the image that a checkpoint keeps.
+
+An image says what every element is worth and what was done to it: with the values go the counters
+that recognise a push that comes again, since a server that goes on from an image must refuse
+exactly the pushes that are in it. What is under way (open rounds, requests, readers) is no part of
+it: a *cut* is taken where nothing is (:mod:`kvps.core.cuts`), and the images of all servers
+together are one cut.
+
+Tensors of an image are the server's own, held so that no update writes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvps.core.hyper import Hyper
+from kvps.messages import Open
+from kvps.specs import Spec
+
+
+class History(NamedTuple):
+    """What was done to some elements; as :class:`~kvps.core.rounds.Span` has it."""
+
+    version: int
+    """Closed rounds, or applied pushes, since init."""
+    step: int
+    """How often the optimizer has updated them."""
+    pushed: dict[int, int]
+    """Of each rank, how many of its pushes are in."""
+    head_start: dict[int, int]
+    """Of a rank that was replaced, how far its clock is ahead of its pushes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Neighbouring elements of a key, and their history."""
+
+    start: int
+    """Which element of the whole key is its first."""
+    history: History
+    weight: torch.Tensor
+    """Flat."""
+    state: dict[str, torch.Tensor]
+    """The optimizer's, by name; flat, and as long as the weight. Empty before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyImage:
+    """What one server holds of one key that has a value."""
+
+    name: str
+    spec: Spec
+    """Of the whole key."""
+    call: int
+    """The last DECLARE whose value is in: 0 for init, k for the k-th broadcast."""
+    portions: tuple[Portion, ...]
+    """In order; none overlaps another."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreImage:
+    """What one server holds of one store."""
+
+    opened: Open
+    hyper: Hyper | None
+    """The optimizer as it is, with the learning rate that was set last."""
+    sent_hyper: Hyper | None
+    """The optimizer as it was given to set_optimizer."""
+    sent_lr: float
+    optimize_calls: int
+    rate_calls: int
+    keys: tuple[KeyImage, ...]
+
+    @property
+    def name(self) -> str:
+        """The store's name."""
+        return self.opened.store
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The lowest and the highest version among the elements; zeros where there is none."""
+        found = [portion.history.version for key in self.keys for portion in key.portions]
+        return min(found, default=0), max(found, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What one server holds."""
+
+    server: int
+    servers: int
+    """Of how many it is one; this decides where the elements of a key are."""
+    stores: tuple[StoreImage, ...]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors, in one order: of each portion the weight, then its state."""
+        for store in self.stores:
+            for key in store.keys:
+                for portion in key.portions:
+                    yield portion.weight
+                    yield from portion.state.values()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum([one.numel() * one.element_size() for one in self.tensors()])
