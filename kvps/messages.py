@@ -185,9 +185,13 @@ class View(Message):
 
     number: int
     phase: str
-    """``forming``, ``running`` or ``ending``."""
+    """``forming``, ``running``, ``returning`` (to a cut) or ``ending``."""
     reason: str
     members: tuple[Member, ...]
+    epoch: int = 0
+    """How often the servers have returned to a cut, or are about to."""
+    cut: int = 0
+    """The newest cut to which they could return; 0 while there is none."""
 
 
 @_tag(4)
@@ -655,3 +659,189 @@ class Release(Message):
 
     before: int
     but: tuple[int, ...]
+
+
+# --- cuts -------------------------------------------------------------------------------------
+
+
+@_tag(80)
+@dataclass(frozen=True, slots=True)
+class Halt(Message):
+    """Scheduler to worker: begin no step that changes values, until you are told to proceed."""
+
+    cut: int
+    least: dict[str, int]
+    """By synchronous store, how many pushes of a key to make before; the others have made them."""
+
+
+@_tag(81)
+@dataclass(frozen=True, slots=True)
+class Halted(Message):
+    """Worker to scheduler: I have halted, and nothing that I began is under way."""
+
+    cut: int
+    numbers: dict[str, int]
+    """By synchronous store, how many pushes of a key were made."""
+
+
+@_tag(82)
+@dataclass(frozen=True, slots=True)
+class Proceed(Message):
+    """Scheduler to worker: go on."""
+
+    cut: int
+
+
+@_tag(83)
+@dataclass(frozen=True, slots=True)
+class Proceeding(Message):
+    """Worker to scheduler: I go on, and had halted all the time (or had not)."""
+
+    cut: int
+    stood: bool
+
+
+@_tag(84)
+@dataclass(frozen=True, slots=True)
+class TakeImage(Message):
+    """Scheduler to server: remember what you hold now, and write it down."""
+
+    cut: int
+
+
+@_tag(85)
+@dataclass(frozen=True, slots=True)
+class ImageTaken(Message):
+    """Server to scheduler: it cannot change any more."""
+
+    cut: int
+
+
+class StoreSum(NamedTuple):
+    """One store in an image or a cut: how many keys begin there, and which versions they have."""
+
+    store: str
+    keys: int
+    lowest: int
+    highest: int
+
+
+@_tag(86)
+@dataclass(frozen=True, slots=True)
+class ImageKept(Message):
+    """Server to scheduler: it is on the disk; or it is not, and why."""
+
+    cut: int
+    size: int
+    sha256: str
+    stores: tuple[StoreSum, ...]
+    error: str = ""
+
+
+class ImageSum(NamedTuple):
+    """The file of one server's image."""
+
+    size: int
+    sha256: str
+
+
+@_tag(87)
+@dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """Scheduler to server: all images are on their disks; write the manifest."""
+
+    cut: int
+    tag: str
+    epoch: int
+    images: tuple[ImageSum, ...]
+    """By server."""
+    stores: tuple[StoreSum, ...]
+
+
+@_tag(88)
+@dataclass(frozen=True, slots=True)
+class Committed(Message):
+    """Server to scheduler: this cut is complete here; or it is not, and why."""
+
+    cut: int
+    error: str = ""
+
+
+@_tag(89)
+@dataclass(frozen=True, slots=True)
+class GiveUp(Message):
+    """Scheduler to server: there will be no such cut."""
+
+    cut: int
+
+
+@_tag(90)
+@dataclass(frozen=True, slots=True)
+class Recall(Message):
+    """Scheduler to server: which cuts of this job do you have?"""
+
+    epoch: int
+
+
+@_tag(91)
+@dataclass(frozen=True, slots=True)
+class Shelf(Message):
+    """Answer to RECALL."""
+
+    epoch: int
+    keeps: bool
+    """It has a place for cuts."""
+    every_s: float
+    """How often it should be given one; 0 for never by itself."""
+    cuts: tuple[int, ...]
+    """The complete ones of this job."""
+    highest: int
+    """The highest number of any cut that is there."""
+
+
+@_tag(92)
+@dataclass(frozen=True, slots=True)
+class Restore(Message):
+    """Scheduler to server: hold from now on what you held in this cut, and nothing else."""
+
+    epoch: int
+    cut: int
+
+
+@_tag(93)
+@dataclass(frozen=True, slots=True)
+class Restored(Message):
+    """Server to scheduler: I hold it; or I cannot, and why."""
+
+    epoch: int
+    error: str = ""
+
+
+@_tag(94)
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Message):
+    """Worker to scheduler: I want a cut now, as all others do."""
+
+    store: str
+    tag: str
+    number: int
+    """Of this call, as with barriers."""
+
+
+@_tag(95)
+@dataclass(frozen=True, slots=True)
+class Checkpointed(Message):
+    """Answer to CHECKPOINT: this cut is complete."""
+
+    seq: int
+    cut: int
+
+
+@_tag(96)
+@dataclass(frozen=True, slots=True)
+class Revive(Message):
+    """Worker to server: give this store the values that it had in the newest cut of this tag."""
+
+    store: str
+    tag: str
+    """Empty for the newest of all."""

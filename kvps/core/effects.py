@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvps.errors import KvpsError
 from kvps.messages import Packet
+
+if TYPE_CHECKING:
+    from kvps.core.disk import Order  # it knows tensors, and the scheduler does not
 
 Route = str | bytes
 """A way to a peer: the name of a connection that we opened (``"scheduler"``, ``"server 1"``), or
@@ -84,6 +87,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """Do something with files; orders are carried out one after another, beside everything else."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """End this process's part in the job, with this exit code."""
 
@@ -91,7 +101,7 @@ class Exit:
     reason: str
 
 
-Effect = Send | Connect | Listen | Note | Finish | Copied | Save | Exit
+Effect = Send | Connect | Listen | Note | Finish | Copied | Save | Disk | Exit
 Effects = Iterator[Effect]
 
 

@@ -132,7 +132,7 @@ class Namespace:
         replaced: list[Shard] = []
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
-            self._slab(BY_ID[dtype].name).expect(count)
+            self.slab(BY_ID[dtype].name).expect(count)
         for entry in new:
             if entry.key in self.shards:
                 replaced.append(self.shards[entry.key])
@@ -215,10 +215,11 @@ class Namespace:
 
     def _place(self, entry: Entry) -> None:
         spec = _spec(entry)
-        pieces = self._slab(spec.dtype).place(entry.key, entry.size)
+        pieces = self.slab(spec.dtype).place(entry.key, entry.size)
         self.shards[entry.key] = Shard(entry.key, spec, entry.start, entry.size, pieces)
 
-    def _slab(self, dtype: str) -> Slab:
+    def slab(self, dtype: str) -> Slab:
+        """Return where keys of this element type lie."""
         slab = self._slabs.get(dtype)
         if slab is None:
             slab = Slab(self.name, dtype, self._chunks, self.opened.chunk_bytes)
@@ -249,7 +250,9 @@ class Namespace:
         adopted = {}
         for chunk in chunks:
             if same and chunk.state is not None:
-                adopted[chunk.number] = updater.adopt(chunk.buffer.tensor, chunk.state)
+                state = chunk.own_state()
+                assert state is not None
+                adopted[chunk.number] = updater.adopt(chunk.buffer.tensor, state)
             elif any(span.is_open for span in chunk.spans):
                 updater.new_state(chunk.buffer.tensor[:0])  # refuses types that it cannot update
         self.hyper, self.updater = hyper, updater
@@ -276,9 +279,10 @@ class Namespace:
             ConfigError: if the optimizer cannot update elements of this type.
         """
         assert self.updater is not None
-        if chunk.state is None:
-            chunk.state = self.updater.new_state(chunk.buffer.tensor)
-        return chunk.state
+        state = chunk.own_state()
+        if state is None:
+            state = chunk.state = self.updater.new_state(chunk.buffer.tensor)
+        return state
 
     def restore(
         self, chunk: Chunk, start: int, stop: int, step: int, rows: dict[str, torch.Tensor]
@@ -294,7 +298,7 @@ class Namespace:
         if updater is None:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
         weight = chunk.buffer.tensor
-        state = chunk.state if chunk.state is not None else updater.new_state(weight)
+        state = self.state_of(chunk)
         # An entry that appears on the way begins as the weights; adopt() drops what is foreign.
         basis = state.get(MASTER, weight)
         late = {name: basis.clone() for name in rows if name not in state}
@@ -321,7 +325,7 @@ class Namespace:
         assert self.updater is not None
         weight = chunk.buffer.tensor[start:stop]
         fresh = self.updater.new_state(weight)
-        for name, tensor in chunk.state.items():
+        for name, tensor in self.state_of(chunk).items():
             tensor[start:stop] = fresh.get(name, weight)  # what a rank last read is now this
         for span in chunk.cut(start, stop):
             span.step = 0

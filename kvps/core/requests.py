@@ -7,12 +7,13 @@ in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvps.core import pulls
+from kvps.core import imaging, pulls
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
+from kvps.core.image import Image, StoreImage
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
@@ -68,26 +69,32 @@ COUNTS_MAX = 16 * 1024
 class Requests:
     """Answers the requests of one job's workers."""
 
-    def __init__(self, member: Membership, engine: Engine, memory_limit: int | None) -> None:
+    def __init__(
+        self,
+        member: Membership,
+        engine: Engine,
+        memory_limit: int | None,
+        lives: dict[int, int] | None = None,
+    ) -> None:
         self.member = member
         self.engine = engine
         self.spaces: dict[str, Namespace] = {}
         self.sessions: dict[int, Session] = {}
         """By rank: the newest incarnation that has spoken."""
-        self._lives: dict[int, int] = {}
+        self.lives: dict[int, int] = dict(lives or {})
         """By rank: the newest incarnation that was heard of."""
         self._memory_limit = memory_limit
 
     def life(self, rank: int) -> int:
         """The newest incarnation of ``rank`` that was heard of; 0 before the first."""
-        return self._lives.get(rank, 0)
+        return self.lives.get(rank, 0)
 
     def begin(self, rank: int, incarnation: int) -> None:
         """``rank`` has this incarnation: if it is newer, drop what an older one had pending."""
         before = self.life(rank)
         if incarnation <= before:
             return
-        self._lives[rank] = incarnation
+        self.lives[rank] = incarnation
         old = self.sessions.pop(rank, None)
         if old is not None:
             old.pending.clear()
@@ -143,6 +150,50 @@ class Requests:
             required = self.member.quorum().required(self.spaces[store].opened.on_worker_lost)
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             yield Stall(store, key, span.rounds[0].number, now - at, span.missing(required))
+
+    # --- images ---------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no gradient waits here to be applied."""
+        return not any(
+            span.is_open for chunk in self.engine.chunks.by_number.values() for span in chunk.spans
+        )
+
+    def image(self) -> tuple[Image, Callable[[], None]]:
+        """Return what all stores hold, and what is to be called when nobody needs it any more."""
+        chunks = self.engine.chunks
+        releases = [chunk.keep() for chunk in chunks.by_number.values()]
+        stores = tuple([imaging.image_of(space, chunks) for space in self.spaces.values()])
+
+        def release() -> None:
+            for one in releases:
+                one()
+
+        return Image(self.engine.server, self.engine.servers, stores), release
+
+    def restore(self, image: Image) -> None:
+        """Hold what ``image`` says. Nothing is held yet.
+
+        Raises:
+            KvpsError: if that cannot be.
+        """
+        for store in image.stores:
+            self._open_store(store.opened)
+            imaging.revive(self.spaces[store.name], self.engine.chunks, store)
+
+    def revive(self, image: StoreImage) -> Effects:
+        """Give one store, which is open, the values of ``image``.
+
+        Raises:
+            KvpsError: if that cannot be; nothing is changed.
+        """
+        for piece in imaging.revive(self._space(image.name), self.engine.chunks, image):
+            chunk = self.engine.chunk(piece.chunk)
+            yield from self._wake(chunk.woken(piece.start, piece.start + piece.size))
+        yield from self._retry()
+
+    # --- members --------------------------------------------------------------------------------
 
     def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""
@@ -352,12 +403,15 @@ class Requests:
     # --- answered at once ---------------------------------------------------------------------------
 
     def _open(self, seq: int, message: Open) -> Message:
-        space = self.spaces.get(message.store)
-        if space is None:
-            self.spaces[message.store] = Namespace(message, self.engine.chunks, self._memory_limit)
-        else:
-            space.agree(message)
+        self._open_store(message)
         return Done(seq)
+
+    def _open_store(self, opened: Open) -> None:
+        space = self.spaces.get(opened.store)
+        if space is None:
+            self.spaces[opened.store] = Namespace(opened, self.engine.chunks, self._memory_limit)
+        else:
+            space.agree(opened)
 
     def _find(self, seq: int, message: Find) -> Message:
         shards = self._space(message.store).shards

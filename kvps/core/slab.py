@@ -17,7 +17,7 @@ would have to copy it.)
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -73,6 +73,8 @@ class Chunk:
         """The buffer before this one."""
         self._memory = memory
         self.state: State | None = None
+        self._kept_state: State | None = None
+        """The state as an image has it: nobody writes to that."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
         """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
@@ -227,6 +229,22 @@ class Chunk:
             self.buffer.tensor[stop : self.used].copy_(old[stop : self.used])
         return self.buffer.tensor
 
+    def own_state(self) -> State | None:
+        """Return the optimizer's state for writing; a copy if an image has it."""
+        if self.state is not None and self.state is self._kept_state:
+            self.state = {name: tensor.clone() for name, tensor in self.state.items()}
+        return self.state
+
+    def keep(self) -> Callable[[], None]:
+        """Let nobody write to the present values and state until what is returned was called."""
+        buffer, self._kept_state = self.buffer.hold(), self.state
+
+        def release() -> None:
+            buffer.release()
+            self._kept_state = None
+
+        return release
+
     def _turn(self) -> torch.Tensor:
         """Leave the buffer to its readers and take another; return the values of the one left."""
         left, other = self.buffer, self._other
@@ -323,11 +341,16 @@ class Slab:
         """Be told how many elements will be placed next."""
         self._before, self._expected = self._count, self._count + count
 
-    def place(self, key: str, count: int) -> tuple[Piece, ...]:
-        """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk."""
+    def place(self, key: str, count: int, sizes: Sequence[int] = ()) -> tuple[Piece, ...]:
+        """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk.
+
+        With ``sizes``, several of these sizes, none of which is larger than a chunk.
+        """
         self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
         room = max(self._expected - self._count, self._before)
         self._count += count
+        if sizes:
+            return tuple([self._new(size).append(key, size) for size in sizes])
         if count <= self._chunk_count:
             return (self._with_room(count, room).append(key, count),) if count else ()
         share = -(-count // -(-count // self._chunk_count))

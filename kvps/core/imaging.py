@@ -1,0 +1,184 @@
+"""From a store on a server to its image, and back.
+
+A store that comes back from an image holds the same values with the same histories, but not in the
+same places: keys are placed anew, as if they had been declared one after another. So an image may
+come from servers of another number, or join values that were loaded by different calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+import torch
+
+from kvps.core.image import History, KeyImage, Portion, StoreImage
+from kvps.core.namespace import Namespace, Shard
+from kvps.core.rounds import Span
+from kvps.core.slab import Chunks
+from kvps.core.updaters import create
+from kvps.errors import Mismatch, StorageError
+from kvps.messages import Piece
+
+
+def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
+    """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
+    histories: dict[int, History] = {}
+    """By the identity of a span: one for all of its keys."""
+    keys = [
+        KeyImage(name, shard.spec, shard.call, _portions(shard, chunks, histories))
+        for name, shard in space.shards.items()
+        if shard.ready
+    ]
+    return StoreImage(
+        space.opened,
+        space.hyper,
+        space.sent_hyper,
+        space.sent_lr,
+        space.optimize_calls,
+        space.rate_calls,
+        tuple(keys),
+    )
+
+
+def _portions(
+    shard: Shard, chunks: Chunks, histories: dict[int, History]
+) -> tuple[Portion, ...]:
+    portions = []
+    offset = shard.start
+    for piece in shard.pieces:
+        chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
+        span = next(chunk.spans_in(piece.start, stop))
+        history = histories.get(id(span))
+        if history is None:
+            history = histories[id(span)] = _history(span)
+        state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
+        weight = chunk.buffer.tensor[piece.start : stop]
+        portions.append(Portion(offset, history, weight, state))
+        offset += piece.size
+    return tuple(portions)
+
+
+def _history(span: Span) -> History:
+    return History(span.version, span.step, dict(span.pushed), dict(span.head_start))
+
+
+def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
+    """Give a store the keys of ``image``, and its optimizer if it has none; return their pieces.
+
+    Keys that the store has and the image has not are left as they are.
+
+    Raises:
+        Mismatch: if a key or the optimizer is another here; nothing is changed.
+        StorageError: if a key cannot be put where it lies; nothing is changed.
+    """
+    for key in image.keys:
+        _check(space, key)
+    if image.hyper is not None:
+        _optimize(space, image)
+    new = [key for key in image.keys if key.name not in space.shards]
+    for dtype, count in _counts(new).items():
+        space.slab(dtype).expect(count)
+    written: list[Piece] = []
+    for key in image.keys:
+        if key.name not in space.shards:
+            _place(space, key)
+        shard = space.shards[key.name]
+        shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, 0), set()
+        _fill(space, chunks, shard, key)
+        written += shard.pieces
+    return written
+
+
+def _check(space: Namespace, key: KeyImage) -> None:
+    shard = space.shards.get(key.name)
+    if shard is None:
+        return
+    if shard.spec != key.spec:
+        raise Mismatch(
+            f"key {key.name!r} of store {space.name!r} is {shard.spec}, and {key.spec} in the "
+            "checkpoint; restore into the model that was saved"
+        )
+    first = key.portions[0].start if key.portions else shard.start
+    if (first, _count(key)) != (shard.start, shard.count):
+        raise StorageError(
+            f"key {key.name!r} of store {space.name!r}: the checkpoint has {_count(key)} elements "
+            f"from {first} for this server, which holds {shard.count} from {shard.start}; open the "
+            "store with the bigarray_bound that it had"
+        )
+    if len(_runs(key)) > 1:
+        raise StorageError(
+            f"key {key.name!r} of store {space.name!r}: its parts have had different pushes; "
+            "restore before you initialise it"
+        )
+
+
+def _optimize(space: Namespace, image: StoreImage) -> None:
+    assert image.hyper is not None
+    if space.hyper is None:
+        space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
+        space.optimize_calls = max(space.optimize_calls, image.optimize_calls)
+        space.rate_calls = max(space.rate_calls, image.rate_calls)
+        space.updater = create(image.hyper)
+    elif space.hyper.name != image.hyper.name:
+        raise Mismatch(
+            f"store {space.name!r} has optimizer {space.hyper.name!r}, and the checkpoint "
+            f"{image.hyper.name!r}; set that one, or none, before you restore"
+        )
+
+
+def _place(space: Namespace, key: KeyImage) -> None:
+    """Give a key a place; one whose parts have different histories gets a piece for each."""
+    sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
+    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes)
+    first = key.portions[0].start if key.portions else 0
+    space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
+
+
+def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None:
+    offset = shard.start
+    for piece in shard.pieces:
+        chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
+        cuts = _cuts(key, offset, offset + piece.size)
+        history = cuts[0].history
+        chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
+        chunk.fill(piece.start)
+        rows = {name: _joined([one.state[name] for one in cuts]) for name in cuts[0].state}
+        if space.updater is not None and rows:
+            space.restore(chunk, piece.start, stop, history.step, rows)
+        for span in chunk.cut(piece.start, stop):
+            span.version, span.step = history.version, history.step
+            span.pushed, span.head_start = dict(history.pushed), dict(history.head_start)
+        offset += piece.size
+
+
+def _cuts(key: KeyImage, start: int, stop: int) -> list[Portion]:
+    """Return what the portions of ``key`` hold of its elements from ``start`` to ``stop``."""
+    cuts = []
+    for one in key.portions:
+        low, high = max(start, one.start) - one.start, min(stop, one.start + len(one.weight))
+        high -= one.start
+        if low < high:
+            state = {name: row[low:high] for name, row in one.state.items()}
+            cuts.append(Portion(one.start + low, one.history, one.weight[low:high], state))
+    return cuts
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _runs(key: KeyImage) -> list[History]:
+    """Return the histories of a key's parts, each once where neighbours have the same."""
+    return [history for history, _ in groupby(key.portions, lambda one: one.history)]
+
+
+def _count(key: KeyImage) -> int:
+    return sum([len(one.weight) for one in key.portions])
+
+
+def _counts(keys: list[KeyImage]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for key in keys:
+        counts[key.spec.dtype] += _count(key)
+    return counts

@@ -1,0 +1,251 @@
+"""A server's part in cuts: it gives its image when the scheduler asks for one, and returns to one.
+
+Theory of operation
+-------------------
+The scheduler sees to it that no worker changes anything while images are taken
+(:mod:`kvps.core.cuts`); what still is under way between servers, the keeper waits for. Taking an
+image takes no copy: the values are held, and an update that comes before they are on the disk goes
+to another buffer. Orders of the scheduler may come twice, and answers may be lost, so each order is
+answered with all that is known of its cut::
+
+    TAKE-IMAGE ──► IMAGE-TAKEN ──► (disk) ──► IMAGE-KEPT
+    COMMIT     ──► (disk) ──► COMMITTED
+    RECALL     ──► (disk) ──► SHELF
+    RESTORE    ──► (disk) ──► RESTORED
+
+From RESTORE on the server serves nobody until the view says that the epoch has begun: what was
+asked of it before belongs to values that are not there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvps.core.disk import (
+    Answer,
+    Complete,
+    Completed,
+    Found,
+    Loaded,
+    Look,
+    Order,
+    Read,
+    Remove,
+    Write,
+    Written,
+)
+from kvps.core.effects import Disk, Effects, Note, Send
+from kvps.core.image import Image
+from kvps.core.member import SCHEDULER, Membership
+from kvps.core.requests import Requests
+from kvps.errors import KvpsError
+from kvps.messages import (
+    Commit,
+    Committed,
+    GiveUp,
+    ImageKept,
+    ImageTaken,
+    Message,
+    Recall,
+    Restore,
+    Restored,
+    Shelf,
+    StoreSum,
+    TakeImage,
+)
+
+ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
+"""What the scheduler may want of a keeper."""
+
+
+@dataclass(slots=True)
+class Taking:
+    """One cut, as far as it has come here."""
+
+    cut: int
+    release: Callable[[], None] | None = None
+    """Lets go of the image; None where none is held."""
+    taken: bool = False
+    stores: tuple[StoreSum, ...] = ()
+    kept: ImageKept | None = None
+    committed: Committed | None = None
+    is_committing: bool = False
+
+
+class Keeper:
+    """What one server does for cuts, and which one it returned to."""
+
+    def __init__(self, member: Membership, every_s: float | None) -> None:
+        self._member = member
+        self._every_s = every_s
+        """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
+        self._taking = Taking(0)
+        self.epoch = 0
+        """Of what is held here."""
+        self._returning: Restore | None = None
+        """What is being read, or was read last."""
+        self._restored: Restored | None = None
+        self._recall = 0
+
+    def on_order(self, message: Message, requests: Requests) -> Effects:
+        """The scheduler wants something."""
+        match message:
+            case TakeImage():
+                yield from self._take(message.cut, requests)
+            case Commit():
+                yield from self._commit(message)
+            case GiveUp():
+                yield from self._give_up(message.cut)
+            case Recall():
+                self._recall = message.epoch
+                if self._every_s is None:
+                    yield self._say(Shelf(message.epoch, False, 0.0, (), 0))
+                else:
+                    yield Disk(Look(self._member.job, self._member.rank))
+            case Restore():
+                yield from self._restore(message)
+
+    def on_disk(self, answer: Answer) -> Effects:
+        """Files were written, or looked for."""
+        match answer:
+            case Written():
+                yield from self._written(answer)
+            case Completed():
+                taking = self._taking
+                if taking.cut == answer.cut:
+                    taking.is_committing = False
+                    taking.committed = Committed(answer.cut, _text(answer.error))
+                    yield self._say(taking.committed)
+            case Found():
+                every_s = self._every_s or 0.0
+                if answer.error is not None:
+                    yield Note("warning", str(answer.error))
+                shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
+                yield self._say(shelf)
+            case Loaded():
+                raise AssertionError("what was read is the server's")
+
+    # --- taking -------------------------------------------------------------------------------
+
+    def look(self, requests: Requests) -> Effects:
+        """Take the image that is wanted, if what waited to be applied is."""
+        taking = self._taking
+        if not taking.cut or taking.taken or not requests.is_settled:
+            return
+        image, taking.release = requests.image()
+        taking.taken, taking.stores = True, _sums(image)
+        yield self._say(ImageTaken(taking.cut))
+        yield self._order(Write(taking.cut, image))
+
+    def _take(self, cut: int, requests: Requests) -> Effects:
+        if cut > self._taking.cut:
+            yield from self._give_up(self._taking.cut)
+            self._taking = Taking(cut)
+        taking = self._taking
+        if taking.cut == cut and taking.kept is not None:
+            yield self._say(taking.kept)
+        elif taking.cut == cut and taking.taken:
+            yield self._say(ImageTaken(cut))
+        yield from self.look(requests)
+
+    def _written(self, written: Written) -> Effects:
+        taking = self._taking
+        if taking.cut != written.cut:
+            return  # it was given up meanwhile
+        self._let_go()
+        if written.error is not None:
+            yield Note("error", str(written.error))
+        taking.kept = ImageKept(
+            written.cut, written.size, written.sha256, taking.stores, _text(written.error)
+        )
+        yield self._say(taking.kept)
+
+    def _commit(self, commit: Commit) -> Effects:
+        taking = self._taking
+        if commit.cut != taking.cut:
+            yield self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
+        elif taking.committed is not None:
+            yield self._say(taking.committed)
+        elif not taking.is_committing:
+            taking.is_committing = True
+            welcome = self._member.welcome
+            assert welcome is not None
+            yield self._order(
+                Complete(self._member.job, welcome.servers, welcome.workers, commit)
+            )
+
+    def _give_up(self, cut: int) -> Effects:
+        taking = self._taking
+        if cut and taking.cut == cut and taking.committed is None:
+            self._let_go()
+            if taking.taken:
+                yield self._order(Remove(cut))
+            self._taking = replace(taking, taken=True, kept=None, release=None)
+            self._taking.kept = ImageKept(cut, 0, "", (), "it was given up")
+
+    def _let_go(self) -> None:
+        if self._taking.release is not None:
+            self._taking.release()
+            self._taking.release = None
+
+    # --- returning ----------------------------------------------------------------------------
+
+    def begin(self) -> Effects:
+        """A job begins: nothing is held of any other."""
+        yield from self._give_up(self._taking.cut)
+        self.epoch, self._returning, self._restored = 0, None, None
+
+    def _restore(self, order: Restore) -> Effects:
+        if self._returning == order:
+            if self._restored is not None:
+                yield self._say(self._restored)
+            return
+        yield from self._give_up(self._taking.cut)
+        self._returning, self._restored = order, None
+        welcome = self._member.welcome
+        assert welcome is not None
+        yield self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
+
+    def is_for_us(self, loaded: Loaded) -> bool:
+        """Whether it is what this server returns to."""
+        return loaded.for_whom is not None and loaded.for_whom is self._returning
+
+    def restored(self, error: KvpsError | None) -> Effects:
+        """What was read is held now, or cannot be."""
+        assert self._returning is not None
+        if error is None:
+            self.epoch = self._returning.epoch
+        else:
+            yield Note("error", str(error))
+        self._restored = Restored(self._returning.epoch, _text(error))
+        yield self._say(self._restored)
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether what is held here is not what is to be held."""
+        return self._returning is not None and self._returning.epoch != self.epoch
+
+    # --- small things -------------------------------------------------------------------------
+
+    def _order(self, order: Order) -> Disk:
+        return Disk(order)
+
+    def _say(self, message: Message) -> Send:
+        return Send(SCHEDULER, self._member.packet(message))
+
+
+def _sums(image: Image) -> tuple[StoreSum, ...]:
+    """Return what to say of each store; a key counts where its first element is."""
+    return tuple(
+        StoreSum(
+            store.name,
+            sum([not key.portions or key.portions[0].start == 0 for key in store.keys]),
+            *store.versions,
+        )
+        for store in image.stores
+    )
+
+
+def _text(error: KvpsError | None) -> str:
+    return "" if error is None else str(error)[:1000] or type(error).__name__
