@@ -17,8 +17,10 @@ from then on may come along any route. Another server is known by the view.
 
 from __future__ import annotations
 
+from kvps.core.disk import Answer, Loaded
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
+from kvps.core.keeper import ORDERS, Keeper
 from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session
@@ -54,14 +56,31 @@ class Server:
         memory_limit: int | None = None,
         memory: Memory = PRIVATE,
         threads: int = 1,
+        checkpoint_every_s: float | None = None,
     ) -> None:
+        """Begin.
+
+        Args:
+            identity: who this is.
+            now: the time.
+            memory_limit: bytes of values that keys may have.
+            memory: where values lie.
+            threads: how many compute.
+            checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None
+                without a place for them.
+        """
         self.member = Membership(identity, now)
+        self.keeper = Keeper(self.member, checkpoint_every_s)
         self._memory = memory
         self._threads = threads
         self.requests = Requests(self.member, Engine(0, 1, 0), memory_limit)
         self._memory_limit = memory_limit
-        self._endpoints: dict[int, str] = {}
-        """Where each other server is connected to."""
+        self._endpoints: dict[int, tuple[str, int]] = {}
+        """Where each other server is connected to, and which life of it."""
+        self._floor = 0
+        """The view in which the present epoch began: what is older asks for what is gone."""
+        self._epoch = 0
+        """Of that view."""
         self._heard_at = now
         """When a worker of this job last spoke."""
         self._rang_at = now
@@ -82,10 +101,20 @@ class Server:
             return
         if isinstance(packet.message, Welcome | Error):
             return  # another server's answer to our HELLO or NORMS; an answer is never answered
+        if not self._serves(packet):
+            return  # the sender will learn why from the scheduler, and ask again what is still of use
         try:
             yield from self._on_peer(route, packet, now)
         except KvpsError as error:
             yield self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
+        yield from self.keeper.look(self.requests)
+
+    def on_disk(self, answer: Answer, now: float) -> Effects:
+        """Files were written or read."""
+        if not isinstance(answer, Loaded):
+            yield from self.keeper.on_disk(answer)
+        elif self.keeper.is_for_us(answer):
+            yield from self._return(answer)
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke: only the scheduler judges what that means."""
@@ -116,39 +145,69 @@ class Server:
 
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         before, job, welcome = self.member.number, self.member.job, self.member.welcome
+        if isinstance(packet.message, ORDERS) and welcome is not None:
+            self.member.heard_at = now
+            if packet.envelope.job == job:
+                yield from self.keeper.on_order(packet.message, self.requests)
+            return
         yield from self.member.on_packet(packet, now)
         if self.member.stopped is not None:
             yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
             return
         if self.member.welcome is not welcome:
-            self._begin()
+            yield from self._begin()
         elif self.member.job != job:
-            self._begin()
+            yield from self._begin()
             before = 0
             yield Note("info", "the next job begins; the stores of the last one are dropped")
         if self.member.number != before:
             yield from self._on_view()
 
-    def _begin(self) -> None:
+    def _begin(self) -> Effects:
         """Hold nothing of any job."""
+        yield from self.keeper.begin()
+        self._floor = self._epoch = 0
+        self.requests = self._hold_nothing({})
+
+    def _hold_nothing(self, lives: dict[int, int]) -> Requests:
         welcome = self.member.welcome
         assert welcome is not None
         engine = Engine(
             self.member.rank, welcome.servers, welcome.workers, self._memory, self._threads
         )
-        self.requests = Requests(self.member, engine, self._memory_limit)
+        return Requests(self.member, engine, self._memory_limit, lives)
+
+    def _return(self, loaded: Loaded) -> Effects:
+        """Hold what was read, and nothing else."""
+        self.requests = self._hold_nothing(self.requests.lives)
+        error = loaded.error
+        if loaded.image is not None:
+            try:
+                self.requests.restore(loaded.image)
+            except KvpsError as raised:
+                error = raised
+        yield from self.keeper.restored(error)
+
+    def _serves(self, packet: Packet) -> bool:
+        """Whether what is held here is what the sender of ``packet`` may ask for."""
+        view = self.member.view
+        if self.keeper.is_returning or (view is not None and view.epoch != self.keeper.epoch):
+            return False
+        return isinstance(packet.message, Hello) or packet.envelope.view >= self._floor
 
     def _on_view(self) -> Effects:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
+        if view.epoch != self._epoch:
+            self._epoch, self._floor = view.epoch, view.number
         for one in view.members:
             if one.role == Role.WORKER:
                 self.requests.begin(one.rank, one.incarnation)
             elif one.role == Role.SERVER and one.rank != self.member.rank:
-                known = self._endpoints.get(one.rank)
-                if one.state == "held" and one.endpoint != known:
-                    self._endpoints[one.rank] = one.endpoint
+                place = (one.endpoint, one.incarnation)
+                if one.state == "held" and self._endpoints.get(one.rank) != place:
+                    self._endpoints[one.rank] = place
                     yield Connect(f"server {one.rank}", one.endpoint)
                     yield Send(f"server {one.rank}", self.member.hello())
         yield from self.requests.look_again()
