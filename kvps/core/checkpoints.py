@@ -1,0 +1,261 @@
+"""When the scheduler has a cut taken, and when it has the servers return to one.
+
+A cut is taken when the servers want one (``--checkpoint-every``), and when all workers ask for one
+(``kv.checkpoint()``). One is taken at a time. Which cuts there are is asked of the servers; the
+scheduler itself keeps two numbers: that of the newest cut that was begun, so that no two have the same,
+and that of the newest that is complete, so that everybody can be told whether a lost server is a
+misfortune or the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvps.core.barriers import Answer, Waiter
+from kvps.core.cuts import AGAIN_S, Cut, Letter, Stage
+from kvps.core.recovery import Recovery
+from kvps.errors import ConfigError, EpochChanged, KvpsError, StorageError
+from kvps.messages import (
+    Checkpoint,
+    Checkpointed,
+    Error,
+    Message,
+    Node,
+    Recall,
+    Role,
+    Shelf,
+)
+
+RETRY_S = 5.0
+"""How long after a cut that was given up the next is tried, at most."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One store's wish for a cut."""
+
+    number: int
+    tag: str
+    waiters: dict[int, Waiter] = field(default_factory=dict)
+    """By rank."""
+
+
+class Checkpoints:
+    """The cuts of one job; it decides, and leaves what is to be said in ``letters``, ``answers``
+    and ``notes``."""
+
+    def __init__(self, servers: int) -> None:
+        self._count = servers
+        self.begun = 0
+        """The number of the newest cut that was begun, by this job or another."""
+        self.kept = 0
+        """The newest cut of this job that is complete; 0 while there is none."""
+        self.epoch = 0
+        self.recovery: Recovery | None = None
+        self.letters: list[Letter] = []
+        self.answers: list[Answer] = []
+        self.notes: list[tuple[str, str]] = []
+        self.has_changed = False
+        """Something that a restart must know."""
+        self._shelves: dict[int, Shelf] = {}
+        """By server, what it said of its place for cuts."""
+        self._cut: Cut | None = None
+        self._wishes: dict[str, Asked] = {}
+        self._granted: dict[str, tuple[int, int]] = {}
+        """By store, the last wish that was granted, and by which cut."""
+        self._workers: frozenset[int] = frozenset()
+        self._servers: frozenset[int] = frozenset()
+        self._next_at = 0.0
+        self._again_at = 0.0
+        self._is_running = False
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def meet(
+        self, workers: Iterable[int], servers: Iterable[int], is_running: bool, now: float
+    ) -> None:
+        """These members are alive now; ``is_running`` while the job may have cuts."""
+        if is_running and not self._is_running:
+            self._next_at = now + self._every_s
+        self._workers, self._servers = frozenset(workers), frozenset(servers)
+        self._is_running = is_running
+        if self._cut is not None:
+            self._cut.meet(self._workers, self._servers)
+        for asked in self._wishes.values():
+            for rank in asked.waiters.keys() - self._workers:
+                del asked.waiters[rank]
+        self._go_on(now)
+
+    def replaced(self, rank: int, now: float) -> bool:
+        """A server was replaced; return whether all servers return to a cut now."""
+        self._shelves.pop(rank, None)
+        if self._cut is not None:
+            self._cut.give_up(f"server {rank} was replaced")
+        if not self.kept:
+            return False
+        self.epoch += 1
+        self.recovery = Recovery(self.epoch, self._count)
+        self.has_changed = True
+        for asked in self._wishes.values():
+            self._refuse(asked, EpochChanged("the servers returned to an earlier cut"))
+        self._wishes.clear()
+        self.notes.append(
+            ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
+        )
+        self._say_again(now)
+        return True
+
+    # --- what is heard ------------------------------------------------------------------------
+
+    def ask(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
+        """A worker wants a cut.
+
+        Raises:
+            ConfigError: if no server has a place for it.
+        """
+        granted = self._granted.get(wish.store)
+        if granted is not None and wish.number <= granted[0]:
+            self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, granted[1])))
+            return
+        if len(self._shelves) == self._count and not self._keeps:
+            raise ConfigError(
+                "no place for checkpoints: start every kvps-server with --checkpoint-dir, or set "
+                "KVPS_CHECKPOINT_DIR"
+            )
+        asked = self._wishes.get(wish.store)
+        if asked is None or asked.number != wish.number:
+            asked = self._wishes[wish.store] = Asked(wish.number, wish.tag)
+        asked.waiters[rank] = waiter
+        self._go_on(now)
+
+    def hear(self, node: Node, message: Message, now: float) -> None:
+        """A member says something of cuts."""
+        if isinstance(message, Shelf):
+            self._shelves[node.rank] = message
+            self.begun = max(self.begun, message.highest)
+        if self.recovery is not None:
+            self._hear_of_return(node, message, now)
+        elif self._cut is not None and getattr(message, "cut", 0) == self._cut.number:
+            before = self._cut.stage, dict(self._cut.least)
+            self._cut.hear(node, message)
+            if (self._cut.stage, self._cut.least) != before:
+                self._say_again(now)
+        self._go_on(now)
+
+    def _hear_of_return(self, node: Node, message: Message, now: float) -> None:
+        recovery = self.recovery
+        assert recovery is not None
+        before = recovery.cut
+        recovery.hear(node.rank, message)
+        if recovery.failure:
+            self.notes.append(("error", f"no server can return to a cut: {recovery.failure}"))
+            self.kept, self.recovery, self.has_changed = 0, None, True
+        elif recovery.is_over:
+            self.notes.append(
+                ("warning", f"all servers hold cut {recovery.cut}; epoch {self.epoch} begins")
+            )
+            self.kept, self.recovery, self.has_changed = recovery.cut, None, True
+            self._next_at = now + self._every_s
+        elif recovery.cut != before:
+            self._say_again(now)
+
+    # --- what follows -------------------------------------------------------------------------
+
+    def on_time(self, now: float) -> None:
+        """Begin what is due, and say again what has no answer."""
+        if self._cut is not None:
+            self._cut.on_time(now)
+        self._go_on(now)
+        if now >= self._again_at:
+            self._say_again(now)
+
+    @property
+    def due(self) -> float | None:
+        """When :meth:`on_time` may have something to do."""
+        if not self._is_running and self.recovery is None:
+            return None
+        if self.recovery is not None or self._cut is not None or not self._knows_all:
+            return self._again_at
+        return self._next_at if self._every_s else None
+
+    def _go_on(self, now: float) -> None:
+        """End the cut that is over, and begin the next if it is time."""
+        if self._cut is not None:
+            self._end(self._cut, now)
+        if self._cut is not None or self.recovery is not None or not self._is_running:
+            return
+        if not (self._knows_all and self._keeps and len(self._servers) == self._count):
+            return
+        wish = next((one for one in self._wishes.values() if self._is_whole(one)), None)
+        if wish is not None or (self._every_s and now >= self._next_at):
+            self.begun += 1
+            self._cut = Cut(
+                self.begun,
+                "" if wish is None else wish.tag,
+                self.epoch,
+                self._workers,
+                self._servers,
+                now,
+            )
+            self.has_changed = True
+            self._say_again(now)
+
+    def _is_whole(self, asked: Asked) -> bool:
+        return asked.waiters.keys() >= self._workers
+
+    def _end(self, cut: Cut, now: float) -> None:
+        if cut.stage is Stage.COMPLETE:
+            self._cut, self.kept, self.has_changed = None, cut.number, True
+            self._next_at = now + self._every_s
+            self.notes.append(("info", f"checkpoint {cut.number} is complete"))
+            self._grant(cut)
+        elif cut.stage is Stage.GIVEN_UP:
+            for store, asked in list(self._wishes.items()):
+                if asked.tag == cut.tag and self._is_whole(asked) and "worker" not in cut.reason:
+                    del self._wishes[store]
+                    text = f"checkpoint {cut.number} was given up: {cut.reason}"
+                    self._refuse(asked, StorageError(text))
+            if cut.is_over:
+                self._cut = None
+                self._next_at = now + min(self._every_s or RETRY_S, RETRY_S)
+                self.notes.append(
+                    ("warning", f"checkpoint {cut.number} was given up: {cut.reason}")
+                )
+
+    def _grant(self, cut: Cut) -> None:
+        for store, asked in list(self._wishes.items()):
+            if asked.tag == cut.tag and self._is_whole(asked):
+                del self._wishes[store]
+                self._granted[store] = (asked.number, cut.number)
+                for waiter in asked.waiters.values():
+                    answer = Checkpointed(waiter.seq, cut.number)
+                    self.answers.append(Answer(waiter.route, answer))
+
+    def _refuse(self, asked: Asked, error: KvpsError) -> None:
+        for waiter in asked.waiters.values():
+            self.answers.append(Answer(waiter.route, Error(waiter.seq, error.code, str(error))))
+
+    def _say_again(self, now: float) -> None:
+        self._again_at = now + AGAIN_S
+        if self.recovery is not None:
+            self.letters += self.recovery.letters()
+        elif self._cut is not None:
+            self.letters += self._cut.letters()
+        elif self._is_running:
+            for rank in sorted(self._servers - self._shelves.keys()):
+                self.letters.append((Node(Role.SERVER, rank), Recall(self.epoch)))
+
+    @property
+    def _knows_all(self) -> bool:
+        return len(self._shelves) == self._count
+
+    @property
+    def _keeps(self) -> bool:
+        return bool(self._shelves) and all(one.keeps for one in self._shelves.values())
+
+    @property
+    def _every_s(self) -> float:
+        """How often cuts are taken; 0 for only when asked."""
+        wanted = [one.every_s for one in self._shelves.values() if one.every_s]
+        return min(wanted, default=0.0)
