@@ -41,9 +41,7 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
     )
 
 
-def _portions(
-    shard: Shard, chunks: Chunks, histories: dict[int, History]
-) -> tuple[Portion, ...]:
+def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tuple[Portion, ...]:
     portions = []
     offset = shard.start
     for piece in shard.pieces:

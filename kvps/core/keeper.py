@@ -171,9 +171,7 @@ class Keeper:
             taking.is_committing = True
             welcome = self._member.welcome
             assert welcome is not None
-            yield self._order(
-                Complete(self._member.job, welcome.servers, welcome.workers, commit)
-            )
+            yield self._order(Complete(self._member.job, welcome.servers, welcome.workers, commit))
 
     def _give_up(self, cut: int) -> Effects:
         taking = self._taking

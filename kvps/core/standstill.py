@@ -1,0 +1,121 @@
+"""Where a worker halts, so that the servers can take a cut between two of its steps.
+
+In a synchronous store a *step* is what happens between two rounds: all keys that move together have
+been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
+numbers: a worker stands when no key is one push behind the leading one, or when a push begins that
+would take the lead further. Where each push is applied by itself there are no steps, and a worker may
+stand at any time.
+
+Only the first rank's other calls change values (it creates, replaces and optimizes); they are held as
+pushes are. What only reads goes on.
+
+Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, or whose caller would
+soon lose patience, goes on by itself, and says so when it is asked; such a cut is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvps.core import calls
+from kvps.core.catalogue import Catalogue
+from kvps.messages import Halt
+
+STAND_MAX_S = 35.0
+"""Of a synchronous store, whose ranks wait for each other anyway; longer than the scheduler waits."""
+FREE_STAND_MAX_S = 3.0
+"""Of a job with a store in which nobody waits for others."""
+PATIENCE_S = 1.0
+"""A held call goes on so long before its deadline."""
+
+CREATING = (calls.Init, calls.Broadcast, calls.SetOptimizer, calls.SetRate, calls.LoadState)
+"""Calls by which rank 0 changes values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A call that has to wait."""
+
+    ticket: int
+    call: calls.Call
+    deadline: float
+
+
+class Standstill:
+    """Whether this worker halts, and what it holds back."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.cut = 0
+        """The one for which it halts, or halted last."""
+        self.is_on = False
+        self.stood = True
+        """It did not go on by itself."""
+        self.held: list[Held] = []
+        self._limits: dict[str, int] = {}
+        """By synchronous store, how many pushes of a key may be begun."""
+        self._until = 0.0
+
+    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> bool:
+        """Halt, or halt later than was said before; return whether that is in question at all."""
+        if order.cut < self.cut or (order.cut == self.cut and not self.is_on):
+            return False
+        if order.cut > self.cut:
+            self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
+            free = any(not book.ordered for book in books.values())
+            self._until = now + (FREE_STAND_MAX_S if free else STAND_MAX_S)
+        for name, book in books.items():
+            if book.ordered:
+                least = max(order.least.get(name, 0), self._limits.get(name, 0))
+                self._limits[name] = max(least, _lead(book))
+        return True
+
+    def holds(self, book: Catalogue, call: calls.Call) -> bool:
+        """Whether ``call`` has to wait."""
+        if not self.is_on:
+            return False
+        if isinstance(call, calls.PushValues):
+            limit = self._limits.get(call.store, 0) if book.ordered else 0
+            return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
+        is_creating = self.rank == 0 and isinstance(call, CREATING)
+        return is_creating and (not book.ordered or self._stands(call.store, book))
+
+    def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int] | None:
+        """Return where it stands, by synchronous store; None while it is in a step."""
+        ordered = {name: book for name, book in books.items() if book.ordered}
+        if not all(self._stands(name, book) for name, book in ordered.items()):
+            return None
+        return {name: _lead(book) for name, book in ordered.items()}
+
+    def _stands(self, name: str, book: Catalogue) -> bool:
+        limit = self._limits.get(name, 0)
+        if _lead(book) < limit:
+            return False
+        waits = any(one.call.store == name for one in self.held)
+        return waits or not any(key.number == limit - 1 for key in book.keys.values())
+
+    def deadline(self) -> float | None:
+        """When it goes on by itself."""
+        if not self.is_on:
+            return None
+        return min(self._until, *[one.deadline - PATIENCE_S for one in self.held], self._until)
+
+    def is_impatient(self, now: float) -> bool:
+        """Whether it goes on by itself now."""
+        deadline = self.deadline()
+        if deadline is None or now < deadline:
+            return False
+        self.stood = False
+        return True
+
+    def proceed(self) -> Iterable[Held]:
+        """Go on; return what was held back."""
+        self.is_on = False
+        held, self.held = self.held, []
+        return held
+
+
+def _lead(book: Catalogue) -> int:
+    """How many pushes were made of the key that has most."""
+    return max([key.number for key in book.keys.values()], default=0)
