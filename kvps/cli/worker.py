@@ -17,12 +17,12 @@ from types import FrameType
 from kvps import __version__, config
 from kvps.cli import flags
 from kvps.cli.leash import Leash, kill
-from kvps.core.effects import Copied, Effects, Finish
+from kvps.core.effects import Effects, Finish
 from kvps.core.guardian import ASK, KILL, START, Guardian
 from kvps.core.member import Identity
 from kvps.errors import ConfigError
 from kvps.messages import Role, Welcome
-from kvps.net.driver import Inbox, drive
+from kvps.net.driver import Inbox, Silent, drive
 from kvps.net.zeromq import ZmqTransport
 from kvps.store.roles import on_stop, own_host, own_machine, report
 
@@ -129,7 +129,7 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
         yield f"{host}:{kept.getsockname()[1]}"
 
 
-class Shell:
+class Shell(Silent):
     """Does for the guardian's core what it wants done with the command."""
 
     def __init__(
@@ -201,12 +201,6 @@ class Shell:
             self._signal(effect.value)
         elif effect.ticket == KILL:
             self._signal(signal.SIGKILL)
-
-    def copied(self, effect: Copied) -> None:
-        """A guardian pushes nothing."""
-
-    def save(self, state: bytes) -> None:
-        """A guardian keeps nothing."""
 
     def _start(self, welcome: Welcome) -> None:
         try:

@@ -70,6 +70,12 @@ class Checkpoints:
         self._again_at = 0.0
         self._is_running = False
 
+    def resume(self, begun: int, kept: int, epoch: int, is_returning: bool) -> None:
+        """Go on from what a former scheduler had."""
+        self.begun, self.kept, self.epoch = begun, kept, epoch
+        if is_returning:
+            self.recovery = Recovery(epoch, self._count)
+
     # --- who is there -------------------------------------------------------------------------
 
     def meet(

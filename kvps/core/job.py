@@ -24,13 +24,14 @@ import hashlib
 from collections import Counter
 from typing import NamedTuple
 
-from kvps.core.barriers import Answer, Barriers
+from kvps.core.barriers import Answer, Barriers, Waiter
+from kvps.core.checkpoints import Checkpoints
 from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
 from kvps.core.membership import Seats
 from kvps.core.phase import Phase, assess
 from kvps.core.seats import Seat, Settings, State
 from kvps.core.snapshot import Snapshot, dump, load
-from kvps.messages import Envelope, Message, Node, Packet, Role, Stop, View, Welcome
+from kvps.messages import Checkpoint, Envelope, Message, Node, Packet, Role, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 FAREWELL_MAX_S = 3.0
@@ -63,6 +64,9 @@ class Job:
         """All seats of this job have been taken once."""
         self.seats = Seats(settings)
         self.barriers = Barriers(range(settings.workers))
+        self.checkpoints = Checkpoints(settings.servers)
+        self.since = 0
+        """The view in which the present epoch began: barriers are counted anew from there."""
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """What members are told once everything is over."""
@@ -85,7 +89,10 @@ class Job:
 
     def assess(self, now: float) -> tuple[Phase, str]:
         """Decide how the job stands."""
-        return assess(self.seats.by_node, self.settings, self.formed, now)
+        phase, reason = assess(self.seats.by_node, self.settings, self.formed, now)
+        if phase is Phase.RUNNING and self.checkpoints.recovery is not None:
+            return Phase.RETURNING, f"the servers return to a cut; {reason}"
+        return phase, reason
 
     def settle(self, now: float) -> None:
         """Draw the consequences of a change of seats, or of time."""
@@ -99,6 +106,7 @@ class Job:
             is_stuck = self.phase is Phase.ENDING
             self._patience_until = now + self.settings.replace_max_s if is_stuck else None
         answers = self._assemble()
+        self._meet(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
             is_well = len(self.seats.workers(State.LEFT)) == self.settings.workers
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
@@ -119,7 +127,53 @@ class Job:
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
             self._end(code, f"given up: {self.reason}", now)
+        self.checkpoints.on_time(now)
+        self._heed_checkpoints()
         self._schedule()
+
+    def take_in(self, node: Node, message: Message, now: float) -> None:
+        """A member says something of cuts."""
+        was_returning = self.checkpoints.recovery is not None
+        self.checkpoints.hear(node, message, now)
+        self._heed_checkpoints()
+        if was_returning and self.checkpoints.recovery is None:
+            self.settle(now)
+        self._schedule()
+
+    def wish(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
+        """A worker wants a cut."""
+        self.checkpoints.ask(rank, waiter, wish, now)
+        self._heed_checkpoints()
+        self._schedule()
+
+    def return_to_cut(self, seat: Seat, now: float) -> None:
+        """A server was replaced: a new epoch begins, if there is a cut to return to."""
+        if self.formed and self.checkpoints.replaced(seat.node.rank, now):
+            self.barriers.clear(range(self.settings.workers))
+            self.since = self.number + 1
+
+    def _meet(self, now: float) -> None:
+        """Let the checkpoints know who is there."""
+        servers = [
+            seat.node.rank
+            for seat in self.seats.by_node.values()
+            if seat.node.role is Role.SERVER and seat.state is State.HELD
+        ]
+        workers = [seat.node.rank for seat in self.seats.workers(State.HELD)]
+        self.checkpoints.meet(workers, servers, self.phase is Phase.RUNNING, now)
+        self._heed_checkpoints()
+
+    def _heed_checkpoints(self) -> None:
+        """Say and note what the checkpoints have to."""
+        ours = self.checkpoints
+        for node, message in ours.letters:
+            for route in self.seats.by_node[node].links:
+                self.send(route, message)
+        for level, text in ours.notes:
+            self.note(level, text)
+        self.answer(ours.answers)
+        self.has_changed |= ours.has_changed
+        ours.letters, ours.notes, ours.answers, ours.has_changed = [], [], [], False
 
     def revive(self, seat: Seat, now: float) -> None:
         """Give a seat back to one that was lost, speaks again, and was not replaced."""
@@ -144,7 +198,7 @@ class Job:
 
     def _schedule(self) -> None:
         self.seats.has_new_suspect = False
-        times = (self.seats.due(self.formed), self._patience_until)
+        times = (self.seats.due(self.formed), self._patience_until, self.checkpoints.due)
         if self.stop is None:
             self.due = min((time for time in times if time is not None), default=None)
 
@@ -162,6 +216,7 @@ class Job:
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
+        self.checkpoints, self.since = Checkpoints(self.settings.servers), 0
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()
@@ -209,7 +264,14 @@ class Job:
 
     def view(self, now: float) -> View:
         """Return who holds which seat."""
-        return View(self.number, self.phase.value, self.reason, self.seats.members(now))
+        return View(
+            self.number,
+            self.phase.value,
+            self.reason,
+            self.seats.members(now),
+            self.checkpoints.epoch,
+            self.checkpoints.kept,
+        )
 
     def welcome(self, seat: Seat, places: dict[int, Place] | None = None) -> Welcome:
         """Return what tells its holder about a seat."""
@@ -266,8 +328,10 @@ class Job:
 
     def snapshot(self) -> bytes:
         """Return what :meth:`restore` needs."""
+        ours = self.checkpoints
+        cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
         released = self.barriers.released
-        return dump(Snapshot(self.name, self.number, self.formed, self.seats, released))
+        return dump(Snapshot(self.name, self.number, self.formed, self.seats, released, cuts))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
@@ -276,6 +340,8 @@ class Job:
         job = cls(settings, former.job, now)
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
         job.barriers.released = former.released
+        begun, kept, epoch, is_returning, job.since = former.cuts
+        job.checkpoints.resume(begun, kept, epoch, is_returning)
         job._assemble()
         job.phase = Phase.RUNNING if former.formed else Phase.FORMING
         job.reason = job.assess(now)[1]

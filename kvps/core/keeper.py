@@ -105,6 +105,8 @@ class Keeper:
                     yield Disk(Look(self._member.job, self._member.rank))
             case Restore():
                 yield from self._restore(message)
+            case _:
+                raise AssertionError(f"{type(message).__name__} is no order")
 
     def on_disk(self, answer: Answer) -> Effects:
         """Files were written, or looked for."""

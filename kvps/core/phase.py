@@ -21,6 +21,8 @@ class Phase(enum.Enum):
 
     FORMING = "forming"
     RUNNING = "running"
+    RETURNING = "returning"
+    """It runs, and its servers return to a cut."""
     ENDING = "ending"
     """It cannot go on, or is over; it ends as soon as no worker is here."""
 

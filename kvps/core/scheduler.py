@@ -30,13 +30,22 @@ from kvps.messages import (
     PROTOCOL,
     Barrier,
     Beat,
+    Checkpoint,
+    Committed,
     Envelope,
     Error,
+    Halted,
     Hello,
+    ImageKept,
+    ImageTaken,
     Leave,
     Left,
+    Message,
     Packet,
+    Proceeding,
+    Restored,
     Role,
+    Shelf,
     Stop,
 )
 
@@ -75,6 +84,12 @@ class Scheduler:
                     self._on_beat(route, envelope, message, now)
                 case Barrier():
                     self._on_barrier(route, envelope, message, now)
+                case Checkpoint():
+                    self._on_checkpoint(route, envelope, message, now)
+                case Halted() | Proceeding() | ImageTaken() | ImageKept() | Committed():
+                    self._on_cut(route, envelope, message, now)
+                case Shelf() | Restored():
+                    self._on_cut(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
@@ -125,6 +140,8 @@ class Scheduler:
             seat, replaces = self.job.seats.take(route, hello, now)
             verb = "is replaced by" if replaces else "joined:"
             self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
+            if replaces and seat.node.role is Role.SERVER:
+                self.job.return_to_cut(seat, now)
             self.job.withdraw(seat)
             self.job.settle(now)
             if not seat.is_welcomed:
@@ -175,6 +192,21 @@ class Scheduler:
                 self.job.withdraw(seat)
             self.job.settle(now)
 
+    def _on_cut(self, route: Route, envelope: Envelope, message: Message, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        self.job.revive(seat, now)
+        self.job.take_in(seat.node, message, now)
+
+    def _on_checkpoint(
+        self, route: Route, envelope: Envelope, wish: Checkpoint, now: float
+    ) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.WORKER:
+            raise ProtocolError(f"{seat.node} wants a checkpoint; only workers do")
+        self.job.revive(seat, now)
+        if envelope.view >= self.job.since:
+            self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
+
     def _on_barrier(self, route: Route, envelope: Envelope, barrier: Barrier, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
@@ -182,6 +214,8 @@ class Scheduler:
         if not seat.is_alive:
             raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
         self.job.revive(seat, now)
+        if envelope.view < self.job.since:
+            return  # its sender is still in the former epoch, and will not wait for an answer
         name = (barrier.store, barrier.name)
         before = self.job.barriers.released.get(name)
         self.job.answer(

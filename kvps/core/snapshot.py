@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Snapshot(NamedTuple):
@@ -28,6 +28,9 @@ class Snapshot(NamedTuple):
     formed: bool
     seats: Seats
     released: dict[Name, int]
+    cuts: tuple[int, int, int, bool, int]
+    """The newest cut that was begun, and that is complete, the epoch, whether the servers return to
+    a cut, and the view in which the epoch began."""
 
 
 def dump(snapshot: Snapshot) -> bytes:
@@ -52,7 +55,7 @@ def dump(snapshot: Snapshot) -> bytes:
     released = [(*name, number) for name, number in snapshot.released.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    state: bytes = msgpack.packb((head, seats, released))
+    state: bytes = msgpack.packb((head, seats, released, snapshot.cuts))
     return state
 
 
@@ -64,7 +67,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
         ConfigError: if it is of a cluster of another size.
     """
     try:
-        head, rows, released = msgpack.unpackb(state)
+        head, rows, released, cuts = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
@@ -93,8 +96,9 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}
+        begun, kept, epoch, is_returning, since = cuts
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
             "the scheduler's state cannot be read: start with another --state, and the job again"
         ) from error
-    return Snapshot(job, number, formed, seats, passed)
+    return Snapshot(job, number, formed, seats, passed, (begun, kept, epoch, is_returning, since))

@@ -18,6 +18,7 @@ from kvps.core.effects import (
     Connect,
     Copied,
     Core,
+    Disk,
     Effects,
     Exit,
     Finish,
@@ -94,9 +95,12 @@ class Listener(Protocol):
     def save(self, state: bytes) -> None:
         """This state must survive a restart."""
 
+    def order(self, effect: Disk) -> None:
+        """Something is to be done with files."""
+
 
 class Silent:
-    """A listener of a core that has no calls and keeps nothing."""
+    """A listener of a core that has no calls and keeps nothing; others hear what concerns them."""
 
     def finish(self, effect: Finish) -> None:
         """Nobody waits."""
@@ -106,6 +110,9 @@ class Silent:
 
     def save(self, state: bytes) -> None:
         """Nothing is kept."""
+
+    def order(self, effect: Disk) -> None:
+        """There are no files."""
 
 
 class Inbox(Generic[C]):
@@ -168,6 +175,8 @@ def drive(
                     heard.copied(effect)
                 case Save():
                     heard.save(effect.state)
+                case Disk():
+                    heard.order(effect)
                 case Exit():
                     wish = effect
         return wish

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvps import config
-from kvps.core.effects import Copied, Exit, Finish
+from kvps.core.effects import Exit
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.errors import KvpsError, SchedulerLost, StorageError
-from kvps.net.driver import Inbox, drive
+from kvps.net.driver import Inbox, Silent, drive
 from kvps.net.locality import machine
 from kvps.net.zeromq import ZmqTransport
 
@@ -35,7 +35,7 @@ RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
 
-class StateFile:
+class StateFile(Silent):
     """Keeps the scheduler's state where a restart finds it."""
 
     def __init__(self, folder: str) -> None:
@@ -71,12 +71,6 @@ class StateFile:
     def remove(self) -> None:
         """The job is over: a restart begins another."""
         self._path.unlink(missing_ok=True)
-
-    def finish(self, effect: Finish) -> None:
-        """The scheduler has no calls."""
-
-    def copied(self, effect: Copied) -> None:
-        """The scheduler has no calls."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.member import Identity
 from kvps.core.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
-from kvps.net.driver import Inbox, Transport, drive
+from kvps.net.driver import Inbox, Silent, Transport, drive
 from kvps.store.handle import Ticket
 from kvps.store.staging import Staging
 from kvps.store.transport import Shared
@@ -36,7 +36,7 @@ LEAVE_MAX_S = 5.0
 """How long the end of a process waits for the scheduler to know of it."""
 
 
-class Session:
+class Session(Silent):
     """One worker of one cluster, in this process."""
 
     def __init__(self, identity: Identity, transport: Transport, memory: Memory) -> None:
@@ -87,9 +87,6 @@ class Session:
         ticket = self._tickets.get(effect.ticket)
         if ticket is not None:
             ticket.copied()
-
-    def save(self, state: bytes) -> None:
-        """A worker keeps nothing."""
 
     # --- the user's side ------------------------------------------------------------------------
 
