@@ -1,0 +1,166 @@
+"""How a cut comes about: who is asked what, in which order, and what makes it fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.cuts import HALT_MAX_S, Cut, Stage
+from kvps.messages import (
+    Commit,
+    Committed,
+    GiveUp,
+    Halt,
+    Halted,
+    ImageKept,
+    ImageSum,
+    ImageTaken,
+    Message,
+    Node,
+    Proceed,
+    Proceeding,
+    Role,
+    StoreSum,
+    TakeImage,
+)
+
+W0, W1 = Node(Role.WORKER, 0), Node(Role.WORKER, 1)
+S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
+
+
+def cut_of(workers: int = 2, servers: int = 2) -> Cut:
+    return Cut(7, "best", 3, frozenset(range(workers)), frozenset(range(servers)), 10.0)
+
+
+def kept(size: int, *stores: StoreSum, error: str = "") -> ImageKept:
+    return ImageKept(7, size, f"{size:064x}", stores, error)
+
+
+def hear(cut: Cut, *said: tuple[Node, Message]) -> Cut:
+    for node, message in said:
+        cut.hear(node, message)
+    return cut
+
+
+def stand(cut: Cut, number: int = 5) -> Cut:
+    return hear(cut, (W0, Halted(7, {"kv": number})), (W1, Halted(7, {"kv": number})))
+
+
+def to_writing(cut: Cut) -> Cut:
+    return hear(stand(cut), (S0, ImageTaken(7)), (S1, ImageTaken(7)))
+
+
+def test_first_all_workers_are_asked_to_halt() -> None:
+    assert list(cut_of().letters()) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
+
+
+def test_who_stands_is_not_asked_again() -> None:
+    cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
+    assert list(cut.letters()) == [(W1, Halt(7, {}))]
+
+
+def test_who_is_behind_goes_on_to_where_the_others_are() -> None:
+    cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
+    assert list(cut.letters()) == [(W1, Halt(7, {"kv": 6}))]
+    hear(cut, (W1, Halted(7, {"kv": 6})))
+    assert cut.stage is Stage.IMAGING
+
+
+def test_a_worker_without_the_store_stands_anywhere() -> None:
+    cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {})))
+    assert cut.stage is Stage.IMAGING
+
+
+def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> None:
+    cut = stand(cut_of())
+    assert list(cut.letters()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
+    hear(cut, (S0, ImageTaken(7)))
+    assert cut.stage is Stage.IMAGING
+    hear(cut, (S1, ImageTaken(7)))
+    assert set(cut.letters()) == {
+        (S0, TakeImage(7)),
+        (S1, TakeImage(7)),
+        (W0, Proceed(7)),
+        (W1, Proceed(7)),
+    }
+
+
+def test_it_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> None:
+    cut = to_writing(cut_of())
+    hear(cut, (S0, kept(1, StoreSum("kv", 2, 5, 5), StoreSum("a", 1, 9, 9))))
+    hear(cut, (S1, kept(2, StoreSum("kv", 1, 4, 6))), (W0, Proceeding(7, True)))
+    assert cut.stage is Stage.WRITING
+    hear(cut, (W1, Proceeding(7, True)))
+    images = (ImageSum(1, f"{1:064x}"), ImageSum(2, f"{2:064x}"))
+    commit = Commit(7, "best", 3, images, (StoreSum("kv", 3, 4, 6), StoreSum("a", 1, 9, 9)))
+    assert list(cut.letters()) == [(S0, commit), (S1, commit)]
+    hear(cut, (S1, Committed(7)))
+    assert list(cut.letters()) == [(S0, commit)]
+    assert not cut.is_over
+    hear(cut, (S0, Committed(7)))
+    assert cut.stage is Stage.COMPLETE
+    assert cut.is_over
+    assert not list(cut.letters())
+    cut.give_up("too late")
+    assert cut.stage is Stage.COMPLETE
+
+
+def test_an_image_that_is_on_the_disk_was_taken() -> None:
+    cut = hear(stand(cut_of()), (S0, kept(1)), (S1, kept(2)))
+    assert cut.stage is Stage.WRITING
+
+
+@pytest.mark.parametrize(
+    ("node", "message", "reason"),
+    [
+        (W1, Proceeding(7, False), "worker 1 could not wait any longer"),
+        (S1, kept(0, error="disk full"), "server 1: disk full"),
+        (S0, Committed(7, "disk full"), "server 0: disk full"),
+    ],
+)
+def test_what_goes_wrong_anywhere_ends_it(node: Node, message: Message, reason: str) -> None:
+    cut = hear(to_writing(cut_of()), (node, message))
+    assert cut.stage is Stage.GIVEN_UP
+    assert cut.reason == reason
+    letters = list(cut.letters())
+    assert (S0, GiveUp(7)) in letters
+    assert (W0, Proceed(7)) in letters
+    hear(cut, (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
+    assert cut.is_over
+    cut.give_up("something else")
+    assert cut.reason == reason
+
+
+def test_members_that_come_or_go_end_it() -> None:
+    both = frozenset({0, 1})
+    cut = to_writing(cut_of())
+    cut.meet(both, both)
+    assert cut.stage is Stage.WRITING
+    cut.meet(frozenset({0}), both)
+    assert cut.reason == "a worker came or went"
+    cut = to_writing(cut_of())
+    cut.meet(both, frozenset({0}))
+    assert cut.reason == "a server came or went"
+
+
+def test_a_worker_that_has_said_that_it_stood_may_go() -> None:
+    cut = hear(to_writing(cut_of()), (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
+    cut.meet(frozenset({0}), frozenset({0, 1}))
+    assert cut.stage is Stage.WRITING
+
+
+def test_nobody_stands_for_ever() -> None:
+    cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
+    cut.on_time(10.0 + HALT_MAX_S - 1)
+    assert cut.stage is Stage.HALTING
+    cut.on_time(10.0 + HALT_MAX_S)
+    assert cut.reason == "workers [1] were in the middle of a step for 30 s"
+    cut = hear(stand(cut_of()), (S0, ImageTaken(7)))
+    cut.on_time(10.0 + HALT_MAX_S)
+    assert cut.reason == "servers [1] still had something to apply after 30 s"
+
+
+def test_strangers_are_not_heard() -> None:
+    cut = cut_of(1, 1)
+    stranger = (Halted(7, {}), Proceeding(7, False), ImageTaken(7), kept(1), Committed(7, "no"))
+    hear(cut, *[(Node(Role.WORKER, 5), one) for one in stranger])
+    assert cut == cut_of(1, 1)

@@ -1,0 +1,50 @@
+"""How all servers return to one cut."""
+
+from __future__ import annotations
+
+from kvps.core.recovery import Recovery
+from kvps.messages import Node, Proceed, Recall, Restore, Restored, Role, Shelf
+
+S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
+
+
+def shelf(*cuts: int, epoch: int = 4) -> Shelf:
+    return Shelf(epoch, True, 60.0, cuts, max(cuts, default=0))
+
+
+def test_the_newest_cut_that_all_have_is_chosen() -> None:
+    recovery = Recovery(4, 2)
+    assert list(recovery.letters()) == [(S0, Recall(4)), (S1, Recall(4))]
+    recovery.hear(0, shelf(3, 5, 8))
+    assert list(recovery.letters()) == [(S1, Recall(4))]
+    recovery.hear(1, shelf(3, 5))
+    assert list(recovery.letters()) == [(S0, Restore(4, 5)), (S1, Restore(4, 5))]
+    recovery.hear(1, Restored(4))
+    assert list(recovery.letters()) == [(S0, Restore(4, 5))]
+    assert not recovery.is_over
+    recovery.hear(0, Restored(4))
+    assert recovery.is_over
+    assert not recovery.failure
+
+
+def test_without_a_common_cut_there_is_no_return() -> None:
+    recovery = Recovery(4, 2)
+    recovery.hear(0, shelf(8))
+    recovery.hear(1, shelf())
+    assert recovery.failure == "no cut is complete on all servers"
+    assert not list(recovery.letters())
+
+
+def test_a_server_that_cannot_read_its_cut_ends_it() -> None:
+    recovery = Recovery(4, 1)
+    recovery.hear(0, shelf(8))
+    recovery.hear(0, Restored(4, "a bit is flipped"))
+    assert recovery.failure == "server 0: a bit is flipped"
+
+
+def test_answers_of_another_epoch_do_not_count() -> None:
+    recovery = Recovery(4, 1)
+    recovery.hear(0, shelf(8, epoch=3))
+    recovery.hear(0, Restored(3))
+    recovery.hear(0, Proceed(1))
+    assert recovery == Recovery(4, 1)
