@@ -121,6 +121,39 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def size_of(path: Path) -> int | None:
+    """Return how many octets a file has; None where there is none that may be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def files(folder: Path) -> list[Path]:
+    """Return what lies in a folder; nothing where another server has just removed it."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if nothing is in it."""
+    if folder.is_dir() and not files(folder):
+        try:
+            folder.rmdir()
+        except OSError:
+            return  # another server has removed it, or has just put something into it
+
+
+def force_if_there(folder: Path) -> None:
+    """As :func:`force`, for a folder that another server may remove."""
+    try:
+        force(folder)
+    except FileNotFoundError:
+        return  # another server has removed it
+
+
 def blocks(path: Path) -> Iterator[bytes]:
     """Yield the contents of a file.
 

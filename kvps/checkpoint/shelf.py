@@ -16,7 +16,6 @@ that no moment shows a manifest without its images.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -28,8 +27,9 @@ from pathlib import Path
 from kvps.checkpoint import disk, images
 from kvps.checkpoint.disk import Sink, Written, shown
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
+from kvps.checkpoint.proof import load_image
 from kvps.core.image import Image
-from kvps.core.regroup import demand_own, regroup
+from kvps.core.regroup import regroup
 from kvps.errors import StorageError
 
 log = logging.getLogger("kvps")
@@ -106,7 +106,7 @@ class Shelf:
             raise self._refusal(manifest.cut, len(octets), error) from error
         try:
             self._tidy()
-        except OSError as error:
+        except (OSError, StorageError) as error:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
     def drop(self, cut: int) -> None:
@@ -116,13 +116,13 @@ class Shelf:
             StorageError: if it cannot be removed.
         """
         folder = self.cut_folder(cut)
-        if (folder / NAME).exists():
-            return
         try:
-            for path in _files(folder):
+            if (folder / NAME).exists():
+                return
+            for path in disk.files(folder):
                 if re.match(rf"server-{self.server}\b", path.name):
                     disk.remove(path)
-            _remove_empty(folder)
+            disk.remove_empty(folder)
         except OSError as error:
             raise StorageError(
                 f"checkpoint {cut}, which was given up, cannot be removed from {folder}: {error}"
@@ -142,7 +142,7 @@ class Shelf:
         try:
             free = f"free {shown(shutil.disk_usage(self.folder).free)} on {self.folder}"
             complete = self.complete()
-        except OSError:
+        except (OSError, StorageError):
             free, complete = f"{self.folder} cannot be read", []
         last = f"The last complete one is {complete[-1]}" if complete else "None is complete yet"
         return StorageError(
@@ -157,12 +157,23 @@ class Shelf:
         return self.folder / _folder_name(cut)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all cuts, complete or not, lowest first."""
-        return sorted(_numbers(self.folder))
+        """Return the numbers of all cuts, complete or not, lowest first.
+
+        Raises:
+            StorageError: if the folder is there and cannot be read.
+        """
+        try:
+            return sorted(_numbers(self.folder))
+        except OSError as error:
+            raise StorageError(f"cannot read {self.folder}: {error.strerror or error}") from error
 
     def highest(self) -> int:
-        """Return the highest number of any cut, complete or not; 0 if there is none."""
-        return max(_numbers(self.folder), default=0)
+        """Return the highest number of any cut, complete or not; 0 if there is none.
+
+        Raises:
+            StorageError: as :meth:`numbers`.
+        """
+        return max(self.numbers(), default=0)
 
     def manifest(self, cut: int) -> Manifest:
         """Return the manifest of a cut.
@@ -186,7 +197,7 @@ class Shelf:
     def here(self, manifest: Manifest) -> frozenset[int]:
         """Return the servers whose images of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
-        sizes = ((server, _size(folder / one.name), one) for server, one in _each(manifest))
+        sizes = ((server, disk.size_of(folder / one.name), one) for server, one in _each(manifest))
         return frozenset(server for server, size, one in sizes if size == one.size)
 
     def complete(
@@ -200,6 +211,9 @@ class Shelf:
                 that server. Without ``servers``, as many as wrote the cut, if it is one of these.
                 Without both, every image that lies here must have the right size, and there must be
                 one.
+
+        Raises:
+            StorageError: as :meth:`numbers`. A manifest that cannot be read makes no cut complete.
         """
         found = []
         for cut in self.numbers():
@@ -218,7 +232,9 @@ class Shelf:
                 servers = manifest.servers
             return whole.issuperset(_needed(manifest, server, servers))
         folder = self.cut_folder(manifest.cut)
-        found = {number for number, one in _each(manifest) if _size(folder / one.name) is not None}
+        found = {
+            number for number, one in _each(manifest) if disk.size_of(folder / one.name) is not None
+        }
         return bool(whole) and whole == found
 
     def find(
@@ -254,7 +270,7 @@ class Shelf:
         """
         folder = self.cut_folder(manifest.cut)
         some = [
-            load(folder / manifest.images[number].name, manifest, number)
+            load_image(folder / manifest.images[number].name, manifest, number)
             for number in _needed(manifest, server, servers)
         ]
         return some[0] if servers == manifest.servers else regroup(some, server, servers)
@@ -280,66 +296,19 @@ class Shelf:
     def _remove(self, folder: Path) -> None:
         if (folder / NAME).exists():
             disk.remove(folder / NAME)
-            _force(folder)
-        for path in _files(folder):
+            disk.force_if_there(folder)
+        for path in disk.files(folder):
             if _OURS.fullmatch(path.name):
                 disk.remove(path)
-        _remove_empty(folder)
+        disk.remove_empty(folder)
 
     def _remove_leftovers(self) -> None:
         """Remove what a writer of this rank was writing when it was killed."""
         for folder in map(self.cut_folder, self.numbers()):
-            for path in _files(folder):
+            for path in disk.files(folder):
                 is_mine = path.name.startswith(f"server-{self.server}.")
                 if is_mine and path.name.endswith(".tmp") and path not in self._under_way:
                     disk.remove(path)
-
-
-def load(path: Path, manifest: Manifest, server: int) -> Image:
-    """Return the image of one server from its file, verified.
-
-    Raises:
-        StorageError: if it is missing, damaged, or of something else.
-    """
-    for _ in verified(path, manifest.images[server]):
-        pass
-    image = images.read(path)
-    if (image.server, image.servers) != (server, manifest.servers):
-        raise StorageError(
-            f"{path} is the image of server {image.server} of {image.servers}, and should be that "
-            f"of {server} of {manifest.servers}"
-        )
-    try:
-        demand_own(image)
-    except StorageError as error:
-        raise StorageError(f"{path}: {error}") from error
-    return image
-
-
-def verified(path: Path, expected: ImageFile) -> Iterator[int]:
-    """Read a file and compare it with its manifest; yield how many octets each step read.
-
-    Raises:
-        StorageError: if it cannot be read, or is not what was written.
-    """
-    found = hashlib.sha256()
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            raise StorageError(
-                f"{path} has {size} octets, and its manifest says {expected.size}: it was cut short "
-                "or replaced; use another checkpoint"
-            )
-        for block in disk.blocks(path):
-            found.update(block)
-            yield len(block)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error}") from error
-    if found.hexdigest() != expected.sha256:
-        raise StorageError(
-            f"{path} is not what was written: its SHA-256 is {found.hexdigest()[:12]}..., and its "
-            f"manifest says {expected.sha256[:12]}...; use another checkpoint"
-        )
 
 
 def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
@@ -351,13 +320,6 @@ def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[in
 
 def _each(manifest: Manifest) -> Iterable[tuple[int, ImageFile]]:
     return enumerate(manifest.images)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _folder_name(cut: int) -> str:
@@ -373,27 +335,3 @@ def _numbers(folder: Path) -> Iterator[int]:
         found = _FOLDER.fullmatch(name)
         if found is not None and _folder_name(int(found[1])) == name:
             yield int(found[1])
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return what lies in a folder; nothing where another server has just removed it."""
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder if nothing is in it."""
-    if folder.is_dir() and not _files(folder):
-        try:
-            folder.rmdir()
-        except OSError:
-            return  # another server has removed it, or has just put something into it
-
-
-def _force(folder: Path) -> None:
-    try:
-        disk.force(folder)
-    except FileNotFoundError:
-        return  # another server has removed it

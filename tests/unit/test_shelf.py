@@ -18,7 +18,8 @@ import pytest
 
 from kvps.checkpoint import disk
 from kvps.checkpoint.manifest import NAME, Manifest, image_name
-from kvps.checkpoint.shelf import Shelf, verified
+from kvps.checkpoint.proof import verified
+from kvps.checkpoint.shelf import Shelf
 from kvps.core.regroup import regroup
 from kvps.errors import StorageError
 from tests import cuts
