@@ -31,6 +31,7 @@ from kvps.checkpoint.stream import Column, Stream, stream_of
 from kvps.core.hyper import Hyper
 from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
 from kvps.errors import KvpsError, StorageError
+from kvps.specs import BY_NAME
 from kvps.tensors import NAMES
 
 ENTRY = "kvps.image"
@@ -72,18 +73,22 @@ def stream(image: Image) -> Stream:
 def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dict[str, object]:
     histories = _Histories()
     forms: dict[Form, int] = {}
+    states: list[list[list[torch.Tensor]]] = []  # of each form, where its tensors go
     keys: list[object] = []
     for key in store.keys:
+        weights = _column(columns, f"{index}/weight/{key.spec.dtype}") if key.portions else []
         portions = []
         for portion in key.portions:
+            count = _checked_count(key, portion)
             form = tuple([(name, NAMES[one.dtype]) for name, one in portion.state.items()])
-            _check_portion(key, portion)
-            _column(columns, f"{index}/weight/{key.spec.dtype}").append(portion.weight)
-            for (name, dtype), one in zip(form, portion.state.values(), strict=True):
-                _column(columns, f"{index}/state/{name}/{dtype}").append(one)
-            history = histories.number_of(portion.history)
             number = forms.setdefault(form, len(forms))
-            portions.append((portion.start, portion.weight.numel(), history, number))
+            if number == len(states):
+                names = [f"{index}/state/{name}/{dtype}" for name, dtype in form]
+                states.append([_column(columns, name) for name in names])
+            weights.append(portion.weight)
+            for column, one in zip(states[number], portion.state.values(), strict=True):
+                column.append(one)
+            portions.append((portion.start, count, histories.number_of(portion.history), number))
         keys.append((key.name, key.spec.dtype, key.spec.shape, key.call, portions))
     return {
         "open": asdict(store.opened),
@@ -98,15 +103,24 @@ def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dic
     }
 
 
-def _check_portion(key: KeyImage, portion: Portion) -> None:
+def _checked_count(key: KeyImage, portion: Portion) -> int:
+    """Return how many elements a portion has.
+
+    Raises:
+        StorageError: if its tensors do not fit together.
+    """
     weight = portion.weight
     count = weight.numel()
-    is_flat = weight.dim() == 1 and NAMES.get(weight.dtype) == key.spec.dtype
-    if not is_flat or any(one.dim() != 1 or one.numel() != count for one in portion.state.values()):
+    fits = weight.dim() == 1 and NAMES.get(weight.dtype) == key.spec.dtype
+    for one in portion.state.values():
+        fits = fits and one.dim() == 1 and one.numel() == count and one.dtype in NAMES
+    if not fits:
         raise StorageError(
             f"key {key.name!r} at element {portion.start}: its weight must be flat and "
-            f"{key.spec.dtype}, and each state as long as the weight"
+            f"{key.spec.dtype}, and each state flat, as long as the weight, and of one of the "
+            f"types {', '.join(BY_NAME)}"
         )
+    return count
 
 
 def _column(columns: dict[str, Column], name: str) -> list[torch.Tensor]:

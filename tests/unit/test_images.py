@@ -55,6 +55,17 @@ def test_an_image_of_nothing_comes_back(tmp_path: Path) -> None:
     assert images.read(tmp_path / "image") == image
 
 
+def test_keys_of_nothing_come_back(tmp_path: Path) -> None:
+    nothing = Portion(0, cuts.history(), torch.empty(0, dtype=torch.int16), {})
+    keys = (
+        KeyImage("none", Spec("int8", (0,)), 0, ()),
+        KeyImage("empty", Spec("int16", (2, 0)), 0, (nothing,)),
+    )
+    store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, keys)
+    written(tmp_path / "image", Image(0, 1, (store,)))
+    assert cuts.same(images.read(tmp_path / "image"), Image(0, 1, (store,)))
+
+
 def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
     """Strided ones and ones that need a gradient; large and small ones mixed."""
     big = torch.arange(1_000_000, dtype=torch.float32)
@@ -156,6 +167,7 @@ def with_portion(portion: Portion) -> Image:
         Portion(0, cuts.history(), torch.zeros(2, 2), {}),
         Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(3)}),
         Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(2, 2)}),
+        Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(4, dtype=torch.bool)}),
     ],
 )
 def test_tensors_that_do_not_fit_are_not_written(portion: Portion) -> None:
