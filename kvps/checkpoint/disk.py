@@ -40,7 +40,10 @@ class Sink:
         Raises:
             OSError: if that fails; some of it may have been written.
         """
-        rest = memoryview(more).cast("B")
+        view = memoryview(more)
+        if not view.nbytes:
+            return  # a view of nothing cannot be cast
+        rest = view.cast("B")
         for start in range(0, len(rest), BLOCK):
             block = rest[start : start + BLOCK]
             self._hash.update(block)

@@ -8,7 +8,7 @@ Those of wide elements come first, so that each begins at a multiple of its elem
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ TITLES = {
 
 @dataclass(slots=True)
 class Column:
-    """One tensor of the file: its element type, and the flat tensors that it consists of."""
+    """One tensor of the file: its element type, and the flat tensors of one device that make it."""
 
     dtype: str
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -107,21 +107,21 @@ def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     few: list[torch.Tensor] = []
     size = 0
     for part in parts:
-        if part.nbytes >= JOIN_BYTES:
-            yield from _as_one(few)
-            few, size = [], 0
-            yield part.detach().cpu().contiguous()
-            continue
         few.append(part)
-        size += part.nbytes
+        size += part.numel() * part.element_size()
         if size >= JOIN_BYTES:
-            yield from _as_one(few)
+            *small, last = few
+            if last.numel() * last.element_size() < JOIN_BYTES:
+                yield _as_one(few)
+            else:
+                if small:
+                    yield _as_one(small)
+                yield last.detach().cpu().contiguous()
             few, size = [], 0
-    yield from _as_one(few)
+    if size:
+        yield _as_one(few)
 
 
-def _as_one(few: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the elements of ``few``, if there are any."""
-    filled = [one.detach().cpu() for one in few if one.numel()]
-    if filled:
-        yield torch.cat(filled)
+@torch.no_grad()
+def _as_one(few: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(few).cpu()

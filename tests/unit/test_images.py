@@ -36,9 +36,11 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         image = cuts.image(server, 2)
         path = tmp_path / f"{server}.safetensors"
         size, _ = written(path, image)
+        assert image.size_bytes < size == images.stream(image).size
         back = images.read(path)
         assert cuts.same(back, image)
         assert size == path.stat().st_size
+        assert back.size_bytes == image.size_bytes
     (history,) = {id(p.history): p.history for p in back.stores[0].keys[1].portions}.values()
     assert all(type(rank) is int for rank in history.pushed)
 
@@ -67,7 +69,7 @@ def test_keys_of_nothing_come_back(tmp_path: Path) -> None:
 
 
 def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
-    """Strided ones and ones that need a gradient; large and small ones mixed."""
+    """Strided ones and ones that need a gradient; large, small and empty ones mixed."""
     big = torch.arange(1_000_000, dtype=torch.float32)
     strided = torch.arange(10.0)[::2]
     assert not strided.is_contiguous()
@@ -79,7 +81,14 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
             0,
             (Portion(0, cuts.history(), one, {}),),
         )
-        for name, one in {"a": strided, "b": big, "c": asking, "d": big[:7]}.items()
+        for name, one in {
+            "e": big[:0],
+            "b": big,
+            "a": strided,
+            "bb": big[1:],
+            "c": asking,
+            "d": big[:7],
+        }.items()
     )
     store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, keys)
     written(tmp_path / "image", Image(0, 1, (store,)))

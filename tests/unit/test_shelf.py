@@ -520,6 +520,19 @@ def test_servers_commit_and_tidy_one_folder_at_once(tmp_path: Path) -> None:
     assert Shelf(tmp_path).numbers() == [rounds - 1, rounds]
 
 
+def test_what_another_server_has_just_done_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.force_if_there(tmp_path / "none")
+    disk.remove(tmp_path / "none")
+    disk.remove_empty(tmp_path / "none")
+    assert disk.files(tmp_path / "none") == []
+    (tmp_path / "cut" / "new").mkdir(parents=True)
+    monkeypatch.setattr(disk, "files", lambda folder: [])  # as it was a moment ago
+    disk.remove_empty(tmp_path / "cut")
+    assert (tmp_path / "cut" / "new").exists()
+
+
 # --- a full disk ------------------------------------------------------------------------------
 
 
