@@ -259,6 +259,11 @@ def chunk_bytes(env: Mapping[str, str] | None = None) -> int | None:
     return None if given is None else as_bytes("KVPS_CHUNK_BYTES", given)
 
 
+def checkpoint_dir(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the directory of the checkpoints; None where there are to be none."""
+    return text("KVPS_CHECKPOINT_DIR", env=env)
+
+
 def join_max_s(env: Mapping[str, str] | None = None) -> float:
     """Return how long a process tries to reach its scheduler.
 

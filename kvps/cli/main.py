@@ -16,14 +16,16 @@ from kvps.cli import flags
 NAME = "kvps"
 COMMANDS = {
     "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
+    "checkpoint": "list and verify what servers wrote to the disk; export a model from it",
 }
 WHAT = "Looks after clusters of kvps. The processes of a cluster have commands of their own."
 MORE = f"""\
 commands:
-{"".join(f"  {name:<9} {what}{chr(10)}" for name, what in COMMANDS.items())}
+{"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
 example:
   kvps bench --workloads small
   kvps bench --help
+  kvps checkpoint list /ckpt
 
 a cluster is started with:
   kvps-launch      all of it, on this machine

@@ -16,7 +16,7 @@ from tests.integration.processes import BIN, Process, Processes, until
 
 EXIT_CONFIG = 78
 QUICK = ("--workloads", "small", "--rounds", "2", "--repeat", "1")
-COMMANDS: list[list[str]] = [[], ["bench"]]
+COMMANDS: list[list[str]] = [[], ["bench"], ["checkpoint"], ["checkpoint", "export"]]
 
 
 def called(processes: Processes, *words: object, **env: str) -> Process:

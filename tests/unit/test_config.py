@@ -169,3 +169,9 @@ def test_the_bound_of_big_arrays(monkeypatch):
     for bad in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match="bigarray_bound"):
             config.bigarray_bound(bad, 100)
+
+
+def test_where_checkpoints_lie():
+    assert config.checkpoint_dir({}) is None
+    assert config.checkpoint_dir({"KVPS_CHECKPOINT_DIR": ""}) is None
+    assert config.checkpoint_dir({"KVPS_CHECKPOINT_DIR": "/ckpt"}) == "/ckpt"

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: the images of the servers as files, and what makes them one cut."""

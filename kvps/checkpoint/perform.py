@@ -1,0 +1,214 @@
+"""What ``kvps checkpoint`` does: shows cuts, reads them whole, and takes a model out of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from kvps.checkpoint import disk
+from kvps.checkpoint.proof import read_image, verified
+from kvps.checkpoint.shelves import Cut, all_cuts, choose, matches
+from kvps.checkpoint.stream import Column, stream_of
+from kvps.core.image import Image
+from kvps.core.regroup import gathered, merged
+from kvps.errors import ConfigError, StorageError
+from kvps.tensors import NAMES
+
+WIDTH = 160
+"""Columns of a table that goes into a file."""
+
+
+def list_cuts(folders: Sequence[str], out: TextIO) -> int:
+    """Print a table of all cuts; return the exit code."""
+    table = Table()
+    for name in ("cut", "tag", "written"):
+        table.add_column(name)
+    table.add_column("servers", justify="right")
+    table.add_column("store")
+    for name in ("keys", "versions", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("complete", overflow="fold")
+    found = all_cuts(folders)
+    for cut in found:
+        table.add_row(*map(escape, _row(cut)))
+    screen = _screen(out)
+    if found:
+        screen.print(table)
+    else:
+        screen.print(f"no checkpoints in {escape(', '.join(folders))}", soft_wrap=True)
+    return 0
+
+
+def _row(cut: Cut) -> list[str]:
+    complete = f"no: {cut.wrong}" if cut.wrong else "yes"
+    manifest = cut.manifest
+    if manifest is None:
+        return [str(cut.number), *[""] * 7, complete]
+    stores = manifest.stores.items()
+    return [
+        str(cut.number),
+        manifest.tag,
+        manifest.written,
+        str(manifest.servers),
+        "\n".join(name for name, _ in stores),
+        "\n".join(f"{one.keys:,}" for _, one in stores),
+        "\n".join(_versions(one.lowest, one.highest) for _, one in stores),
+        disk.shown(manifest.size),
+        complete,
+    ]
+
+
+def _versions(lowest: int, highest: int) -> str:
+    return str(lowest) if lowest == highest else f"{lowest} to {highest}"
+
+
+def verify(folders: Sequence[str], number: int | None, tag: str | None, out: TextIO) -> int:
+    """Read cuts whole, and say of each whether it is good; return the exit code."""
+    found = [cut for cut in all_cuts(folders) if matches(cut, number, tag)]
+    if not found:
+        choose(all_cuts(folders), number, tag)  # says what there is
+    screen = _screen(out)
+    good: list[Cut] = []
+    is_all_good = True
+    for cut in found:
+        wrong = _verify(cut, screen)
+        if not wrong:
+            good.append(cut)
+            assert cut.manifest is not None  # a good one has one
+            text = f"good: {cut.manifest.servers} images, {disk.shown(cut.manifest.size)}"
+        elif cut.under_way and number is None:
+            text = f"not complete, {cut.wrong}"  # and so nothing that ever counted
+        else:
+            is_all_good = False
+            text = "damaged:\n  " + "\n  ".join(wrong)
+        screen.print(f"checkpoint {escape(f'{cut} is {text}')}", soft_wrap=True, highlight=False)
+    newest = f"the newest good one is {good[-1]}" if good else "there is no good one"
+    screen.print(escape(newest), soft_wrap=True, highlight=False)
+    return 0 if good and is_all_good else 1
+
+
+def _verify(cut: Cut, screen: Console) -> list[str]:
+    """Return what is wrong with a cut."""
+    if cut.manifest is None:
+        return [cut.wrong]
+    images: list[Image] = []
+    wrong: list[str] = []
+    with _progress(screen, f"checkpoint {cut}", cut.manifest.size) as step:
+        for server, path in enumerate(cut.paths):
+            try:
+                for size in verified(path, cut.manifest.images[server]):
+                    step(size)
+                images.append(read_image(path, cut.manifest, server))
+            except StorageError as error:
+                wrong.append(str(error))
+    if not wrong:
+        try:
+            gathered(images)
+        except StorageError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def export(
+    folders: Sequence[str],
+    file: str,
+    number: int | None,
+    tag: str | None,
+    store: str | None,
+    out: TextIO,
+) -> int:
+    """Write the weights of one store to a safetensors file; return the exit code.
+
+    Raises:
+        ConfigError: if there are several stores and none is named, or there is none of that name.
+        StorageError: if the cut cannot be read, or the file cannot be written.
+    """
+    screen = _screen(out)
+    cut = choose(all_cuts(folders), number, tag)
+    images = _images(cut, screen)
+    name = _store_of(images, store)
+    weights = merged(images, name)
+    if "__metadata__" in weights:
+        raise StorageError(
+            f"store {name!r} has a key '__metadata__', which no safetensors file has"
+        )
+    columns = {
+        key: Column(NAMES[weight.dtype], [weight.flatten()], tuple(weight.shape))
+        for key, weight in weights.items()
+    }
+    stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
+    path = Path(file)
+    try:
+        disk.put(path, path.with_name(f"{path.name}.{os.getpid()}.tmp"), stream.write)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {file}: {error} (need {disk.shown(stream.size)}). An older file there is "
+            "kept; free space or choose another path"
+        ) from error
+    text = f"{file}: {len(weights):,} keys of store {name!r}, {disk.shown(stream.size)}, "
+    screen.print(escape(text + f"from checkpoint {cut}"), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _images(cut: Cut, screen: Console) -> list[Image]:
+    manifest = cut.manifest
+    assert manifest is not None  # it was chosen
+    with _progress(screen, f"reading {cut}", manifest.size) as step:
+        for server, path in enumerate(cut.paths):
+            for size in verified(path, manifest.images[server]):
+                step(size)
+    return [read_image(path, manifest, server) for server, path in enumerate(cut.paths)]
+
+
+def _store_of(images: Sequence[Image], wanted: str | None) -> str:
+    """Return the store that is meant: the one that is named, or the only one with keys."""
+    stores = gathered(images)
+    names = [store.name for store in stores]
+    with_keys = [store.name for store in stores if store.keys]
+    listed = ", ".join(names) or "none"
+    if wanted is not None:
+        if wanted not in names:
+            raise ConfigError(f"--store={wanted!r}: there is no such store; there is: {listed}")
+        return wanted
+    if len(with_keys) != 1:
+        raise ConfigError(f"name one of the stores with --store NAME; there is: {listed}")
+    return with_keys[0]
+
+
+def _screen(out: TextIO) -> Console:
+    screen = Console(file=out)
+    return screen if screen.is_terminal else Console(file=out, width=WIDTH)
+
+
+class _Step:
+    """Moves a progress bar on."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(escape(what), total=total)
+
+    def __call__(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+
+@contextmanager
+def _progress(screen: Console, what: str, total: int) -> Iterator[_Step]:
+    """Show how far a reading is, where somebody looks."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=screen, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        yield _Step(progress, what, total)

@@ -1,0 +1,259 @@
+"""The JSON of an image, checked row by row, and its columns cut into portions.
+
+This is the reading half of :mod:`kvps.checkpoint.images`, which says how a file is laid out. What is
+wrong is a ``ValueError`` that names the store and the key.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
+from typing import NamedTuple
+
+import torch
+
+from kvps.checkpoint import checks
+from kvps.core.hyper import Hyper
+from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.core.namespace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
+from kvps.errors import KvpsError
+from kvps.messages import Open
+from kvps.specs import BY_NAME, Spec
+from kvps.tensors import NAMES
+
+FORMAT = 1
+_STORE = ("open", "hyper", "sent_hyper", "sent_lr", "optimize_calls", "rate_calls")
+_TABLES = ("histories", "forms", "keys")
+
+Form = tuple[tuple[str, str], ...]
+"""Name and element type of each state of a portion, in order."""
+
+
+class _Found(NamedTuple):
+    """What is read of one portion, before it has its tensors."""
+
+    start: int
+    size: int
+    history: History
+    form: Form
+
+
+class _Counted(NamedTuple):
+    """What is read of one key."""
+
+    name: str
+    spec: Spec
+    call: int
+    portions: list[_Found]
+
+
+def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Image:
+    """Return the image that JSON and the tensors of a file describe.
+
+    Raises:
+        ValueError: if they describe none.
+        KvpsError: if an optimizer or a shape in it cannot be.
+    """
+    if type(given) is dict and given.get("format") != FORMAT:
+        found = reprlib.repr(given.get("format"))
+        raise ValueError(f"it has format {found}, and this version of kvps reads {FORMAT}")
+    row = checks.record("the image", given, "format", "server", "servers", "stores")
+    servers = checks.natural("servers", row["servers"], checks.RANK_MAX)
+    server = checks.natural("server", row["server"], checks.RANK_MAX)
+    if server >= servers:
+        raise ValueError(f"there is no server {server} of {servers}")
+    columns = _Columns(tensors)
+    stores = tuple(
+        _store(index, one, columns)
+        for index, one in enumerate(checks.array("stores", row["stores"]))
+    )
+    columns.check_all_used()
+    if len({store.name for store in stores}) < len(stores):
+        raise ValueError("a store is in it twice")
+    return Image(server, servers, stores)
+
+
+def _store(index: int, given: object, columns: _Columns) -> StoreImage:
+    row = checks.record("a store", given, *_STORE, *_TABLES)
+    opened = _open(row["open"])
+    try:
+        histories = [_history(one) for one in checks.array("histories", row["histories"])]
+        forms = [_form(one) for one in checks.array("forms", row["forms"])]
+        specs: dict[object, Spec] = {}
+        keys = [_key(one, histories, forms, specs) for one in checks.array("keys", row["keys"])]
+        if len({key.name for key in keys}) < len(keys):
+            raise ValueError("a key is in it twice")
+        return StoreImage(
+            opened,
+            _hyper(row["hyper"]),
+            _hyper(row["sent_hyper"]),
+            checks.finite("sent_lr", row["sent_lr"]),
+            checks.natural("optimize_calls", row["optimize_calls"]),
+            checks.natural("rate_calls", row["rate_calls"]),
+            _with_tensors(index, keys, columns),
+        )
+    except (ValueError, KvpsError) as error:
+        raise ValueError(f"store {opened.store!r}: {error}") from error
+
+
+def _open(given: object) -> Open:
+    """Options that an older writer did not know have their defaults."""
+    row = checks.table("open", given)
+    known = {one.name: one for one in fields(Open)}
+    missing = [name for name, one in known.items() if one.default is MISSING and name not in row]
+    if missing or row.keys() - known.keys():
+        names = ", ".join(known)
+        raise ValueError(f"the options of a store are {names}, got {reprlib.repr(list(row))}")
+    made: dict[str, object] = {}
+    for name, value in row.items():
+        # Annotations are texts here: the module has postponed evaluation.
+        kind = known[name].type
+        if kind == "int":
+            made[name] = checks.natural(name, value)
+        elif kind == "bool":
+            made[name] = checks.flag(name, value)
+        else:
+            made[name] = checks.text(name, value, least=1)
+    opened = Open(**made)  # type: ignore[arg-type]  # each has just been checked
+    if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
+        raise checks.unlike("a mode and policy of stores", (opened.mode, opened.on_worker_lost))
+    if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
+        raise checks.unlike(
+            f"for chunk_bytes {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}", opened.chunk_bytes
+        )
+    return opened
+
+
+def _hyper(given: object) -> Hyper | None:
+    if given is None:
+        return None
+    name, mapping = checks.array("an optimizer", given, 2)
+    return Hyper.from_wire(checks.text("an optimizer's name", name, least=1), mapping)
+
+
+def _history(given: object) -> History:
+    version, step, pushed, head_start = checks.array("a history", given, 4)
+    return History(
+        checks.natural("version", version),
+        checks.natural("step", step),
+        _by_rank("pushed", pushed),
+        _by_rank("head_start", head_start),
+    )
+
+
+def _by_rank(what: str, given: object) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for pair in checks.array(what, given):
+        rank, count = checks.array(what, pair, 2)
+        found[checks.natural("a rank", rank, checks.RANK_MAX)] = checks.natural(what, count)
+    if len(found) < len(checks.array(what, given)):
+        raise ValueError(f"{what} has a rank twice")
+    return found
+
+
+def _form(given: object) -> Form:
+    found = []
+    for pair in checks.array("a form", given):
+        name, dtype = checks.array("a state", pair, 2)
+        found.append((checks.text("a state's name", name, least=1), _dtype(dtype)))
+    if len(dict(found)) < len(found):
+        raise ValueError("a form has a state twice")
+    return tuple(found)
+
+
+def _dtype(given: object) -> str:
+    if type(given) is not str or given not in BY_NAME:
+        raise checks.unlike(f"an element type of {', '.join(BY_NAME)}", given)
+    return given
+
+
+def _key(
+    given: object, histories: list[History], forms: list[Form], specs: dict[object, Spec]
+) -> _Counted:
+    name, dtype, shape, call, rows = checks.array("a key", given, 5)
+    name = checks.text("a key's name", name, least=1)
+    try:
+        lengths = tuple([checks.natural("a shape", one) for one in checks.array("a shape", shape)])
+        spec = specs.get((_dtype(dtype), lengths))
+        if spec is None:
+            specs[dtype, lengths] = spec = Spec(_dtype(dtype), lengths)
+        portions = []
+        end = 0
+        for row in checks.array("portions", rows):
+            start, size, history, form = checks.array("a portion", row, 4)
+            start, size = checks.natural("start", start), checks.natural("size", size)
+            if start < end or start + size > spec.count:
+                raise ValueError(
+                    f"a portion has elements {start} to {start + size}; expected some of {end} "
+                    f"to {spec.count}"
+                )
+            end = start + size
+            history = checks.natural("the number of a history", history, len(histories) - 1)
+            form = checks.natural("the number of a form", form, len(forms) - 1)
+            portions.append(_Found(start, size, histories[history], forms[form]))
+        return _Counted(name, spec, checks.natural("call", call), portions)
+    except (ValueError, KvpsError) as error:
+        raise ValueError(f"key {name!r}: {error}") from error
+
+
+def _with_tensors(index: int, keys: Iterable[_Counted], columns: _Columns) -> tuple[KeyImage, ...]:
+    """Return the keys with their parts of the columns, which must be exactly used up."""
+    sizes: dict[str, list[int]] = {}
+    names: dict[tuple[str, str], str] = {}
+    for key in keys:
+        weights = sizes.setdefault(f"{index}/weight/{key.spec.dtype}", [])
+        for portion in key.portions:
+            weights.append(portion.size)
+            for state in portion.form:
+                name = names.get(state)
+                if name is None:
+                    names[state] = name = f"{index}/state/{state[0]}/{state[1]}"
+                sizes.setdefault(name, []).append(portion.size)
+    parts = {name: iter(columns.cut(name, some)) for name, some in sizes.items()}
+    made = []
+    for key in keys:
+        weights_left = parts[f"{index}/weight/{key.spec.dtype}"]
+        portions = tuple(
+            [
+                Portion(
+                    one.start,
+                    one.history,
+                    next(weights_left),
+                    {state[0]: next(parts[names[state]]) for state in one.form},
+                )
+                for one in key.portions
+            ]
+        )
+        made.append(KeyImage(key.name, key.spec, key.call, portions))
+    return tuple(made)
+
+
+class _Columns:
+    """The tensors of a file, each to be used up by the portions of one store."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._used: set[str] = set()
+
+    def cut(self, name: str, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Return the elements of one column in pieces of ``sizes``."""
+        if not sizes:
+            return ()
+        column = self._tensors.get(name)
+        if column is None:
+            raise ValueError(f"the tensor {name!r} is missing")
+        dtype = name.rpartition("/")[2]
+        if NAMES.get(column.dtype) != dtype or tuple(column.shape) != (sum(sizes),):
+            raise ValueError(
+                f"the tensor {name!r} is {column.dtype} {list(column.shape)}; expected {dtype} "
+                f"[{sum(sizes)}]"
+            )
+        self._used.add(name)
+        return torch.split_with_sizes(column, list(sizes))
+
+    def check_all_used(self) -> None:
+        """Refuse a file with tensors that belong to nothing."""
+        left = sorted(self._tensors.keys() - self._used)
+        if left:
+            raise ValueError(f"the tensor {left[0]!r} belongs to no key")

@@ -1,0 +1,337 @@
+"""One directory of checkpoints as one server sees it; all servers may share it, or none.
+
+::
+
+    DIR/cut-00000012/server-0-of-2.safetensors
+                     server-1-of-2.safetensors
+                     manifest.json              written last: with it the cut is complete
+
+In a folder of one server's own, only that server's image lies beside the manifest. Servers that share
+a folder write to it at the same time and never wait for each other: every file comes from a name
+that its writer alone uses, and a file that another has removed already is removed.
+
+Kept are the two newest complete cuts and all that have a tag. A cut is removed manifest first, so
+that no moment shows a manifest without its images.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from kvps.checkpoint import disk, images
+from kvps.checkpoint.disk import Sink, Written, shown
+from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
+from kvps.checkpoint.proof import load_image
+from kvps.core.image import Image
+from kvps.core.regroup import regroup
+from kvps.errors import StorageError
+
+log = logging.getLogger("kvps")
+
+KEPT = 2
+"""How many complete cuts without a tag are kept."""
+MANIFEST_MAX = 64 << 20
+"""Octets of the longest manifest that is read."""
+_FOLDER = re.compile(r"cut-(\d{8,18})")
+_OURS = re.compile(r"manifest\.json|server-\d+-of-\d+\.safetensors|server-\d+\.[0-9a-f]+\.tmp")
+
+
+class Shelf:
+    """A directory of checkpoints.
+
+    Args:
+        folder: the directory; it is made when something is written.
+        server: whose view this is; None for a reader, who writes nothing. A server has one shelf,
+            and uses it from one thread at a time, but for reading.
+
+    Example::
+
+        shelf = Shelf("/ckpt", server=0)
+        written = shelf.write(12, image)
+        shelf.commit(manifest)  # once all servers have written
+        image = shelf.load(shelf.find(), server=0, servers=2)
+    """
+
+    def __init__(self, folder: str | Path, server: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.server = server
+        self._under_way: set[Path] = set()
+
+    # --- writing ----------------------------------------------------------------------------
+
+    def write(self, cut: int, image: Image) -> Written:
+        """Write this server's image of a cut; return its size and SHA-256.
+
+        Raises:
+            StorageError: if it cannot be written, with what it needed and what was free. Then nothing
+                half-written is left, and the cuts that are complete are as they were.
+        """
+        stream = images.stream(image)
+        folder = self.cut_folder(cut)
+        try:
+            disk.make_folder(folder)
+            self._remove_leftovers()
+            return self._put(folder / image_name(image.server, image.servers), stream.write)
+        except OSError as error:
+            raise self._refusal(cut, stream.size, error) from error
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest, which makes a cut complete; then remove older cuts.
+
+        Several servers may do this in one folder with equal manifests. That an older cut cannot be
+        removed is logged, and no error.
+
+        Raises:
+            StorageError: if the manifest cannot be written, or the image of it that should be here
+                is not.
+        """
+        folder = self.cut_folder(manifest.cut)
+        if self.server is not None and self.server not in self.here(manifest):
+            raise StorageError(
+                f"checkpoint {manifest} not completed: the image of server {self.server} is not in "
+                f"{folder}, or has another size than its manifest says"
+            )
+        octets = manifest.to_json().encode()
+        try:
+            disk.make_folder(folder)
+            self._remove_leftovers()
+            self._put(folder / NAME, lambda sink: sink.write(octets))
+        except OSError as error:
+            raise self._refusal(manifest.cut, len(octets), error) from error
+        try:
+            self._tidy()
+        except (OSError, StorageError) as error:
+            log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
+
+    def drop(self, cut: int) -> None:
+        """Remove this server's image of a cut that was given up; a complete cut is left alone.
+
+        Raises:
+            StorageError: if it cannot be removed.
+        """
+        folder = self.cut_folder(cut)
+        try:
+            if (folder / NAME).exists():
+                return
+            for path in disk.files(folder):
+                if re.match(rf"server-{self.server}\b", path.name):
+                    disk.remove(path)
+            disk.remove_empty(folder)
+        except OSError as error:
+            raise StorageError(
+                f"checkpoint {cut}, which was given up, cannot be removed from {folder}: {error}"
+            ) from error
+
+    def _put(self, path: Path, fill: Callable[[Sink], None]) -> Written:
+        if self.server is None:
+            raise ValueError("a shelf of no server is for reading")
+        aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
+        self._under_way.add(aside)
+        try:
+            return disk.put(path, aside, fill)
+        finally:
+            self._under_way.discard(aside)
+
+    def _refusal(self, cut: int, need: int, error: OSError) -> StorageError:
+        try:
+            free = f"free {shown(shutil.disk_usage(self.folder).free)} on {self.folder}"
+            complete = self.complete()
+        except (OSError, StorageError):
+            free, complete = f"{self.folder} cannot be read", []
+        last = f"The last complete one is {complete[-1]}" if complete else "None is complete yet"
+        return StorageError(
+            f"checkpoint {cut} not written: {error.strerror or error} (need {shown(need)}, {free}). "
+            f"{last}; training goes on"
+        )
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def cut_folder(self, cut: int) -> Path:
+        """Return where the files of a cut lie."""
+        return self.folder / _folder_name(cut)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all cuts, complete or not, lowest first.
+
+        Raises:
+            StorageError: if the folder is there and cannot be read.
+        """
+        try:
+            return sorted(_numbers(self.folder))
+        except OSError as error:
+            raise StorageError(f"cannot read {self.folder}: {error.strerror or error}") from error
+
+    def highest(self) -> int:
+        """Return the highest number of any cut, complete or not; 0 if there is none.
+
+        Raises:
+            StorageError: as :meth:`numbers`.
+        """
+        return max(self.numbers(), default=0)
+
+    def manifest(self, cut: int) -> Manifest:
+        """Return the manifest of a cut.
+
+        Raises:
+            StorageError: if it is not there, or is no manifest of that cut.
+        """
+        path = self.cut_folder(cut) / NAME
+        try:
+            with path.open("rb") as file:
+                octets = file.read(MANIFEST_MAX + 1)
+            if len(octets) > MANIFEST_MAX:
+                raise ValueError(f"it has over {MANIFEST_MAX} octets")
+            found = Manifest.from_json(octets.decode())
+            if found.cut != cut:
+                raise ValueError(f"it is of cut {found.cut}, and lies in the folder of {cut}")
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot read the manifest {path}: {error}") from error
+        return found
+
+    def here(self, manifest: Manifest) -> frozenset[int]:
+        """Return the servers whose images of a cut lie in this folder with the right size."""
+        folder = self.cut_folder(manifest.cut)
+        sizes = ((server, disk.size_of(folder / one.name), one) for server, one in _each(manifest))
+        return frozenset(server for server, size, one in sizes if size == one.size)
+
+    def complete(
+        self, job: bytes | None = None, server: int | None = None, servers: int | None = None
+    ) -> list[Manifest]:
+        """Return the manifests of the complete cuts, oldest first.
+
+        Args:
+            job: of this job only.
+            server, servers: only those of which everything is here that :meth:`load` would read for
+                that server. Without ``servers``, as many as wrote the cut, if it is one of these.
+                Without both, every image that lies here must have the right size, and there must be
+                one.
+
+        Raises:
+            StorageError: as :meth:`numbers`. A manifest that cannot be read makes no cut complete.
+        """
+        found = []
+        for cut in self.numbers():
+            try:
+                manifest = self.manifest(cut)
+            except StorageError:
+                continue
+            if job in (None, manifest.job) and self._is_complete(manifest, server, servers):
+                found.append(manifest)
+        return found
+
+    def _is_complete(self, manifest: Manifest, server: int | None, servers: int | None) -> bool:
+        whole = self.here(manifest)
+        if server is not None:
+            if servers is None and server < manifest.servers:
+                servers = manifest.servers
+            return whole.issuperset(_needed(manifest, server, servers))
+        folder = self.cut_folder(manifest.cut)
+        found = {
+            number for number, one in _each(manifest) if disk.size_of(folder / one.name) is not None
+        }
+        return bool(whole) and whole == found
+
+    def find(
+        self, tag: str | None = None, server: int | None = None, servers: int | None = None
+    ) -> Manifest:
+        """Return the newest complete cut, or the newest that has a tag.
+
+        Args:
+            tag: its tag; None for any.
+            server, servers: as in :meth:`complete`.
+
+        Raises:
+            StorageError: if there is none, with those that there are.
+        """
+        complete = self.complete(None, server, servers)
+        for manifest in reversed(complete):
+            if tag in (None, manifest.tag):
+                return manifest
+        there = ", ".join(map(str, complete)) or "none"
+        what = "complete checkpoint" if tag is None else f"complete checkpoint with the tag {tag!r}"
+        raise StorageError(f"there is no {what} in {self.folder}; there is: {there}")
+
+    def load(self, manifest: Manifest, server: int, servers: int) -> Image:
+        """Return what one server holds of a cut, every file that is read being verified.
+
+        Args:
+            manifest: of the cut.
+            server, servers: whose image is wanted. If as many servers wrote the cut, only that one's
+                file is read, else all of them.
+
+        Raises:
+            StorageError: if a file is missing, damaged, or of something else.
+        """
+        folder = self.cut_folder(manifest.cut)
+        some = [
+            load_image(folder / manifest.images[number].name, manifest, number)
+            for number in _needed(manifest, server, servers)
+        ]
+        return some[0] if servers == manifest.servers else regroup(some, server, servers)
+
+    # --- removing ---------------------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Remove the cuts that nobody needs any more."""
+        complete = [manifest.cut for manifest in self.complete(server=self.server)]
+        kept = complete[-KEPT:]
+        newest = max(complete, default=0)
+        for cut in self.numbers():
+            if cut < newest and cut not in kept and not self._has_tag(cut):
+                self._remove(self.cut_folder(cut))
+
+    def _has_tag(self, cut: int) -> bool:
+        """Whether somebody gave a cut a name; damaged or not, it is then not ours to remove."""
+        try:
+            return bool(self.manifest(cut).tag)
+        except StorageError:
+            return False
+
+    def _remove(self, folder: Path) -> None:
+        if (folder / NAME).exists():
+            disk.remove(folder / NAME)
+            disk.force_if_there(folder)
+        for path in disk.files(folder):
+            if _OURS.fullmatch(path.name):
+                disk.remove(path)
+        disk.remove_empty(folder)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a writer of this rank was writing when it was killed."""
+        for folder in map(self.cut_folder, self.numbers()):
+            for path in disk.files(folder):
+                is_mine = path.name.startswith(f"server-{self.server}.")
+                if is_mine and path.name.endswith(".tmp") and path not in self._under_way:
+                    disk.remove(path)
+
+
+def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
+    """Return the servers whose images make up that of ``server`` of ``servers``."""
+    if servers is not None and not 0 <= server < servers:
+        raise ValueError(f"there is no server {server} of {servers}")
+    return (server,) if servers == manifest.servers else range(manifest.servers)
+
+
+def _each(manifest: Manifest) -> Iterable[tuple[int, ImageFile]]:
+    return enumerate(manifest.images)
+
+
+def _folder_name(cut: int) -> str:
+    return f"cut-{cut:08d}"
+
+
+def _numbers(folder: Path) -> Iterator[int]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    for name in names:
+        found = _FOLDER.fullmatch(name)
+        if found is not None and _folder_name(int(found[1])) == name:
+            yield int(found[1])

@@ -1,0 +1,106 @@
+"""Several shelves seen as one: where each image of each cut lies.
+
+Servers that have a folder each have an image of every cut in each of them, and all of them together
+are what one shared folder would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvps.checkpoint import disk
+from kvps.checkpoint.manifest import NAME, Manifest
+from kvps.checkpoint.shelf import Shelf
+from kvps.errors import StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut, as far as it is there."""
+
+    number: int
+    manifest: Manifest | None
+    """None where none was written, or none can be read."""
+    paths: tuple[Path, ...] = ()
+    """Of all images in order, whether they are there or not."""
+    wrong: str = ""
+    """What keeps it from being complete; nothing else than a full reading finds more."""
+    under_way: bool = False
+    """There is no manifest at all: it is being written, or was given up."""
+
+    def __str__(self) -> str:
+        return str(self.number if self.manifest is None else self.manifest)
+
+
+def all_cuts(folders: Iterable[str | Path]) -> list[Cut]:
+    """Return every cut in some folders, lowest number first."""
+    shelves = [Shelf(folder) for folder in folders]
+    numbers = {number for shelf in shelves for number in shelf.numbers()}
+    return [_cut(number, shelves) for number in sorted(numbers)]
+
+
+def choose(cuts: Sequence[Cut], number: int | None = None, tag: str | None = None) -> Cut:
+    """Return the newest complete cut, or the one with a number, or the newest with a tag.
+
+    Raises:
+        StorageError: if there is none, with those that there are; or if it is not complete.
+    """
+    for cut in reversed(cuts):
+        if number is not None and cut.number == number and cut.wrong:
+            raise StorageError(f"checkpoint {cut} is not complete: {cut.wrong}")
+        if not cut.wrong and matches(cut, number, tag):
+            return cut
+    there = ", ".join([str(cut) for cut in cuts if not cut.wrong]) or "none"
+    what = "" if tag is None else f" with the tag {tag!r}"
+    what += "" if number is None else f" with the number {number}"
+    raise StorageError(f"there is no complete checkpoint{what}; there is: {there}")
+
+
+def matches(cut: Cut, number: int | None, tag: str | None) -> bool:
+    """Whether a cut is the one that is asked for, where one is."""
+    if number not in (None, cut.number):
+        return False
+    return tag is None or (cut.manifest is not None and cut.manifest.tag == tag)
+
+
+def _cut(number: int, shelves: Sequence[Shelf]) -> Cut:
+    found: dict[Path, Manifest] = {}
+    errors = []
+    for shelf in shelves:
+        path = shelf.cut_folder(number) / NAME
+        if disk.size_of(path) is not None:
+            try:
+                found[path] = shelf.manifest(number)
+            except StorageError as error:
+                errors.append(str(error))
+    if errors or not found:
+        wrong = errors[0] if errors else "it has no manifest: it is being written, or was given up"
+        return Cut(number, None, (), wrong, under_way=not errors)
+    (first, manifest), *others = found.items()
+    for path, other in others:
+        if other != manifest:
+            return Cut(number, None, (), f"{first} and {path} differ")
+    paths = tuple(_path_of(number, one.name, one.size, shelves) for one in manifest.images)
+    return Cut(number, manifest, paths, _wrong(manifest, paths))
+
+
+def _path_of(number: int, name: str, size: int, shelves: Sequence[Shelf]) -> Path:
+    """Return where an image lies, whole if it is whole anywhere."""
+    paths = [shelf.cut_folder(number) / name for shelf in shelves]
+    there = [path for path in paths if disk.size_of(path) is not None]
+    whole = [path for path in there if disk.size_of(path) == size]
+    return (*whole, *there, *paths)[0]
+
+
+def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
+    for path, one in zip(paths, manifest.images, strict=True):
+        size = disk.size_of(path)
+        if size is None:
+            return (
+                f"{path} is missing; if that server has a folder of its own, give this folder too"
+            )
+        if size != one.size:
+            return f"{path} has {size} octets, and its manifest says {one.size}"
+    return ""

@@ -1,0 +1,127 @@
+"""A safetensors file as a stream: out of the tensors' own memory, without a copy of the model.
+
+The format: 8 octets with the length of the header, little-endian; the header, JSON; the tensors,
+without gaps. A tensor of the file, a :class:`Column`, may be put together from many in memory.
+Those of wide elements come first, so that each begins at a multiple of its element size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvps.checkpoint.disk import Sink
+from kvps.errors import StorageError
+from kvps.specs import BY_NAME
+from kvps.tensors import to_frame
+
+HEADER_MAX = 100_000_000
+"""Octets of the longest header that safetensors reads."""
+JOIN_BYTES = 1 << 20
+"""Tensors below this are put side by side before they are written: a call for each would be slow."""
+
+TITLES = {
+    "float32": "F32",
+    "float64": "F64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+}
+"""What safetensors calls the element types of :data:`kvps.specs.DTYPES`."""
+
+
+@dataclass(slots=True)
+class Column:
+    """One tensor of the file: its element type, and the flat tensors of one device that make it."""
+
+    dtype: str
+    parts: list[torch.Tensor] = field(default_factory=list)
+    shape: tuple[int, ...] | None = None
+    """None for a flat one."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return sum([part.numel() for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A file that is ready to be written."""
+
+    head: bytes
+    columns: tuple[Column, ...]
+    size: int
+    """Octets of the whole file."""
+
+    def write(self, sink: Sink) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: if that fails.
+        """
+        sink.write(self.head)
+        for column in self.columns:
+            for tensor in _joined(column.parts):
+                sink.write(to_frame(tensor))
+
+
+def stream_of(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> Stream:
+    """Return the file that holds ``columns`` by their names.
+
+    Raises:
+        StorageError: if there are so many that no reader would take the header.
+    """
+    wide_first = sorted(columns.items(), key=lambda one: -BY_NAME[one[1].dtype].itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, column in wide_first:
+        count = column.count
+        end = offset + count * BY_NAME[column.dtype].itemsize
+        header[name] = {
+            "dtype": TITLES[column.dtype],
+            "shape": [count] if column.shape is None else list(column.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    octets = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    octets += b" " * (-len(octets) % 8)  # so that the tensors begin aligned
+    if len(octets) > HEADER_MAX:
+        raise StorageError(
+            f"the header would have {len(octets)} octets, and safetensors reads {HEADER_MAX}: "
+            "there are too many keys, or their names are too long; use more servers"
+        )
+    head = len(octets).to_bytes(8, "little") + octets
+    return Stream(head, tuple(column for _, column in wide_first), len(head) + offset)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the same elements in fewer tensors, contiguous ones in this machine's memory."""
+    few: list[torch.Tensor] = []
+    size = 0
+    for part in parts:
+        few.append(part)
+        size += part.numel() * part.element_size()
+        if size >= JOIN_BYTES:
+            *small, last = few
+            if last.numel() * last.element_size() < JOIN_BYTES:
+                yield _as_one(few)
+            else:
+                if small:
+                    yield _as_one(small)
+                yield last.detach().cpu().contiguous()
+            few, size = [], 0
+    if size:
+        yield _as_one(few)
+
+
+@torch.no_grad()
+def _as_one(few: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(few).cpu()

@@ -1,0 +1,143 @@
+"""``kvps checkpoint``: looks at what servers wrote to the disk, and takes a model out of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvps import config
+from kvps.cli import flags
+from kvps.errors import ConfigError
+
+NAME = "kvps checkpoint"
+WHAT = """\
+Looks at checkpoints that servers wrote (kvps-server --checkpoint-dir DIR). No cluster is needed, and
+one that runs is not disturbed: complete checkpoints are only read."""
+ACTIONS = {
+    "list": "show which checkpoints there are, and which of them are complete",
+    "verify": "read them whole and compare every file with its SHA-256",
+    "export": "write the weights of one store to a safetensors file, for model.load_state_dict",
+}
+ENVIRONMENT = f"""\
+{flags.EXIT_CODES}
+environment, where the flag or DIR is not given:
+  KVPS_CHECKPOINT_DIR  KVPS_LOG_LEVEL
+"""
+FOLDERS = """\
+DIR is the directory that the servers share. Where each server has one of its own, give them all:
+kvps checkpoint {action} a/ckpt b/ckpt{rest}"""
+MORE = f"""\
+actions:
+{"".join(f"  {name:<7} {what}{chr(10)}" for name, what in ACTIONS.items())}
+examples:
+  kvps checkpoint list /ckpt
+  kvps checkpoint verify /ckpt                     all of them; exit code 1 if one is damaged
+  kvps checkpoint export /ckpt model.safetensors   the newest complete one
+  kvps checkpoint export --help
+
+{FOLDERS.format(action="list", rest="")}
+
+{ENVIRONMENT}"""
+MORE_OF = {
+    "list": """\
+examples:
+  kvps checkpoint list /ckpt
+  KVPS_CHECKPOINT_DIR=/ckpt kvps checkpoint list
+
+A checkpoint that is not complete is being written, was given up, or has lost a file; the last column
+says which. Servers keep the two newest complete ones, and all that have a tag.
+""",
+    "verify": """\
+examples:
+  kvps checkpoint verify /ckpt             all of them
+  kvps checkpoint verify /ckpt --cut 12    one
+  kvps checkpoint verify /ckpt --tag best
+
+The exit code is 0 if all are good, and 1 if one is damaged or there is none. One that is still being
+written is told of, and no damage, unless --cut asks for it.
+""",
+    "export": """\
+examples:
+  kvps checkpoint export /ckpt model.safetensors
+  kvps checkpoint export /ckpt best.safetensors --tag best --store default
+  python -c 'import torch, safetensors.torch as s; model.load_state_dict(s.load_file("best.safetensors"))'
+
+Tensors have the names and shapes of the keys. What a model has and the store has not (such as the
+running means of BatchNorm, where only parameters were pushed) needs load_state_dict(strict=False).
+The file is written aside and renamed: one of that name is replaced whole, or kept.
+""",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] not in ACTIONS:
+        _refuse(argv)
+    action = argv[0]
+    parsed = _parser(action).parse_args(argv[1:])
+    flags.start_log(NAME, parsed)
+    folders = _folders(parsed.folders)
+    number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)
+    # This loads rich and torch, which --help does not wait for.
+    from kvps.checkpoint import perform
+
+    if action == "list":
+        return perform.list_cuts(folders, sys.stdout)
+    if action == "verify":
+        return perform.verify(folders, number, parsed.tag, sys.stdout)
+    return perform.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
+
+
+def _parser(action: str) -> flags.Parser:
+    rest = " FILE" if action == "export" else ""
+    folders = FOLDERS.format(action=action, rest=rest)
+    what = f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}."
+    parser = flags.Parser(
+        f"{NAME} {action}", what, f"{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}"
+    )
+    parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
+    add = parser.add_argument
+    add("folders", metavar="DIR", nargs="*", help="where checkpoints lie; KVPS_CHECKPOINT_DIR")
+    if action == "export":
+        add("file", metavar="FILE", help="the file to write")
+        add("--store", metavar="NAME", help="which store, if there are several")
+    parser.set_defaults(cut=None, tag=None)
+    if action != "list":
+        add("--cut", metavar="N", help="the checkpoint with this number")
+        add("--tag", metavar="T", help="the newest with this tag; to verify: all with this tag")
+    return parser
+
+
+def _folders(given: Sequence[str]) -> list[str]:
+    """Return the directories that are meant.
+
+    Raises:
+        ConfigError: if there is none, or one of them is no directory.
+    """
+    default = config.checkpoint_dir()
+    folders = list(given) or ([default] if default else [])
+    if not folders:
+        raise ConfigError("no directory: give DIR, or set KVPS_CHECKPOINT_DIR")
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder} is no directory that is there")
+    return folders
+
+
+def _refuse(argv: Sequence[str]) -> NoReturn:
+    """Help, or say what is wrong, where no action stands first."""
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.usage = "%(prog)s ACTION [DIR ...] [flags]"
+    parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help="what to do")
+    parsed, _ = parser.parse_known_args(argv)
+    parser.error(f"{argv[0]} stands before the action: write {NAME} {parsed.action} {argv[0]} ...")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

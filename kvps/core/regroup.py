@@ -1,0 +1,182 @@
+"""What each server would hold of a cut if there were another number of servers.
+
+The images of all servers are taken apart and put together again as
+:func:`~kvps.core.placement.parts` says for the new number. Portions are cut where a boundary runs
+through them, and never joined: each piece is a view of the old tensor and keeps its history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+
+from kvps.core.image import Image, KeyImage, Portion, StoreImage
+from kvps.core.namespace import AGREED
+from kvps.core.placement import Part, parts
+from kvps.errors import StorageError
+from kvps.tensors import TORCH
+
+_COUNTED = ("hyper", "sent_hyper", "sent_lr", "optimize_calls", "rate_calls")
+"""What every server knows alike of a store."""
+
+
+def regroup(images: Sequence[Image], server: int, servers: int) -> Image:
+    """Return what server ``server`` of ``servers`` holds of the values in ``images``.
+
+    Args:
+        images: of all servers of one cut, in any order.
+        server, servers: whose image is wanted.
+
+    Raises:
+        StorageError: if an image is missing, they disagree about a store, or the elements of a key
+            are not all there or are there twice.
+
+    Example::
+
+        regroup([image_0_of_2, image_1_of_2], server=0, servers=1)  # all of it
+    """
+    stores = gathered(images)
+    if servers == len(images):
+        return next(image for image in images if image.server == server)
+    return Image(server, servers, tuple(_share(store, server, servers) for store in stores))
+
+
+def merged(images: Sequence[Image], store: str) -> dict[str, torch.Tensor]:
+    """Return the weights of one store, whole and in their shapes.
+
+    A key that lies in one piece is not copied.
+
+    Raises:
+        StorageError: as :func:`regroup`, or if there is no such store.
+    """
+    stores = gathered(images)
+    for one in stores:
+        if one.name == store:
+            return {key.name: _whole(key) for key in one.keys}
+    names = ", ".join(repr(one.name) for one in stores) or "none"
+    raise StorageError(f"there is no store {store!r} in this checkpoint; there is {names}")
+
+
+def gathered(images: Sequence[Image]) -> tuple[StoreImage, ...]:
+    """Return the stores of a cut, each with all elements of all its keys.
+
+    Raises:
+        StorageError: as :func:`regroup`.
+    """
+    in_order = sorted(images, key=attrgetter("server"))
+    expected = [(server, len(images)) for server in range(len(images))]
+    if not images or [(image.server, image.servers) for image in in_order] != expected:
+        found = ", ".join(f"{image.server} of {image.servers}" for image in in_order) or "none"
+        raise StorageError(f"one image of each server is needed; these are of servers {found}")
+    by_name: dict[str, list[tuple[int, StoreImage]]] = {}
+    for image in in_order:
+        for store in image.stores:
+            by_name.setdefault(store.name, []).append((image.server, store))
+    return tuple(_gathered_store(some) for some in by_name.values())
+
+
+def demand_own(image: Image) -> None:
+    """Check that ``image`` holds of each of its keys what belongs on its server, no more, no less.
+
+    Raises:
+        StorageError: naming the key and its elements.
+    """
+    for store in image.stores:
+        for key in store.keys:
+            part = _part(store, key, image.server, image.servers)
+            if part is None:
+                raise StorageError(
+                    f"key {key.name!r} of store {store.name!r} does not belong on server "
+                    f"{image.server} of {image.servers}"
+                )
+            _demand_all(store, key, part.start, part.start + part.size)
+
+
+def _gathered_store(some: Sequence[tuple[int, StoreImage]]) -> StoreImage:
+    (first_server, first), *others = some
+    keys: dict[str, KeyImage] = {key.name: key for key in first.keys}
+    for server, store in others:
+        pairs = [(name, first.opened, store.opened) for name in AGREED]
+        for name, left, right in (*pairs, *((name, first, store) for name in _COUNTED)):
+            here, there = getattr(left, name), getattr(right, name)
+            if here != there:
+                raise StorageError(
+                    f"store {first.name!r}: {name} is {here} on server {first_server} and {there} "
+                    f"on server {server}; these images are not of one cut"
+                )
+        for key in store.keys:
+            known = keys.get(key.name)
+            keys[key.name] = key if known is None else _both(first, known, key)
+    for key in keys.values():
+        _demand_all(first, key, 0, key.spec.count)
+    return replace(first, keys=tuple(keys.values()))
+
+
+def _both(store: StoreImage, one: KeyImage, other: KeyImage) -> KeyImage:
+    if (one.spec, one.call) != (other.spec, other.call):
+        raise StorageError(
+            f"key {one.name!r} of store {store.name!r} is {one.spec} after call {one.call} on one "
+            f"server, {other.spec} after call {other.call} on another; these are not of one cut"
+        )
+    portions = sorted((*one.portions, *other.portions), key=attrgetter("start"))
+    return replace(one, portions=tuple(portions))
+
+
+def _demand_all(store: StoreImage, key: KeyImage, start: int, stop: int) -> None:
+    """Check that the portions of ``key`` are the elements from ``start`` to ``stop``, each once."""
+    at = start
+    for portion in key.portions:
+        if portion.start != at:
+            break
+        at += portion.weight.numel()
+    else:
+        if at == stop:
+            return
+        portion = None
+    what = f"key {key.name!r} of store {store.name!r}: "
+    if portion is not None and portion.start < at:
+        raise StorageError(f"{what}element {portion.start} is there twice or where it must not be")
+    end = stop if portion is None else portion.start
+    if end < at:
+        raise StorageError(f"{what}elements {end} to {at - 1} are where they must not be")
+    raise StorageError(f"{what}elements {at} to {end - 1} are missing")
+
+
+def _share(store: StoreImage, server: int, servers: int) -> StoreImage:
+    """Return the part of a whole store that belongs on one server."""
+    keys = []
+    for key in store.keys:
+        part = _part(store, key, server, servers)
+        if part is not None:
+            keys.append(replace(key, portions=tuple(_within(key.portions, part))))
+    return replace(store, keys=tuple(keys))
+
+
+def _part(store: StoreImage, key: KeyImage, server: int, servers: int) -> Part | None:
+    placed = parts(key.name, key.spec.count, servers, store.opened.bigarray_bound)
+    return next((part for part in placed if part.server == server), None)
+
+
+def _within(portions: Iterable[Portion], part: Part) -> Iterator[Portion]:
+    """Yield what of ``portions`` lies in ``part``, cut where its boundaries run through them."""
+    for one in portions:
+        count = one.weight.numel()
+        start = max(one.start, part.start)
+        stop = min(one.start + count, part.start + part.size)
+        if start == one.start and stop == one.start + count:
+            yield one
+        elif start < stop:
+            inside = slice(start - one.start, stop - one.start)
+            state = {name: tensor[inside] for name, tensor in one.state.items()}
+            yield Portion(start, one.history, one.weight[inside], state)
+
+
+def _whole(key: KeyImage) -> torch.Tensor:
+    weights = [portion.weight for portion in key.portions]
+    if len(weights) == 1:
+        return weights[0].view(key.spec.shape)
+    nothing = torch.empty(0, dtype=TORCH[key.spec.dtype])
+    return torch.cat([nothing, *weights]).view(key.spec.shape)

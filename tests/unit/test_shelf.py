@@ -1,0 +1,590 @@
+"""A shelf: nothing half-written is ever complete, and older cuts stay until a newer one is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvps.checkpoint import disk
+from kvps.checkpoint.manifest import NAME, Manifest, image_name
+from kvps.checkpoint.proof import verified
+from kvps.checkpoint.shelf import Shelf
+from kvps.core.regroup import regroup
+from kvps.errors import StorageError
+from tests import cuts
+
+FIRST, SECOND = image_name(0, 2), image_name(1, 2)
+
+
+def numbers(manifests: list[Manifest]) -> list[int]:
+    return [manifest.cut for manifest in manifests]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what is written, kept and found ----------------------------------------------------------
+
+
+def test_a_cut_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "ckpt"
+    manifest = cuts.put(folder, 12)
+    assert files(folder) == {f"cut-00000012/{name}" for name in (FIRST, SECOND, NAME)}
+    for server in range(2):
+        shelf = Shelf(folder, server)
+        assert shelf.complete() == [manifest]
+        assert cuts.same(shelf.load(manifest, server, 2), cuts.image(server, 2))
+    assert Shelf(folder).highest() == 12
+    assert Shelf(folder).manifest(12) == manifest
+
+
+def test_for_another_number_of_servers_all_files_are_read(tmp_path: Path) -> None:
+    manifest = cuts.put(tmp_path, 1)
+    some = [cuts.image(server, 2) for server in range(2)]
+    for server in range(3):
+        got = Shelf(tmp_path).load(manifest, server, 3)
+        assert cuts.same(got, regroup(some, server, 3))
+    (tmp_path / "cut-00000001" / SECOND).unlink()
+    assert cuts.same(Shelf(tmp_path).load(manifest, 0, 2), some[0])
+    with pytest.raises(StorageError, match=SECOND):
+        Shelf(tmp_path).load(manifest, 0, 3)
+    with pytest.raises(ValueError, match="no server 2 of 2"):
+        Shelf(tmp_path).load(manifest, 2, 2)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "none", 0)
+    assert shelf.complete() == []
+    assert shelf.highest() == 0
+    shelf.drop(3)
+    with pytest.raises(StorageError, match=r"no complete checkpoint in .*: none"):
+        shelf.find()
+
+
+def test_without_a_manifest_a_cut_is_not_complete(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, 0)
+    shelf.write(7, cuts.image(0, 2))
+    assert shelf.complete() == []
+    assert shelf.highest() == 7
+
+
+def test_folders_of_other_names_are_none_of_ours(tmp_path: Path) -> None:
+    for name in ("cut-1", "cut-000000012", "cut-0000000x", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cut-00000099.txt").touch()
+    assert Shelf(tmp_path).numbers() == []
+    cuts.put(tmp_path, 123_456_789)
+    assert Shelf(tmp_path).highest() == 123_456_789
+
+
+def test_the_two_newest_and_those_with_a_tag_are_kept(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1, tag="best")
+    for cut in range(2, 6):
+        cuts.put(tmp_path, cut)
+    assert numbers(Shelf(tmp_path).complete()) == [1, 4, 5]
+    assert Shelf(tmp_path).numbers() == [1, 4, 5]
+
+
+def test_incomplete_cuts_go_when_a_newer_one_is_complete(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, 0)
+    shelf.write(1, cuts.image(0, 2))
+    shelf.write(3, cuts.image(0, 2))
+    cuts.put(tmp_path, 2)
+    assert shelf.numbers() == [2, 3]
+    stranger = tmp_path / "cut-00000003" / "notes.txt"
+    stranger.touch()
+    cuts.put(tmp_path, 4)
+    assert files(tmp_path / "cut-00000003") == {"notes.txt"}
+
+
+def test_what_is_found(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1, tag="best")
+    cuts.put(tmp_path, 2, tag="best")
+    newest = cuts.put(tmp_path, 3)
+    shelf = Shelf(tmp_path)
+    assert shelf.find() == newest
+    assert shelf.find("best").cut == 2
+    with pytest.raises(StorageError, match=r"the tag 'worst'.*: 1 \(best\), 2 \(best\), 3"):
+        shelf.find("worst")
+    assert numbers(shelf.complete(cuts.JOB)) == [1, 2, 3]
+    assert shelf.complete(bytes(16)) == []
+
+
+def test_each_server_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    shelves = [Shelf(tmp_path / str(server), server) for server in range(2)]
+    for cut in (1, 2, 3):
+        some = [cuts.image(server, 2) for server in range(2)]
+        manifest = cuts.manifest_of(cut, shelves, some)
+        for shelf in shelves:
+            shelf.commit(manifest)
+    for server, shelf in enumerate(shelves):
+        assert numbers(shelf.complete(cuts.JOB, server)) == [2, 3]
+        assert numbers(shelf.complete(server=server, servers=2)) == [2, 3]
+        assert shelf.complete(server=1 - server) == []
+        assert shelf.complete(server=0, servers=1) == []  # both images would be needed
+        assert shelf.complete(server=5) == []
+        assert numbers(shelf.complete()) == [2, 3]
+        assert shelf.here(manifest) == {server}
+        assert cuts.same(shelf.load(manifest, server, 2), some[server])
+        with pytest.raises(StorageError, match=image_name(1 - server, 2)):
+            shelf.load(manifest, 0, 1)
+
+
+def test_more_servers_go_on_in_the_same_folder(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1)
+    cuts.put(tmp_path, 2, servers=3)
+    assert numbers(Shelf(tmp_path).complete(server=2)) == [1, 2]
+    cuts.put(tmp_path, 3, servers=3)
+    assert Shelf(tmp_path).numbers() == [2, 3]
+
+
+def test_a_cut_that_is_given_up(tmp_path: Path) -> None:
+    shelves = [Shelf(tmp_path, server) for server in range(2)]
+    for server, shelf in enumerate(shelves):
+        shelf.write(4, cuts.image(server, 2))
+    shelves[0].drop(4)
+    assert files(tmp_path) == {f"cut-00000004/{SECOND}"}
+    shelves[1].drop(4)
+    assert list(tmp_path.iterdir()) == []
+    manifest = cuts.put(tmp_path, 5)
+    shelves[0].drop(5)  # too late: it is complete
+    assert shelves[0].complete() == [manifest]
+
+
+def test_servers_1_and_10_are_two(tmp_path: Path) -> None:
+    Shelf(tmp_path, 10).write(1, cuts.image(10, 11))
+    Shelf(tmp_path, 1).write(1, cuts.image(1, 11))
+    (tmp_path / "cut-00000001" / "server-10.0abc.tmp").touch()
+    Shelf(tmp_path, 1).write(2, cuts.image(1, 11))
+    Shelf(tmp_path, 1).drop(1)
+    assert files(tmp_path / "cut-00000001") == {image_name(10, 11), "server-10.0abc.tmp"}
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1)
+    left = [tmp_path / "cut-00000001" / f"server-{server}.0123abcd.tmp" for server in range(2)]
+    for path in left:
+        path.write_bytes(b"half")
+    Shelf(tmp_path, 0).write(2, cuts.image(0, 2))
+    assert [path.exists() for path in left] == [False, True]
+    cuts.put(tmp_path, 3)
+    assert not left[1].exists()
+
+
+def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+    """A shelf that commits one cut while it writes the next."""
+    shelves = [Shelf(tmp_path, server) for server in range(2)]
+    manifest = cuts.manifest_of(1, shelves, [cuts.image(server, 2) for server in range(2)])
+    target = tmp_path / "cut-00000001" / "other"
+    shelves[0]._put(target, lambda sink: shelves[0].commit(manifest))
+    assert target.exists()
+
+
+def test_a_shelf_of_nobody_is_for_reading(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="for reading"):
+        Shelf(tmp_path).write(1, cuts.image(0, 2))
+
+
+def test_no_manifest_without_the_image(tmp_path: Path) -> None:
+    shelves = [Shelf(tmp_path, server) for server in range(2)]
+    manifest = cuts.manifest_of(1, shelves, [cuts.image(server, 2) for server in range(2)])
+    (tmp_path / "cut-00000001" / FIRST).write_bytes(b"short")
+    with pytest.raises(StorageError, match="checkpoint 1 not completed: the image of server 0"):
+        shelves[0].commit(manifest)
+    assert not (tmp_path / "cut-00000001" / NAME).exists()
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+def damaged(tmp_path: Path, harm: Callable[[bytes], bytes]) -> Manifest:
+    manifest = cuts.put(tmp_path, 1)
+    path = tmp_path / "cut-00000001" / SECOND
+    path.write_bytes(harm(path.read_bytes()))
+    return manifest
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, -1])
+def test_a_file_that_was_cut_short_is_not_complete(tmp_path: Path, count: int) -> None:
+    manifest = damaged(tmp_path, lambda octets: octets[:count])
+    shelf = Shelf(tmp_path)
+    assert shelf.complete() == []
+    assert shelf.complete(server=1) == []
+    assert shelf.complete(server=0) == [manifest]
+    with pytest.raises(StorageError, match=rf"{SECOND} has \d+ octets, and its manifest says \d+"):
+        shelf.load(manifest, 1, 2)
+
+
+@pytest.mark.parametrize("region", ["length", "header", "tensors", "end"])
+def test_one_flipped_bit_is_found(tmp_path: Path, region: str) -> None:
+    def flip(octets: bytes) -> bytes:
+        head = 8 + int.from_bytes(octets[:8], "little")
+        at = {"length": 0, "header": head // 2, "tensors": head + 9, "end": -1}[region]
+        changed = bytearray(octets)
+        changed[at] ^= 0x10
+        return bytes(changed)
+
+    manifest = damaged(tmp_path, flip)
+    with pytest.raises(StorageError, match=f"{SECOND} is not what was written: its SHA-256 is"):
+        Shelf(tmp_path).load(manifest, 1, 2)
+    with pytest.raises(StorageError, match=SECOND):
+        Shelf(tmp_path).load(manifest, 0, 1)
+
+
+def test_images_of_two_cuts_do_not_mix(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1, version=5)
+    manifest = cuts.put(tmp_path, 2, version=6)
+    old, new = (tmp_path / f"cut-0000000{cut}" / SECOND for cut in (1, 2))
+    assert old.stat().st_size == new.stat().st_size
+    shutil.copy(old, new)
+    with pytest.raises(StorageError, match="is not what was written"):
+        Shelf(tmp_path).load(manifest, 1, 2)
+
+
+def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
+    manifest = cuts.put(tmp_path, 1)
+    for images in (manifest.images[:1], (*manifest.images, manifest.images[1])):
+        count = len(images)
+        other = replace(
+            manifest,
+            images=tuple(
+                one._replace(name=image_name(server, count)) for server, one in enumerate(images)
+            ),
+        )
+        (tmp_path / "cut-00000001" / NAME).write_text(other.to_json())
+        assert Shelf(tmp_path).complete() == []
+        with pytest.raises(StorageError, match=image_name(0, count)):
+            Shelf(tmp_path).load(other, 0, count)
+        # Even where somebody renamed the files.
+        for one, renamed in zip(images, other.images, strict=True):
+            shutil.copy(tmp_path / "cut-00000001" / one.name, tmp_path / renamed.name)
+            shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
+        with pytest.raises(StorageError, match=f"image of server 0 of 2, and .* of 0 of {count}"):
+            Shelf(tmp_path).load(other, 0, count)
+
+
+def test_an_image_must_hold_what_belongs_there(tmp_path: Path) -> None:
+    shelves = [Shelf(tmp_path, server) for server in range(2)]
+    some = [cuts.image(server, 2) for server in range(2)]
+    some[0] = replace(some[1], server=0)
+    manifest = cuts.manifest_of(1, shelves, some)
+    with pytest.raises(StorageError, match=rf"{FIRST}: key '.*' of store 'default'"):
+        shelves[0].load(manifest, 0, 2)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[]", b" " * (64 << 20) + b"{}"])
+def test_a_manifest_that_cannot_be_read(tmp_path: Path, text: bytes) -> None:
+    cuts.put(tmp_path, 1)
+    path = tmp_path / "cut-00000001" / NAME
+    path.write_bytes(text)
+    assert Shelf(tmp_path).complete() == []
+    with pytest.raises(StorageError, match=f"cannot read the manifest {path}"):
+        Shelf(tmp_path).manifest(1)
+
+
+def test_a_manifest_in_the_folder_of_another_cut(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1)
+    (tmp_path / "cut-00000001").rename(tmp_path / "cut-00000002")
+    assert Shelf(tmp_path).complete() == []
+    with pytest.raises(StorageError, match="of cut 1, and lies in the folder of 2"):
+        Shelf(tmp_path).manifest(2)
+
+
+def test_a_damaged_cut_with_a_tag_is_not_removed(tmp_path: Path) -> None:
+    cuts.put(tmp_path, 1, tag="best")
+    (tmp_path / "cut-00000001" / FIRST).write_bytes(b"")
+    for cut in (2, 3, 4):
+        cuts.put(tmp_path, cut)
+    assert Shelf(tmp_path).numbers() == [1, 3, 4]
+
+
+# --- a fault at each step ---------------------------------------------------------------------
+
+
+class Broken:
+    """``os`` for :mod:`kvps.checkpoint.disk`, with one call that fails."""
+
+    def __init__(self, name: str, number: int, error: BaseException) -> None:
+        self.name, self.left, self.error = name, number, error
+        self.steps: list[str] = []
+        self.__dict__.update({one: self._watched(one) for one in STEPS})
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def _watched(self, name: str) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            self.steps.append(name)
+            if name == self.name:
+                self.left -= 1
+                if self.left < 0:
+                    if name == "write" and given[1]:
+                        os.write(*given[:1], given[1][: len(given[1]) // 2])  # type: ignore[call-overload,index,arg-type]
+                    raise self.error
+            found: object = getattr(os, name)(*given)
+            return found
+
+        return call
+
+
+STEPS = ("open", "write", "fsync", "close", "replace")
+
+
+def steps_of(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    watching = Broken("none", 0, OSError())
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "os", watching)
+        action()
+    return watching.steps
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), Killed()])
+def test_a_fault_at_each_step_of_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    image = cuts.image(0, 2)
+    cuts.put(tmp_path / "probe", 11)
+    steps = steps_of(lambda: Shelf(tmp_path / "probe", 0).write(12, image), monkeypatch)
+    assert set(STEPS) <= set(steps)
+    for index, name in enumerate(steps):
+        folder = tmp_path / str(index)
+        older = cuts.put(folder, 11)
+        broken = Broken(name, steps[:index].count(name), error)
+        expected = StorageError if isinstance(error, OSError) else Killed
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "os", broken)
+            with pytest.raises(expected) as caught:
+                # As a killed process leaves it: the cut's folder may be there or not.
+                Shelf(folder, 0).write(12, image)
+        if expected is StorageError:
+            assert "checkpoint 12 not written: Input/output error (need " in str(caught.value)
+            assert "The last complete one is 11; training goes on" in str(caught.value)
+        assert Shelf(folder).complete() == [older]
+        assert not [one for one in files(folder) if one.endswith(".tmp")]
+        newer = cuts.put(folder, 13)
+        assert Shelf(folder).complete() == [older, newer]
+        assert Shelf(folder).numbers() == [11, 13]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), Killed()])
+def test_a_fault_at_each_step_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    some = [cuts.image(server, 2) for server in range(2)]
+
+    def prepared(folder: Path) -> tuple[Shelf, Manifest]:
+        shelves = [Shelf(folder, server) for server in range(2)]
+        for cut in (9, 10, 11):
+            cuts.put(folder, cut)
+        return shelves[0], cuts.manifest_of(12, shelves, some)
+
+    probe, manifest = prepared(tmp_path / "probe")
+    steps = steps_of(lambda: probe.commit(manifest), monkeypatch)
+    for index, name in enumerate(steps):
+        folder = tmp_path / str(index)
+        shelf, manifest = prepared(folder)
+        broken = Broken(name, steps[:index].count(name), error)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "os", broken)
+            try:
+                shelf.commit(manifest)
+            except (StorageError, Killed):
+                was_raised = True
+            else:
+                was_raised = False  # only the removal of older cuts failed
+        complete = Shelf(folder).complete()
+        assert numbers(complete) in ([10, 11], [10, 11, 12], [11, 12]), (index, name)
+        assert was_raised or manifest in complete
+        for one in complete:
+            for server in range(2):
+                Shelf(folder).load(one, server, 2)
+        cuts.put(folder, 13)
+        assert numbers(Shelf(folder).complete())[-1] == 13
+
+
+def test_a_writer_that_is_killed_for_good(tmp_path: Path) -> None:
+    """No clean-up of any kind runs; the temporary file stays until the next writer comes."""
+    older = cuts.put(tmp_path, 11)
+    code = (
+        "import os, sys; from kvps.checkpoint import disk; from kvps.checkpoint.shelf import Shelf;"
+        "from tests import cuts;"
+        "disk.os = type('Os', (), {'__getattr__': lambda _, name: "
+        "getattr(os, name) if name != 'replace' else lambda *a: os._exit(9)})();"
+        "Shelf(sys.argv[1], 0).write(12, cuts.image(0, 2))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
+    assert ended.returncode == 9
+    assert [one for one in files(tmp_path) if one.endswith(".tmp")]
+    assert Shelf(tmp_path).complete() == [older]
+    cuts.put(tmp_path, 13)
+    assert not [one for one in files(tmp_path) if one.endswith(".tmp")]
+    assert Shelf(tmp_path).numbers() == [11, 13]
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(file: int, octets: memoryview) -> int:
+        return os.write(file, octets[:1000])
+
+    patched = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
+    patched.write = few
+    monkeypatch.setattr(disk, "os", patched)
+    manifest = cuts.put(tmp_path, 1)
+    assert cuts.same(Shelf(tmp_path).load(manifest, 0, 2), cuts.image(0, 2))
+    patched.write = lambda file, octets: 0
+    with pytest.raises(StorageError, match="takes nothing more"):
+        Shelf(tmp_path, 0).write(2, cuts.image(0, 2))
+
+
+def test_old_cuts_that_cannot_be_removed_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for cut in (1, 2):
+        cuts.put(tmp_path, cut)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(disk, "remove", refuse)
+    cuts.put(tmp_path, 3)
+    assert "could not be removed: [Errno 13]" in caplog.text
+    assert numbers(Shelf(tmp_path).complete()) == [1, 2, 3]
+    (tmp_path / "cut-00000004").mkdir()
+    (tmp_path / "cut-00000004" / FIRST).touch()
+    with pytest.raises(StorageError, match="checkpoint 4, which was given up"):
+        Shelf(tmp_path, 0).drop(4)
+
+
+def test_a_place_where_nothing_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"checkpoint 1 not written: .*cannot be read"):
+        Shelf(tmp_path / "file", 0).write(1, cuts.image(0, 2))
+
+
+def test_a_file_that_shrinks_between(tmp_path: Path) -> None:
+    manifest = cuts.put(tmp_path, 1)
+    with pytest.raises(StorageError, match="cannot read"):
+        list(verified(tmp_path / "none", manifest.images[0]))
+
+
+# --- many servers at once ---------------------------------------------------------------------
+
+
+def test_servers_commit_and_tidy_one_folder_at_once(tmp_path: Path) -> None:
+    servers, rounds = 4, 6
+    shelves = [Shelf(tmp_path, server) for server in range(servers)]
+    manifests = []
+    for cut in range(1, rounds + 1):
+        some = [cuts.image(server, servers, version=cut) for server in range(servers)]
+        manifests.append(cuts.manifest_of(cut, shelves, some))
+        wrong: list[BaseException] = []
+        start = threading.Barrier(servers)
+
+        def commit(
+            shelf: Shelf,
+            manifest: Manifest = manifests[-1],
+            start: threading.Barrier = start,
+            wrong: list[BaseException] = wrong,
+        ) -> None:
+            start.wait()
+            try:
+                shelf.commit(manifest)
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=commit, args=(shelf,)) for shelf in shelves]
+        random.Random(cut).shuffle(threads)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert Shelf(tmp_path).complete() == manifests[-2:]
+    assert Shelf(tmp_path).numbers() == [rounds - 1, rounds]
+
+
+def test_what_another_server_has_just_done_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.force_if_there(tmp_path / "none")
+    disk.remove(tmp_path / "none")
+    disk.remove_empty(tmp_path / "none")
+    assert disk.files(tmp_path / "none") == []
+    (tmp_path / "cut" / "new").mkdir(parents=True)
+    monkeypatch.setattr(disk, "files", lambda folder: [])  # as it was a moment ago
+    disk.remove_empty(tmp_path / "cut")
+    assert (tmp_path / "cut" / "new").exists()
+
+
+# --- a full disk ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "kvps-test", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    older = cuts.put(small_disk, 11)
+    (small_disk / "ballast").write_bytes(bytes(200 << 10))
+    free = shutil.disk_usage(small_disk).free
+    big = cuts.image(0, 2, keys={**cuts.KEYS, "big": replace(cuts.KEYS["i8"], shape=(1 << 20,))})
+    with pytest.raises(StorageError) as caught:
+        Shelf(small_disk, 0).write(12, big)
+    text = str(caught.value)
+    assert text.startswith("checkpoint 12 not written: No space left on device (need 5")
+    assert f" KiB, free {disk.shown(free)} on {small_disk}). " in text
+    assert text.endswith("The last complete one is 11; training goes on")
+    assert Shelf(small_disk).complete() == [older]
+    Shelf(small_disk, 0).drop(12)
+    assert shutil.disk_usage(small_disk).free == free
+    (small_disk / "ballast").unlink()
+    assert Shelf(small_disk).complete() == [older]
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1 << 20, "1 MiB"),
+        (5 << 28, "1.25 GiB"),
+        (7 << 40, "7 TiB"),
+    ],
+)
+def test_sizes_for_people(size: int, says: str) -> None:
+    assert disk.shown(size) == says
