@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Snapshot(NamedTuple):
@@ -45,6 +45,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.machine,
             seat.is_guarded,
             seat.has_said_so,
+            seat.has_begun,
             seat.reason,
         )
         for seat in snapshot.seats.by_node.values()
@@ -90,6 +91,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.machine,
                 seat.is_guarded,
                 seat.has_said_so,
+                seat.has_begun,
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}
