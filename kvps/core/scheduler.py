@@ -245,7 +245,10 @@ class Scheduler:
     def _recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         if envelope.incarnation:
             self._demand_job(envelope)
-        return self.job.seats.recognise(route, envelope, now)
+        seat = self.job.seats.recognise(route, envelope, now)
+        if envelope.incarnation and seat.node.role is Role.SERVER and not seat.has_begun:
+            seat.has_begun = self.job.has_changed = True
+        return seat
 
     def _demand_job(self, envelope: Envelope) -> None:
         # A server that has not yet heard of the next job still speaks of the former one.

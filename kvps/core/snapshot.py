@@ -48,6 +48,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.machine,
             seat.is_guarded,
             seat.has_said_so,
+            seat.has_begun,
             seat.reason,
         )
         for seat in snapshot.seats.by_node.values()
@@ -93,6 +94,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.machine,
                 seat.is_guarded,
                 seat.has_said_so,
+                seat.has_begun,
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}

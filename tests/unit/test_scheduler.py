@@ -101,6 +101,36 @@ class TestHello:
             assert error.code == Mismatch.code
             assert JOB.hex() in error.text
 
+    @pytest.mark.spec("R25")
+    @pytest.mark.parametrize("breaks", ["connection", "scheduler"])
+    def test_of_a_server_that_the_welcome_did_not_reach(self, breaks: str) -> None:
+        """Workers were told of its incarnation with the same breath; another would be a loss."""
+        stage = Stage(1, 1, persist=True)
+        stage.hello("w0")
+        stage.hello("s0", endpoint="tcp://a:1")
+        if breaks == "connection":
+            stage.drop("s0")
+        else:
+            stage.restart()
+        answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
+        assert [one.incarnation for one in sent(answers, Welcome)] == [2]
+        assert notes(answers) == ["info: server 0 joined: host-s0:7"]
+
+    @pytest.mark.spec("R25")
+    @pytest.mark.parametrize("breaks", ["connection", "scheduler"])
+    def test_of_a_server_that_may_hold_nothing_any_more(self, breaks: str) -> None:
+        """It has spoken, so that the next of this name may be another process: of a container."""
+        stage = Stage(1, 1, persist=True)
+        stage.hello("w0")
+        stage.hello("s0", endpoint="tcp://a:1")
+        stage.beat("s0")
+        if breaks == "connection":
+            stage.drop("s0")
+        else:
+            stage.restart()
+        answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
+        assert [one.incarnation for one in sent(answers, Welcome)] == [3]
+
     def test_naming_the_job_is_fine(self) -> None:
         stage = Stage()
         stage.hello("w0")
