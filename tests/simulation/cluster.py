@@ -297,7 +297,12 @@ class Cluster:
     def part(self, limit_s: float) -> None:
         """Let every process end that still lives; nobody has anything left to do."""
         end = self.network.now + limit_s
-        self.network.run(lambda: not any(one.alive for one in self.processes), end)
+        self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
+
+    @property
+    def is_anyone_alive(self) -> bool:
+        """Whether any process has not ended."""
+        return any(one.alive for one in self.processes)
 
     @property
     def processes(self) -> list[Process]:
