@@ -144,7 +144,16 @@ def faults_of(dice: random.Random) -> Faults:
     )
 
 
-def play_with(job: Job, fault: Callable[[Cluster, int, Process, Process], bool]) -> int:
+Trainer = Callable[[Any, int], Script]
+References = Callable[[Any], list[Values]]
+
+
+def play_with(
+    job: Job,
+    fault: Callable[[Cluster, int, Process, Process], bool],
+    train: Trainer = train,
+    reference: References = reference,
+) -> int:
     """Play a job; return its number of packets. ``fault`` says of each if it is lost."""
     count = 0
 
@@ -164,15 +173,22 @@ def play_with(job: Job, fault: Callable[[Cluster, int, Process, Process], bool])
     return count
 
 
-def lose_each_packet(job: Job) -> None:
+def lose_each_packet(job: Job, train: Trainer = train, reference: References = reference) -> None:
     """Play a job as often as it has packets, each time without another one."""
-    for lost in range(1, play_with(job, lambda *_: False) + 1):
-        play_with(job, lambda _, count, *ends, lost=lost: count == lost)  # type: ignore[misc]
+    for lost in range(1, play_with(job, lambda *_: False, train, reference) + 1):
+        play_with(
+            job,
+            lambda _, count, *ends, lost=lost: count == lost,  # type: ignore[misc]
+            train,
+            reference,
+        )
 
 
-def kill_at_each_packet(job: Job, rank: int) -> None:
+def kill_at_each_packet(
+    job: Job, rank: int, train: Trainer = train, reference: References = reference
+) -> None:
     """Play a job as often as it has packets, and kill ``rank`` at another one that concerns it."""
-    for fatal in range(1, play_with(job, lambda *_: False) + 1):
+    for fatal in range(1, play_with(job, lambda *_: False, train, reference) + 1):
 
         def die(
             cluster: Cluster, count: int, source: Process, target: Process, fatal: int = fatal
@@ -183,7 +199,7 @@ def kill_at_each_packet(job: Job, rank: int) -> None:
                 cluster.network.at(cluster.network.now + 3, lambda: cluster.replace(rank))
             return is_fatal
 
-        play_with(job, die)
+        play_with(job, die, train, reference)
 
 
 def outlive(job: Job, script: Callable[[int], Script]) -> None:
