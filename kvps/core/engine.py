@@ -185,9 +185,8 @@ class Engine:
         lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
-        for span, number, _ in work:
-            span.take(ranks, number)
         for span, number, part in work:
+            span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
                 keep = space.opened.deterministic
                 span.round(number, now).add(ranks, part, lent=lent, keep=keep)
