@@ -48,6 +48,7 @@ BY_NAME = {
     "shape": st.integers(0, 5),
     "rank": naturals_32,
     "ranks": naturals_32,
+    "culprits": naturals_32,
     "role": st.sampled_from(range(3)),
     "size": sizes,
     "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),

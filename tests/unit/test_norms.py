@@ -39,8 +39,8 @@ def test_parts_on_other_servers_may_be_told_before_and_after() -> None:
 
 
 def test_all_add_in_one_order() -> None:
-    """1 + 1e16 - 1e16 is 0 in float64, and 1e16 - 1e16 + 1 is 1."""
-    parts = {0: 1e16, 1: -1e16, 2: 1.0}
+    """In float64 1e16 + 1 + 1 is 1e16, and 1 + 1 + 1e16 is more."""
+    parts = {0: 1.0, 1: 1.0, 2: 1e16}
     totals = set()
     for me in parts:
         norm = Norm(ID)
@@ -48,7 +48,7 @@ def test_all_add_in_one_order() -> None:
             norm.hear(server, (parts[server],))
         norm.measure(sums(parts[me]), 1, frozenset(parts) - {me})
         totals.add(norm.total(me).item())
-    assert totals == {1.0}
+    assert totals == {1e16 + 2}
 
 
 def test_sums_of_another_optimizer() -> None:
