@@ -252,7 +252,7 @@ class Engine:
             due.flaw = self._look(space, chunk, due, whole)
         else:
             due.sum.into(whole, 0, len(whole))
-        due.sum = Sum((Strip([whole]),))
+        due.sum, due.is_own = Sum((Strip([whole]),)), True
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -286,7 +286,7 @@ class Engine:
         whole = self._sums[dtype][: len(due.sum)]
         flaw = self._look(space, chunk, due, whole)
         if flaw is None:
-            due.sum = Sum((Strip([whole]),))
+            due.sum, due.is_own = Sum((Strip([whole]),)), True
         return flaw
 
     def _look(
@@ -373,8 +373,11 @@ class Engine:
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
-                gradient = scratch[: stop - start]
-                due.sum.into(gradient, start - span.start, stop - span.start)
+                if due.is_own:
+                    gradient = due.sum.parts[0].within(start - span.start, stop - span.start)
+                else:
+                    gradient = scratch[: stop - start]
+                    due.sum.into(gradient, start - span.start, stop - span.start)
                 updater.apply(
                     weight[start:stop],
                     gradient,

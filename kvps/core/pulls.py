@@ -49,8 +49,8 @@ def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> 
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
-            what = "norms" if space.drops is None else "word that it is finite"
-            return f"round {span.version} waits for the {what} of other servers"
+            what = "the norms" if space.drops is None else "word, if it is finite,"
+            return f"round {span.version} waits for {what} of other servers"
         missing = span.missing(quorum.required(space.opened.on_worker_lost))
         ranks = ", ".join(map(str, missing)) or "none that is left"
         return f"round {span.version} waits for a push of rank {ranks}"

@@ -130,6 +130,8 @@ class Due:
     sum: Sum
     whose: tuple[tuple[int, ...], ...] = ()
     """The ranks of each part of the sum, as it was when the round was closed."""
+    is_own: bool = False
+    """The sum is added up, in memory that may be used up."""
     flaw: Flaw | None = None
     """What is not finite in this part of the tensor, if the store looks."""
 

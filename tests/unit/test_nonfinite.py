@@ -212,6 +212,34 @@ def test_several_rounds_that_close_at_once() -> None:
     assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
 
 
+@pytest.mark.spec("R102")
+def test_the_parts_of_a_span_that_shrinks_close_their_later_rounds() -> None:
+    """A loss closes several rounds of one span at once, the first of which cuts it."""
+    one = stage(2, on_worker_lost="shrink")
+    whole = (Run(0, 6, 0), Run(0, 6, 1), Run(0, 6, 2))
+    for run in whole:
+        row = bad() if run.number == 0 else torch.ones(6)
+        one.say(0, Push(one.chunk().number, 1, (0,), 1.0, False, (run,)), row)
+    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]
+    one.show(w1="lost")
+    assert [one.span(key).version for key in ABC] == [3, 3, 3]
+    assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
+    assert sorted(one.span(key).step for key in ABC) == [2, 3, 3]
+
+
+@pytest.mark.spec("R102")
+@pytest.mark.parametrize("lent", [False, True])
+def test_rates_of_single_keys_hold_for_what_is_looked_at(lent: bool) -> None:
+    one = stage(2)
+    one.say(0, optimizing("sgd", call=2, lr=1.0, lr_mult={"b": 10.0}))
+    for number in (0, 1):
+        for rank in (0, 1):
+            run = (Run(0, 6, number),)
+            row = bad() if number == rank == 1 else torch.arange(6.0)
+            one.say(rank, Push(one.chunk().number, 1, (rank,), 1.0, False, run), row, lent=lent)
+    assert [one.values(key) for key in ABC] == [[0, -3], [-39], [-9, -12, -15]]
+
+
 def test_64_rounds_may_be_open_and_who_waits_is_answered() -> None:
     one = stage(2)
     for number in range(3):
