@@ -16,4 +16,5 @@ class Quorum:
 
     def required(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that a round of a store with this policy waits for."""
-        return self.held if on_worker_lost == "shrink" else self.held | self.lost
+        # Asked for each push, so that nothing is made where nobody is lost.
+        return self.held | self.lost if self.lost and on_worker_lost != "shrink" else self.held

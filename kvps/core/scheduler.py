@@ -170,7 +170,8 @@ class Scheduler:
             is_behind = envelope.view < number
         else:  # only those who were members of the former job have something to learn
             is_behind = envelope.job not in (NOBODY, self.job.name)
-        if is_behind and self.job.number == number:  # else it was just sent
+        is_told = self.job.number != number or self.job.is_untold  # just now, or soon
+        if is_behind and not is_told:
             self.job.send(route, self.job.view(now))
 
     def _on_leave(self, route: Route, envelope: Envelope, leave: Leave, now: float) -> None:

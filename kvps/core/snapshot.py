@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Snapshot(NamedTuple):

@@ -18,6 +18,7 @@ otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -39,7 +40,7 @@ from kvps.core.effects import (
     Send,
 )
 from kvps.core.lateness import lateness, name_of
-from kvps.core.link import Link, Request, Uplink, route_of
+from kvps.core.link import PROBE_AFTER_S, Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.neighbours import Neighbours
@@ -125,6 +126,8 @@ class Worker:
         self._barrier_seq = 0
         self._hello_at = now
         self._told_at = now
+        self._links_at = math.inf
+        """No later than the next thing that is due on a link to a server."""
         self._complete = False
         self._joining: dict[int, float] = {}
 
@@ -216,7 +219,11 @@ class Worker:
 
     def deadline(self) -> float | None:
         """When something is due next."""
-        return min(self._deadlines(), default=None)
+        due = min(self._deadlines(), default=math.inf)
+        if self._links_at < due:  # looked up only then: this is asked after every packet
+            self._links_at = min(self._due_on(self.links), default=math.inf)
+            due = min(due, self._links_at)
+        return due if due < math.inf else None
 
     def _alone_at(self) -> float | None:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
@@ -236,12 +243,7 @@ class Worker:
         bundle = self.neighbours.deadline()
         if bundle is not None:
             yield bundle
-        for link in self._links():
-            if not link.ready:
-                yield self._hello_at
-            probe = link.probe_at()
-            if probe is not None:
-                yield probe
+        yield from self._due_on(self.neighbours.links.values())
         for request in self._barriers.values():
             yield request.sent_at + BARRIER_AGAIN_S
         for talk in self._talks.values():
@@ -250,6 +252,14 @@ class Worker:
                 grace = self.losses.deadline(self.books[talk.call.store])
                 if grace is not None:
                     yield grace
+
+    def _due_on(self, links: Iterable[Link]) -> Iterator[float]:
+        for link in links:
+            if not link.ready:
+                yield self._hello_at
+            probe = link.probe_at()
+            if probe is not None:
+                yield probe
 
     # --- the scheduler --------------------------------------------------------------------------
 
@@ -285,6 +295,7 @@ class Worker:
         if not self._complete and view.phase == "running":
             self._complete = True
             self._hello_at = now + HELLO_AGAIN_S
+            self._links_at = min(self._links_at, self._hello_at)
             for one in view.members:
                 if one.role == Role.SERVER:
                     link = Link(
@@ -380,6 +391,7 @@ class Worker:
     def _flow(self, now: float) -> Effects:
         """Send what there is room for."""
         for link, request in chain(self._uplink.due(now), self.neighbours.due(now)):
+            self._links_at = min(self._links_at, now + PROBE_AFTER_S)
             yield self._packet(link, request)
 
     def _packet(self, link: Link, request: Request) -> Send:

@@ -60,6 +60,7 @@ class Store:
     worker_grace_s: float = 240.0
     timeout_s: float = 10_000.0
     bundles: bool = False
+    on_nonfinite: str = "apply"
 
     def open(self) -> Script:
         opened = Open(
@@ -71,6 +72,7 @@ class Store:
             self.bigarray_bound,
             CHUNK_BYTES,
             self.bundles,
+            self.on_nonfinite,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 
@@ -297,7 +299,12 @@ class Cluster:
     def part(self, limit_s: float) -> None:
         """Let every process end that still lives; nobody has anything left to do."""
         end = self.network.now + limit_s
-        self.network.run(lambda: not any(one.alive for one in self.processes), end)
+        self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
+
+    @property
+    def is_anyone_alive(self) -> bool:
+        """Whether any process has not ended."""
+        return any(one.alive for one in self.processes)
 
     @property
     def processes(self) -> list[Process]:
