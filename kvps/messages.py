@@ -190,6 +190,8 @@ class View(Message):
     members: tuple[Member, ...]
     epoch: int = 0
     """How often the servers have returned to a cut, or are about to."""
+    since: int = 0
+    """The number of the view in which this epoch began: what was asked under an older one is void."""
     cut: int = 0
     """The newest cut to which they could return; 0 while there is none."""
 
@@ -375,6 +377,8 @@ class Found(NamedTuple):
 
     dtype: int
     shape: tuple[int, ...]
+    call: int = 0
+    """Which call gave it its value: 0 for init, k for the k-th broadcast."""
 
 
 @_tag(24)
@@ -865,8 +869,20 @@ class Checkpointed(Message):
 @_tag(96)
 @dataclass(frozen=True, slots=True)
 class Revive(Message):
-    """Worker to server: give this store the values that it had in the newest cut of this tag."""
+    """Worker to server: give this store the values that it had in this cut; or, which have you?"""
 
     store: str
     tag: str
-    """Empty for the newest of all."""
+    """Of the cuts asked for; empty for any."""
+    cut: int
+    """0 asks which there are."""
+
+
+@_tag(97)
+@dataclass(frozen=True, slots=True)
+class Revived(Message):
+    """Answer to REVIVE."""
+
+    seq: int
+    cuts: tuple[int, ...]
+    """The cut whose values the store has now; or those that are complete here, if that was asked."""

@@ -142,6 +142,28 @@ class Flush(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin(Call):
+    """Count anew from what the servers hold; finishes with the version of each key.
+
+    The core makes it itself, when the servers have returned to a cut.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCheckpoint(Call):
+    """Have a checkpoint taken, together with all ranks; finishes with its number."""
+
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCheckpoint(Call):
+    """Give the store the values of the newest checkpoint of ``tag``, together with all ranks."""
+
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ask(Call):
     """Finishes with every server's STATUS answer."""
 

@@ -72,6 +72,19 @@ class Catalogue:
             )
         return key
 
+    def versions(self) -> dict[str, int]:
+        """Return the highest version of each key that this rank knows of."""
+        return {
+            key.name: key.applied if self.ordered else key.version for key in self.keys.values()
+        }
+
+    def forget(self) -> None:
+        """Nothing that was counted here holds any more."""
+        self.keys.clear()
+        self.barriers.clear()
+        self._plans.clear()
+        self.optimize_calls = self.rate_calls = self.broadcasts = 0
+
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
         return parts(key, spec.count, self.servers, self.opened.bigarray_bound)

@@ -1,7 +1,7 @@
 """When the scheduler has a cut taken, and when it has the servers return to one.
 
-A cut is taken when the servers want one (``--checkpoint-every``), and when all workers ask for one
-(``kv.checkpoint()``). One is taken at a time. Which cuts there are is asked of the servers; the
+A cut is taken when the servers want one (``--checkpoint-every``), and when workers ask for one
+(``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is asked of the servers; the
 scheduler itself keeps two numbers: that of the newest cut that was begun, so that no two have the same,
 and that of the newest that is complete, so that everybody can be told whether a lost server is a
 misfortune or the end.
@@ -45,7 +45,8 @@ class Checkpoints:
     """The cuts of one job; it decides, and leaves what is to be said in ``letters``, ``answers``
     and ``notes``."""
 
-    def __init__(self, servers: int) -> None:
+    def __init__(self, workers: int, servers: int) -> None:
+        self._workers_count = workers
         self._count = servers
         self.begun = 0
         """The number of the newest cut that was begun, by this job or another."""
@@ -75,6 +76,10 @@ class Checkpoints:
         self.begun, self.kept, self.epoch = begun, kept, epoch
         if is_returning:
             self.recovery = Recovery(epoch, self._count)
+        elif begun > kept:  # workers may still stand for it
+            everybody = frozenset(range(self._workers_count)), frozenset(range(self._count))
+            self._cut = Cut(begun, "", epoch, *everybody, begun_at=0.0)
+            self._cut.give_up("the scheduler was restarted")
 
     # --- who is there -------------------------------------------------------------------------
 
@@ -106,6 +111,7 @@ class Checkpoints:
         for asked in self._wishes.values():
             self._refuse(asked, EpochChanged("the servers returned to an earlier cut"))
         self._wishes.clear()
+        self._granted.clear()
         self.notes.append(
             ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
         )
@@ -193,7 +199,7 @@ class Checkpoints:
             return
         if not (self._knows_all and self._keeps and len(self._servers) == self._count):
             return
-        wish = next((one for one in self._wishes.values() if self._is_whole(one)), None)
+        wish = next(iter(self._wishes.values()), None)
         if wish is not None or (self._every_s and now >= self._next_at):
             self.begun += 1
             self._cut = Cut(
@@ -207,9 +213,6 @@ class Checkpoints:
             self.has_changed = True
             self._say_again(now)
 
-    def _is_whole(self, asked: Asked) -> bool:
-        return asked.waiters.keys() >= self._workers
-
     def _end(self, cut: Cut, now: float) -> None:
         if cut.stage is Stage.COMPLETE:
             self._cut, self.kept, self.has_changed = None, cut.number, True
@@ -218,7 +221,7 @@ class Checkpoints:
             self._grant(cut)
         elif cut.stage is Stage.GIVEN_UP:
             for store, asked in list(self._wishes.items()):
-                if asked.tag == cut.tag and self._is_whole(asked) and "worker" not in cut.reason:
+                if asked.tag == cut.tag and "worker" not in cut.reason:
                     del self._wishes[store]
                     text = f"checkpoint {cut.number} was given up: {cut.reason}"
                     self._refuse(asked, StorageError(text))
@@ -231,7 +234,7 @@ class Checkpoints:
 
     def _grant(self, cut: Cut) -> None:
         for store, asked in list(self._wishes.items()):
-            if asked.tag == cut.tag and self._is_whole(asked):
+            if asked.tag == cut.tag:
                 del self._wishes[store]
                 self._granted[store] = (asked.number, cut.number)
                 for waiter in asked.waiters.values():

@@ -66,45 +66,6 @@ BROADCAST = "kvps.broadcast"
 """The barrier at which broadcasts meet."""
 
 
-def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
-    """Return the conversation that carries ``call`` out."""
-    match call:
-        case calls.PushValues():
-            return push(book, call, rows)
-        case calls.PullValues():
-            return pull(book, call)
-        case calls.OpenStore():
-            return open_store(book, call)
-        case calls.Init():
-            return init(book, call, rows)
-        case calls.Broadcast():
-            return broadcast(book, call, rows)
-        case calls.Lookup():
-            return lookup(book, call.keys)
-        case calls.Allocate():
-            return allocate(book, call.keys)
-        case calls.Versions():
-            return versions(book, call.keys)
-        case calls.Resume():
-            return resume(book, call.keys)
-        case calls.SetOptimizer():
-            return set_optimizer(book, call)
-        case calls.SetRate():
-            return set_rate(book, call)
-        case calls.Stand():
-            return barrier(book, call.name)
-        case calls.Flush():
-            return flush()
-        case calls.Ask():
-            return status(book)
-        case calls.SaveState():
-            return save_state(book)
-        case calls.LoadState():
-            return load_state(book, call)
-        case _:
-            raise TypeError(f"no conversation for {type(call).__name__}")
-
-
 def open_store(book: Catalogue, call: calls.OpenStore) -> Conversation:
     """Tell every server of the store; they compare its options."""
     yield [Request(server, call.opened) for server in range(book.servers)]
@@ -229,13 +190,17 @@ def lookup(
     ]
     answers = yield [Request(server, Find(book.opened.store, batch)) for server, batch in batches]
     found: list[tuple[str, Spec]] = []
+    made: dict[str, int] = {}
     for (_, batch), answer in zip(batches, answers, strict=True):
         assert isinstance(answer.message, FoundAll)
         for name, one in zip(batch, answer.message.found, strict=True):
             if one.dtype:
                 found.append((name, Spec(BY_ID[one.dtype].name, one.shape)))
+                made[name] = one.call
     _, placed = yield from _declare(book, found, [0] * len(found), create=False)
     book.place((name, spec, held) for (name, spec), held in zip(found, placed, strict=True))
+    for name, call in made.items():
+        book.keys[name].broadcasts = call
     return {name: book.keys[name].spec if name in book.keys else None for name in names}
 
 

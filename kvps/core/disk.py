@@ -61,27 +61,33 @@ class Remove:
 class Look:
     """Which cuts are there?"""
 
-    job: bytes
     server: int
+    servers: int
+    job: bytes | None = None
+    """Of this job only."""
+    tag: str = ""
+    """With this tag only, if it is not empty."""
+    for_whom: object = None
+    """Comes back with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The complete cuts of that job, and the highest number of any."""
+    """The cuts that are complete as far as that server needs, and the highest number of any."""
 
     cuts: tuple[int, ...] = ()
     highest: int = 0
+    for_whom: object = None
     error: KvpsError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read what this server holds of a cut: the one of this number, or the newest of this tag."""
+    """Read what this server holds of a cut."""
 
     server: int
     servers: int
-    cut: int | None = None
-    tag: str = ""
+    cut: int
     for_whom: object = None
     """Comes back with the answer."""
 

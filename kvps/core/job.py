@@ -69,7 +69,7 @@ class Job:
         """All seats of this job have been taken once."""
         self.seats = Seats(settings)
         self.barriers = Barriers(range(settings.workers))
-        self.checkpoints = Checkpoints(settings.servers)
+        self.checkpoints = Checkpoints(settings.workers, settings.servers)
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
         self.phase, self.reason = self.assess(now)
@@ -223,7 +223,7 @@ class Job:
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
-        self.checkpoints, self.since = Checkpoints(self.settings.servers), 0
+        self.checkpoints, self.since = Checkpoints(self.settings.workers, self.settings.servers), 0
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()
@@ -277,6 +277,7 @@ class Job:
             self.reason,
             self.seats.members(now),
             self.checkpoints.epoch,
+            self.since,
             self.checkpoints.kept,
         )
 

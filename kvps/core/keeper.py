@@ -39,7 +39,7 @@ from kvps.core.effects import Disk, Effects, Note, Send
 from kvps.core.image import Image
 from kvps.core.member import SCHEDULER, Membership
 from kvps.core.requests import Requests
-from kvps.errors import KvpsError
+from kvps.errors import ConfigError, KvpsError
 from kvps.messages import (
     Commit,
     Committed,
@@ -102,7 +102,7 @@ class Keeper:
                 if self._every_s is None:
                     yield self._say(Shelf(message.epoch, False, 0.0, (), 0))
                 else:
-                    yield Disk(Look(self._member.job, self._member.rank))
+                    yield self._order(self._look(self._member.job))
             case Restore():
                 yield from self._restore(message)
             case _:
@@ -119,14 +119,14 @@ class Keeper:
                     taking.is_committing = False
                     taking.committed = Committed(answer.cut, _text(answer.error))
                     yield self._say(taking.committed)
-            case Found():
+            case Found() if answer.for_whom is None:
                 every_s = self._every_s or 0.0
                 if answer.error is not None:
                     yield Note("warning", str(answer.error))
                 shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
                 yield self._say(shelf)
-            case Loaded():
-                raise AssertionError("what was read is the server's")
+            case Found() | Loaded():
+                raise AssertionError("it is the server's")
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -188,6 +188,28 @@ class Keeper:
         if self._taking.release is not None:
             self._taking.release()
             self._taking.release = None
+
+    def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> Look:
+        welcome = self._member.welcome
+        assert welcome is not None
+        return Look(welcome.rank, welcome.servers, job, tag, for_whom)
+
+    def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
+        """Return the order to read a cut for one store of this job, or to say which there are.
+
+        Raises:
+            ConfigError: if this server has no place for cuts.
+        """
+        if self._every_s is None:
+            raise ConfigError(
+                f"server {self._member.rank} has no place for checkpoints: start every kvps-server "
+                "with --checkpoint-dir, or set KVPS_CHECKPOINT_DIR"
+            )
+        welcome = self._member.welcome
+        assert welcome is not None
+        if not cut:
+            return Disk(self._look(None, tag, for_whom))
+        return Disk(Read(welcome.rank, welcome.servers, cut, for_whom))
 
     # --- returning ----------------------------------------------------------------------------
 

@@ -43,7 +43,10 @@ def lateness(
             "Pushes and pulls go on without it; barriers and joins wait. Start it again at the same "
             "address with the same --state"
         )
-    if barriers:
+    view = member.view
+    if view is not None and view.phase == "returning":
+        why = [view.reason]
+    elif barriers:
         why = [
             f"not every worker stands at number {one.number} of {one.name!r} ({member.reason})"
             for one in barriers

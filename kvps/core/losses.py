@@ -1,13 +1,15 @@
 """Which members a worker has lost, and what that means for its calls.
 
 A lost server ends the calls of every store: a part of each key went with it. So does one that was
-replaced, since the new process holds nothing. A lost worker ends the calls of those stores only
-whose rounds wait for it, according to their ``on_worker_lost``: at once (``fail``), when its grace
-is over or no replacement can come (``wait``), or not at all (``shrink``).
+replaced, since the new process holds nothing. Where there is a cut to which the servers can return,
+calls wait for that as long as for a worker. A lost worker ends the calls of those stores only whose
+rounds wait for it, according to their ``on_worker_lost``: at once (``fail``), when its grace is over or
+no replacement can come (``wait``), or not at all (``shrink``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvps.core.catalogue import Catalogue
@@ -23,19 +25,38 @@ class Lost:
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class LostServer:
+    """A server that holds nothing of what this worker knows."""
+
+    what: str
+    since: float
+    cut: int
+    """To which the servers can return, once it is replaced; 0 if there is none."""
+
+    def until(self, grace_s: float) -> float:
+        """Return until when calls wait."""
+        return self.since + (grace_s if self.cut else 0.0)
+
+
 class Losses:
     """What the newest view says of those who are not there."""
 
     def __init__(self) -> None:
         self.workers: dict[int, Lost] = {}
-        self.server: ServerLost | None = None
+        self.server: LostServer | None = None
 
     def learn(self, view: View, incarnations: dict[int, int], now: float) -> None:
         """Take a view in. ``incarnations`` are those of the servers that this worker talks to."""
-        known, self.workers, self.server = self.workers, {}, None
+        known, self.workers = self.workers, {}
+        server, self.server = self.server, None
         for one in view.members:
             if one.role == Role.SERVER:
-                self.server = self.server or _server_lost(one, incarnations)
+                what = _why_lost(one, incarnations)
+                if what and self.server is None:
+                    since = now - one.lost_for_s if server is None else server.since
+                    cut = 0 if one.state == "gone" else view.cut
+                    self.server = LostServer(what, since, cut)
             elif one.state in ("lost", "gone"):
                 since = now - one.lost_for_s
                 before = known.get(one.rank)
@@ -45,8 +66,11 @@ class Losses:
 
     def error(self, book: Catalogue | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""
-        if self.server is not None:
-            return self.server
+        lost_server = self.server
+        if lost_server is not None:
+            grace_s = math.inf if book is None else book.worker_grace_s
+            if now >= lost_server.until(grace_s):
+                return _server_lost(lost_server)
         if book is None or not book.waits_for_lost:
             return None
         for lost in self.workers.values():
@@ -56,26 +80,38 @@ class Losses:
 
     def deadline(self, book: Catalogue) -> float | None:
         """When :meth:`error` will find something to say, if nothing changes."""
-        if not book.waits_for_lost:
-            return None
-        return min((self._until(book, lost) for lost in self.workers.values()), default=None)
+        until = []
+        if self.server is not None:
+            until.append(self.server.until(book.worker_grace_s))
+        if book.waits_for_lost:
+            until += [self._until(book, lost) for lost in self.workers.values()]
+        return min(until, default=None)
 
     def _until(self, book: Catalogue, lost: Lost) -> float:
         waits = book.opened.on_worker_lost == "wait" and lost.member.state == "lost"
         return lost.since + (book.worker_grace_s if waits else 0.0)
 
 
-def _server_lost(one: Member, incarnations: dict[int, int]) -> ServerLost | None:
+def _why_lost(one: Member, incarnations: dict[int, int]) -> str:
+    """Return why a server does not hold what it held; empty if it does."""
     name = f"server {one.rank} ({one.host} {one.endpoint})"
     if one.state not in ("held", "empty"):
-        what = f"{name} is lost: {one.reason}"
-    elif incarnations.get(one.rank, one.incarnation) != one.incarnation:
-        what = f"{name} took the place of the one that this worker talked to, and is empty"
-    else:
-        return None
+        return f"{name} is lost: {one.reason}"
+    if incarnations.get(one.rank, one.incarnation) != one.incarnation:
+        return f"{name} took the place of the one that this worker talked to, and is empty"
+    return ""
+
+
+def _server_lost(lost: LostServer) -> ServerLost:
+    if lost.cut:
+        return ServerLost(
+            f"{lost.what}. Checkpoint {lost.cut} is complete, and no replacement came in time. Start "
+            "that server again with its --checkpoint-dir, and training goes on from there"
+        )
     return ServerLost(
-        f"{what}. The lost part of every key is gone; what other servers hold is kept, but no key "
-        "can be trusted to be whole. Start the job again from saved weights"
+        f"{lost.what}. The lost part of every key is gone; what other servers hold is kept, but no "
+        "key can be trusted to be whole. Start the job again from saved weights, and the servers "
+        "with --checkpoint-dir to survive this"
     )
 
 

@@ -142,6 +142,18 @@ class Neighbours:
             yield from self._meet(one)
         self._post(self._bundles.expect(self._alive))
 
+    def begin_epoch(self) -> None:
+        """What was asked, here or of others, concerns values that are gone."""
+        self._mine.clear()
+        self._asked_at.clear()
+        for caller in self._callers.values():
+            caller.asked.clear()
+        for link in self.links.values():
+            link.abandon()
+        if self._listens:
+            self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
+            self._bundles.expect(self._alive)
+
     def _meet(self, one: Member) -> Effects:
         """Connect to a neighbour; take back what was asked of one that is not there any more."""
         link = self.links.get(one.rank)
@@ -254,11 +266,14 @@ class Neighbours:
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A neighbour asks something."""
         envelope, message = packet.envelope, packet.message
+        view = self._member.view
         try:
             self._fence(envelope)
             if isinstance(message, Hello):
                 yield self._hello(route, envelope, message)
                 return
+            if view is not None and envelope.view < view.since:
+                return  # of an epoch that is over; who asked will know, and asks anew
             caller = self._callers.get(envelope.rank)
             if caller is None or caller.incarnation != envelope.incarnation:
                 raise ProtocolError(f"worker {self._member.rank} expects HELLO first")

@@ -167,16 +167,20 @@ class Tally:
         """Note in the keys what is applied; return those that were read torn, by their index."""
         stands = {(one.version, one.owed) for _, runs in self.answers for one in runs}
         if len(stands) == 1:  # the usual case, and cheap
-            applied = stands.pop()[0 if ordered else 1]
+            version, owed = stands.pop()
+            applied = version if ordered else owed
             for key in self.plan.keys:
                 if key.applied < applied:
                     key.applied = applied
+                if not ordered:
+                    key.version = max(key.version, version)
             return {}
         torn: dict[int, Parts] = {}
         for index, (key, found) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
             if found:
                 applied = min(one[0 if ordered else 1] for one in found.values())
                 key.applied = max(key.applied, applied)
+                key.version = max([key.version, *(version for version, _ in found.values())])
             if is_torn(found):
                 torn[index] = found
         return torn

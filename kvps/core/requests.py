@@ -14,7 +14,7 @@ from kvps.core import imaging, pulls
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
-from kvps.core.image import Image, StoreImage
+from kvps.core.image import Image
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId, Told
@@ -23,7 +23,14 @@ from kvps.core.sessions import Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
-from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError
+from kvps.errors import (
+    ConfigError,
+    KeyNotFound,
+    KvpsError,
+    Mismatch,
+    ProtocolError,
+    StorageError,
+)
 from kvps.messages import (
     Ack,
     Ask,
@@ -183,12 +190,19 @@ class Requests:
             self._open_store(store.opened)
             imaging.revive(self.spaces[store.name], self.engine.chunks, store)
 
-    def revive(self, image: StoreImage) -> Effects:
-        """Give one store, which is open, the values of ``image``.
+    def revive(self, store: str, whole: Image) -> Effects:
+        """Give one store, which is open, the values that it has in an image.
 
         Raises:
             KvpsError: if that cannot be; nothing is changed.
         """
+        image = next((one for one in whole.stores if one.name == store), None)
+        if image is None:
+            names = ", ".join(repr(one.name) for one in whole.stores) or "none"
+            raise StorageError(
+                f"the checkpoint has no store {store!r}; it has {names}. Create the store with that "
+                "name="
+            )
         for piece in imaging.revive(self._space(image.name), self.engine.chunks, image):
             chunk = self.engine.chunk(piece.chunk)
             yield from self._wake(chunk.woken(piece.start, piece.start + piece.size))
@@ -427,7 +441,7 @@ class Requests:
             if shard is None or not shard.ready:
                 found.append(Found(0, ()))
             else:
-                found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape))
+                found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
         return FoundAll(seq, tuple(found))
 
     def _probe(self, session: Session, message: Probe) -> Message:

@@ -17,13 +17,15 @@ from then on may come along any route. Another server is known by the view.
 
 from __future__ import annotations
 
-from kvps.core.disk import Answer, Loaded
+from typing import NamedTuple
+
+from kvps.core.disk import Answer, Found, Loaded
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
 from kvps.core.keeper import ORDERS, Keeper
 from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
-from kvps.core.sessions import Session
+from kvps.core.sessions import Session, Waiting
 from kvps.core.stalls import Stalls
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
@@ -33,6 +35,8 @@ from kvps.messages import (
     Message,
     Norms,
     Packet,
+    Revive,
+    Revived,
     Role,
     Welcome,
 )
@@ -44,6 +48,14 @@ STILL_S = 5.0
 """A server whose timer rang so late has been stopped itself, and hears nobody's silence in that time."""
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
+
+
+class Reviving(NamedTuple):
+    """Who wants a store restored, and how."""
+
+    session: Session
+    seq: int
+    message: Revive
 
 
 class Server:
@@ -77,10 +89,6 @@ class Server:
         self._memory_limit = memory_limit
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Where each other server is connected to, and which life of it."""
-        self._floor = 0
-        """The view in which the present epoch began: what is older asks for what is gone."""
-        self._epoch = 0
-        """Of that view."""
         self._heard_at = now
         """When a worker of this job last spoke."""
         self._rang_at = now
@@ -111,7 +119,9 @@ class Server:
 
     def on_disk(self, answer: Answer, now: float) -> Effects:
         """Files were written or read."""
-        if not isinstance(answer, Loaded):
+        if isinstance(answer, Found | Loaded) and isinstance(answer.for_whom, Reviving):
+            yield from self._revive(answer.for_whom, answer)
+        elif not isinstance(answer, Loaded):
             yield from self.keeper.on_disk(answer)
         elif self.keeper.is_for_us(answer):
             yield from self._return(answer)
@@ -167,7 +177,6 @@ class Server:
     def _begin(self) -> Effects:
         """Hold nothing of any job."""
         yield from self.keeper.begin()
-        self._floor = self._epoch = 0
         self.requests = self._hold_nothing({})
 
     def _hold_nothing(self, lives: dict[int, int]) -> Requests:
@@ -194,14 +203,13 @@ class Server:
         view = self.member.view
         if self.keeper.is_returning or (view is not None and view.epoch != self.keeper.epoch):
             return False
-        return isinstance(packet.message, Hello) or packet.envelope.view >= self._floor
+        is_hello = isinstance(packet.message, Hello)  # it knows no view
+        return is_hello or view is None or packet.envelope.view >= view.since
 
     def _on_view(self) -> Effects:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
-        if view.epoch != self._epoch:
-            self._epoch, self._floor = view.epoch, view.number
         for one in view.members:
             if one.role == Role.WORKER:
                 self.requests.begin(one.rank, one.incarnation)
@@ -225,12 +233,44 @@ class Server:
         self._check_place(envelope)
         if envelope.role is Role.WORKER:
             self._heard_at = now
-            yield from self.requests.answer(self._session(route, envelope), packet, now)
+            session = self._session(route, envelope)
+            if isinstance(message, Revive):
+                yield from self._on_revive(session, envelope.seq, message)
+            else:
+                yield from self.requests.answer(session, packet, now)
             return
         self._check_server(envelope)
         if not isinstance(message, Norms):
             raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
         yield from self.requests.norms(message, envelope.rank)
+
+    def _on_revive(self, session: Session, seq: int, message: Revive) -> Effects:
+        if session.rank != 0:
+            raise ProtocolError(f"rank {session.rank} may not restore a store; rank 0 does")
+        if seq in session.pending:
+            return  # it is being read
+        order = self.keeper.ask(message.tag, message.cut, Reviving(session, seq, message))
+        session.pending[seq] = Waiting(lambda: None, lambda: "it is read from the disk")
+        yield order
+
+    def _revive(self, one: Reviving, answer: Found | Loaded) -> Effects:
+        """Say which cuts there are, or give a store what was read."""
+        session, seq, message = one
+        if session.pending.pop(seq, None) is None:
+            return  # its rank was replaced, or this server returned to a cut
+        reply: Message
+        try:
+            if answer.error is not None:
+                raise answer.error
+            if isinstance(answer, Found):
+                reply = Revived(seq, answer.cuts)
+            else:
+                assert answer.image is not None
+                yield from self.requests.revive(message.store, answer.image)
+                reply = Revived(seq, (message.cut,))
+        except KvpsError as error:
+            reply = Error(seq, error.code, str(error))
+        yield self._reply(session.route, reply)
 
     def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
         check_protocol(message, self._me)

@@ -6,26 +6,29 @@ numbers: a worker stands when no key is one push behind the leading one, or when
 would take the lead further. Where each push is applied by itself there are no steps, and a worker may
 stand at any time.
 
-Only the first rank's other calls change values (it creates, replaces and optimizes); they are held as
-pushes are. What only reads goes on.
+Only rank 0's other calls change values (it creates, replaces and optimizes); they are held as pushes
+are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.
 
-Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, or whose caller would
-soon lose patience, goes on by itself, and says so when it is asked; such a cut is given up.
+Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, whose caller would soon
+lose patience, or that hears nothing of the scheduler goes on by itself, and says so when it is asked;
+such a cut is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvps.core import calls
 from kvps.core.catalogue import Catalogue
-from kvps.messages import Halt
+from kvps.messages import Halt, Proceed
 
 STAND_MAX_S = 35.0
 """Of a synchronous store, whose ranks wait for each other anyway; longer than the scheduler waits."""
 FREE_STAND_MAX_S = 3.0
 """Of a job with a store in which nobody waits for others."""
+SILENCE_MAX_S = 3.0
+"""Nobody stands for a scheduler that has said nothing for so long: it answers a beat every second."""
 PATIENCE_S = 1.0
 """A held call goes on so long before its deadline."""
 
@@ -45,11 +48,12 @@ class Held:
 class Standstill:
     """Whether this worker halts, and what it holds back."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
         self.cut = 0
         """The one for which it halts, or halted last."""
         self.is_on = False
+        self.is_asked = False
+        """The scheduler waits to hear that it stands."""
         self.stood = True
         """It did not go on by itself."""
         self.held: list[Held] = []
@@ -57,29 +61,35 @@ class Standstill:
         """By synchronous store, how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> bool:
-        """Halt, or halt later than was said before; return whether that is in question at all."""
+    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> None:
+        """Halt, or halt later than was said before; an order of a cut that is over is none."""
         if order.cut < self.cut or (order.cut == self.cut and not self.is_on):
-            return False
+            return
         if order.cut > self.cut:
             self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
             free = any(not book.ordered for book in books.values())
             self._until = now + (FREE_STAND_MAX_S if free else STAND_MAX_S)
+        self.is_asked = True
         for name, book in books.items():
             if book.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
                 self._limits[name] = max(least, _lead(book))
-        return True
 
     def holds(self, book: Catalogue, call: calls.Call) -> bool:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
+        if any(one.call.store == call.store for one in self.held):
+            return True
         if isinstance(call, calls.PushValues):
             limit = self._limits.get(call.store, 0) if book.ordered else 0
             return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
-        is_creating = self.rank == 0 and isinstance(call, CREATING)
+        is_creating = book.rank == 0 and isinstance(call, CREATING)
         return is_creating and (not book.ordered or self._stands(call.store, book))
+
+    def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
+        """Keep ``call`` until it may go on."""
+        self.held.append(Held(ticket, call, deadline))
 
     def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int] | None:
         """Return where it stands, by synchronous store; None while it is in a step."""
@@ -95,23 +105,30 @@ class Standstill:
         waits = any(one.call.store == name for one in self.held)
         return waits or not any(key.number == limit - 1 for key in book.keys.values())
 
-    def deadline(self) -> float | None:
-        """When it goes on by itself."""
+    def deadline(self, heard_at: float) -> float | None:
+        """When it goes on by itself, if the scheduler was last heard at ``heard_at``."""
         if not self.is_on:
             return None
-        return min(self._until, *[one.deadline - PATIENCE_S for one in self.held], self._until)
+        soonest = min(self._until, heard_at + SILENCE_MAX_S)
+        return min([soonest, *(one.deadline - PATIENCE_S for one in self.held)])
 
-    def is_impatient(self, now: float) -> bool:
-        """Whether it goes on by itself now."""
-        deadline = self.deadline()
+    def is_impatient(self, heard_at: float, now: float) -> bool:
+        """Whether it goes on by itself now; it is to :meth:`go_on` then."""
+        deadline = self.deadline(heard_at)
         if deadline is None or now < deadline:
             return False
         self.stood = False
         return True
 
-    def proceed(self) -> Iterable[Held]:
-        """Go on; return what was held back."""
-        self.is_on = False
+    def proceed(self, order: Proceed) -> tuple[bool, list[Held]]:
+        """The cut is taken, or given up: return whether this worker stood, and what was held."""
+        if order.cut > self.cut:
+            self.cut, self.stood = order.cut, False
+        return self.stood and order.cut == self.cut, self.go_on()
+
+    def go_on(self) -> list[Held]:
+        """Stand no more; return what was held."""
+        self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held
 

@@ -13,7 +13,9 @@ is not written any more. A conversation that changes something goes on, so that 
 applied once; one that only reads is given up.
 
 What was queued or sent for a call that ends early stays there if it changes values, and is dropped
-otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
+otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says. When the servers take a
+cut, calls are held as :mod:`kvps.core.standstill` says; when they have returned to one, each store finds
+its way as :mod:`kvps.core.rejoin` says.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ import torch
 from kvps.core import calls
 from kvps.core.bundles import Bundle
 from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, start
+from kvps.core.conversations import Conversation
+from kvps.core.dispatch import start
 from kvps.core.effects import (
     Connect,
     Copied,
@@ -45,8 +48,11 @@ from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.neighbours import Neighbours
 from kvps.core.reading import Drain, Lagging
+from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
+from kvps.core.standstill import CREATING, Held, Standstill
 from kvps.errors import (
     ConfigError,
+    EpochChanged,
     Fenced,
     KvpsError,
     SchedulerLost,
@@ -56,20 +62,27 @@ from kvps.errors import (
 )
 from kvps.messages import (
     Ack,
+    Checkpointed,
     Declared,
     Done,
     Envelope,
     Error,
     FoundAll,
+    Halt,
+    Halted,
     Packet,
     Probe,
     Probed,
+    Proceed,
+    Proceeding,
     Pulled,
     Push,
     Released,
+    Revived,
     Role,
     StateIs,
     StatusIs,
+    View,
     Welcome,
 )
 from kvps.tensors import PRIVATE, Memory, to_frame
@@ -93,6 +106,8 @@ class Talk:
     """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
     probed: bool = False
+    has_pushed: bool = False
+    """Its pushes, if it makes any, are numbered and under way."""
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
@@ -122,6 +137,17 @@ class Worker:
         self._unacked: dict[str, set[Request]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
+        self._standstill = Standstill()
+        self._epoch = 0
+        """That of the view by which this worker goes."""
+        self._since = 0
+        """The view in which it began."""
+        self._rejoins: dict[str, Rejoin] = {}
+        """The stores that do not know yet where their keys are in this epoch."""
+        self._untold: dict[str, EpochChanged] = {}
+        """By store, what the next call is to be told."""
+        self._own_tickets = 0
+        """Of calls that nobody made but this core; they count down."""
         self._barriers: dict[int, Request] = {}
         self._barrier_seq = 0
         self._hello_at = now
@@ -149,6 +175,16 @@ class Worker:
         if error is not None:
             yield Finish(ticket, error=error)
             return
+        if call.store in self._rejoins:
+            self._rejoins[call.store].held.append(Held(ticket, call, deadline))
+            return
+        if call.store in self._untold:
+            yield Finish(ticket, error=self._untold.pop(call.store))
+            return
+        if call.store in self.books and self._standstill.holds(self.books[call.store], call):
+            self._standstill.hold(ticket, call, deadline)
+            yield from self._say_where_it_stands()
+            return
         if isinstance(call, calls.TOGETHER):
             known = [*self._late, *(one.call for one in self._talks.values() if one.finished)]
             if call in known:
@@ -169,6 +205,7 @@ class Worker:
         talk = Talk(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
         self._talks[ticket] = talk
         yield from self._go_on(talk, None, now)
+        yield from self._say_where_it_stands()
 
     def leave(self, done: bool, exit_code: int, reason: str) -> Effects:
         """The process ends: say so."""
@@ -187,6 +224,7 @@ class Worker:
             yield from self._on_answer(link, packet, now)
             self.neighbours.heard(link, now)
         yield from self._flow(now)
+        yield from self._say_where_it_stands()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke; the probes find out what was lost with it."""
@@ -216,6 +254,8 @@ class Worker:
         yield from self._end_joining(now)
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
+        if self._standstill.is_impatient(self.member.heard_at, now):
+            yield from self._make(self._standstill.go_on(), now)
 
     def deadline(self) -> float | None:
         """When something is due next."""
@@ -240,6 +280,11 @@ class Worker:
         if alone_at is not None:
             yield alone_at
         yield from self._joining.values()
+        impatient_at = self._standstill.deadline(self.member.heard_at)
+        if impatient_at is not None:
+            yield impatient_at
+        for one in self._rejoins.values():
+            yield from (held.deadline for held in one.held)
         bundle = self.neighbours.deadline()
         if bundle is not None:
             yield bundle
@@ -266,7 +311,7 @@ class Worker:
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        if isinstance(message, Released):
+        if isinstance(message, Released | Checkpointed):
             request = self._barriers.pop(message.seq, None)
             if request is not None:
                 yield from self.answered(request, packet, now)
@@ -275,16 +320,25 @@ class Worker:
             request = self._barriers.pop(message.seq)
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
+        if isinstance(message, Halt):
+            self._standstill.halt(message, self.books, now)
+            yield from self._say_where_it_stands()
+            return
+        if isinstance(message, Proceed):
+            stood, held = self._standstill.proceed(message)
+            yield Send(SCHEDULER, self.member.packet(Proceeding(message.cut, stood)))
+            yield from self._make(held, now)
+            return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
         if self.member.left:
             yield Exit(0, "left")
         elif self.member.stopped is not None:
             stop = self.member.stopped
-            yield from self._end_all(SchedulerLost(f"the job is over: {stop.reason}"))
+            yield from self._end_all(SchedulerLost(f"the job is over: {stop.reason}"), now)
             yield Exit(stop.exit_code, stop.reason)
         elif self.member.error is not None:
-            yield from self._end_all(self.member.error)
+            yield from self._end_all(self.member.error, now)
         elif self.member.number != before:
             yield from self._on_view(now)
         yield from self._end_joining(now)
@@ -294,6 +348,7 @@ class Worker:
         assert view is not None
         if not self._complete and view.phase == "running":
             self._complete = True
+            self._epoch, self._since = view.epoch, view.since
             self._hello_at = now + HELLO_AGAIN_S
             self._links_at = min(self._links_at, self._hello_at)
             for one in view.members:
@@ -309,6 +364,8 @@ class Worker:
                     yield Connect(link.route, one.endpoint, is_near)
                     yield Send(link.route, self.member.hello())
         if self._complete:
+            if view.epoch != self._epoch:
+                yield from self._begin_epoch(view, now)
             yield from self.neighbours.learn(view.members)
             self._uplink.sharers = self.neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.links)}
@@ -325,6 +382,8 @@ class Worker:
     def _answering(self, route: str, envelope: Envelope) -> Link | None:
         """Return the link to whoever answers along one of our connections; None if it has gone."""
         kind, rank = route.split()
+        if envelope.view < self._since:
+            return None  # of an epoch that is over
         if kind == "server":
             return self.links[int(rank)]  # it may have no seat yet, and know no rank
         link = self.neighbours.links.get(int(rank))
@@ -348,7 +407,7 @@ class Worker:
                     else:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
-            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs():
+            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs() | Revived():
                 request = link.answer(message.seq)
                 if request is not None:
                     yield from self.answered(request, packet, now)
@@ -374,7 +433,7 @@ class Worker:
         request = link.answer(message.seq)
         if isinstance(error, Fenced):
             self.member.error = error
-            yield from self._end_all(error)
+            yield from self._end_all(error, now)
             yield Exit(1, str(error))
         elif request is not None:
             yield from self.refused(request, error, now)
@@ -413,10 +472,10 @@ class Worker:
                 else:
                     step = talk.conversation.send(answers)  # type: ignore[arg-type]  # None begins it
             except StopIteration as end:
-                yield from self._finish(talk, value=end.value)
+                yield from self._finish(talk, now, value=end.value)
                 return
             except KvpsError as error:
-                yield from self._finish(talk, error=error)
+                yield from self._finish(talk, now, error=error)
                 return
             talk.answers = {}
             if isinstance(step, Drain):
@@ -445,6 +504,7 @@ class Worker:
                 continue
             if isinstance(request.message, Push):
                 unacked.add(request)
+                talk.has_pushed = True
             if self.neighbours.collect(self.books[talk.call.store], request):
                 yield from self.neighbours.ask(request, now)
             else:
@@ -514,16 +574,102 @@ class Worker:
                 self._drop(talk)
                 yield from self._go_on(talk, [], now)
 
+    # --- cuts -------------------------------------------------------------------------------------
+
+    def _say_where_it_stands(self) -> Effects:
+        """Tell the scheduler, if it waits for that, that this worker stands and all it did is done."""
+        if not self._standstill.is_asked or any(self._unacked.values()):
+            return
+        rank = self.member.rank
+        for talk in self._talks.values():
+            is_pushing = isinstance(talk.call, calls.PushValues) and not talk.has_pushed
+            if is_pushing or (rank == 0 and isinstance(talk.call, CREATING)):
+                return
+        numbers = self._standstill.numbers(self.books)
+        if numbers is not None:
+            self._standstill.is_asked = False
+            halted = Halted(self._standstill.cut, numbers)
+            yield Send(SCHEDULER, self.member.packet(halted))
+
+    def _make(self, held: Iterable[Held], now: float) -> Effects:
+        """Make calls that were held back."""
+        for one in held:
+            yield from self.on_call(one.ticket, one.call, one.deadline, now)
+
+    def _begin_epoch(self, view: View, now: float) -> Effects:
+        """The servers return to a cut: what was asked of them is void. Ask what they have now."""
+        self._epoch, self._since = view.epoch, view.since
+        self._hello_at = now + HELLO_AGAIN_S
+        self._links_at = min(self._links_at, self._hello_at)
+        for one in view.members:
+            if one.role == Role.SERVER:
+                link = self.links[one.rank]
+                link.abandon()
+                link.ready, link.refusal = False, ""
+                if link.incarnation != one.incarnation and one.state == "held":
+                    link.incarnation, link.endpoint = one.incarnation, one.endpoint
+                    is_near = 0 != one.machine == self.member.identity.machine
+                    yield Connect(link.route, one.endpoint, is_near)
+                yield Send(link.route, self.member.hello())
+        self.neighbours.begin_epoch()
+        self._barriers.clear()
+        self._unacked.clear()
+        self._draining.clear()
+        self._late.clear()
+        ended, self._talks = self._talks, {}
+        held = self._standstill.go_on()
+        for talk in ended.values():
+            talk.conversation.close()
+            if talk.ticket > 0 and not talk.finished:
+                held.append(Held(talk.ticket, talk.call, talk.deadline))
+        for store, book in self.books.items():
+            if store in self._rejoins:
+                before = self._rejoins[store].before
+            elif store in self._untold:
+                before = self._untold.pop(store).before
+            else:
+                before = book.versions()
+            self._rejoins.setdefault(store, Rejoin(before))
+            yield from self._rejoin(store, book, now)
+        yield from self._make(held, now)
+
+    def _rejoin(self, store: str, book: Catalogue, now: float) -> Effects:
+        self._own_tickets -= 1
+        call = calls.Rejoin(store)
+        talk = Talk(self._own_tickets, call, rejoin(book), [], math.inf)
+        self._talks[talk.ticket] = talk
+        yield from self._go_on(talk, None, now)
+
+    def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
+        """A store has found its way into the epoch, or cannot: tell those who wait."""
+        one = self._rejoins.pop(store)
+        if error is None and not one.before:
+            yield from self._make(one.held, now)
+            return
+        if error is None:
+            assert isinstance(value, dict)
+            error = epoch_changed(store, self.member.view, one.before, value)
+            yield Note("warning", str(error))
+            if not one.held:
+                assert isinstance(error, EpochChanged)
+                self._untold[store] = error
+        for held in one.held:
+            yield Finish(held.ticket, error=error)
+
     # --- the end of a call ------------------------------------------------------------------------
 
-    def _finish(self, talk: Talk, value: object = None, error: KvpsError | None = None) -> Effects:
+    def _finish(
+        self, talk: Talk, now: float, value: object = None, error: KvpsError | None = None
+    ) -> Effects:
         """End a call for good."""
         del self._talks[talk.ticket]
         talk.conversation.close()
         for request in talk.requests:
             request.freeze()
         self._drop(talk)
-        if not talk.finished:
+        if isinstance(talk.call, calls.Rejoin):
+            yield from self._rejoined(talk.call.store, value, error, now)
+        elif not talk.finished:
             talk.finished = True
             yield Finish(talk.ticket, value, error)
         elif error is not None:
@@ -588,12 +734,17 @@ class Worker:
         errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
         for talk in list(self._talks.values()):
             error = errors[talk.call.store]
-            if error is not None:
-                yield from self._finish(talk, error=error)
+            if error is not None and talk.ticket in self._talks:
+                yield from self._finish(talk, now, error=error)
+        for one in [one for one in self._standstill.held if errors[one.call.store] is not None]:
+            self._standstill.held.remove(one)
+            yield Finish(one.ticket, error=errors[one.call.store])
 
-    def _end_all(self, error: KvpsError) -> Effects:
+    def _end_all(self, error: KvpsError, now: float) -> Effects:
         for talk in list(self._talks.values()):
-            yield from self._finish(talk, error=error)
+            yield from self._finish(talk, now, error=error)
+        for one in self._standstill.go_on():
+            yield Finish(one.ticket, error=error)
 
     def _end_what_is_late(self, now: float) -> Effects:
         for talk in list(self._talks.values()):
@@ -604,11 +755,23 @@ class Worker:
             elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
                 talk.probed = True
                 yield from self._ask_after(talk.waiting, now)
+        for store, one in self._rejoins.items():
+            late = [held for held in one.held if now >= held.deadline]
+            for held in late:
+                one.held.remove(held)
+                waiting = [
+                    request
+                    for talk in self._talks.values()
+                    if talk.call.store == store
+                    for request in talk.waiting
+                ]
+                error = lateness(self.member, held.call, waiting, self.neighbours.link_of, now)
+                yield Finish(held.ticket, error=error)
 
     def _time_out(self, talk: Talk, now: float) -> Effects:
         error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
         if isinstance(talk.call, calls.REPEATED):
-            yield from self._finish(talk, error=error)
+            yield from self._finish(talk, now, error=error)
             return
         bulk = [request for request in talk.requests if request.payload_bytes]
         for request in bulk:

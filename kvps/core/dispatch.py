@@ -1,0 +1,50 @@
+"""Which conversation carries out which of the user's calls."""
+
+from __future__ import annotations
+
+from kvps.core import calls, conversations, saving
+from kvps.core.catalogue import Catalogue
+from kvps.core.conversations import Conversation, Values
+
+
+def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
+    """Return the conversation that carries ``call`` out."""
+    match call:
+        case calls.PushValues():
+            return conversations.push(book, call, rows)
+        case calls.PullValues():
+            return conversations.pull(book, call)
+        case calls.OpenStore():
+            return conversations.open_store(book, call)
+        case calls.Init():
+            return conversations.init(book, call, rows)
+        case calls.Broadcast():
+            return conversations.broadcast(book, call, rows)
+        case calls.Lookup():
+            return conversations.lookup(book, call.keys)
+        case calls.Allocate():
+            return conversations.allocate(book, call.keys)
+        case calls.Versions():
+            return conversations.versions(book, call.keys)
+        case calls.Resume():
+            return conversations.resume(book, call.keys)
+        case calls.SetOptimizer():
+            return conversations.set_optimizer(book, call)
+        case calls.SetRate():
+            return conversations.set_rate(book, call)
+        case calls.Stand():
+            return conversations.barrier(book, call.name)
+        case calls.Flush():
+            return conversations.flush()
+        case calls.TakeCheckpoint():
+            return saving.checkpoint(book, call)
+        case calls.RestoreCheckpoint():
+            return saving.restore(book, call)
+        case calls.Ask():
+            return conversations.status(book)
+        case calls.SaveState():
+            return conversations.save_state(book)
+        case calls.LoadState():
+            return conversations.load_state(book, call)
+        case _:
+            raise TypeError(f"no conversation for {type(call).__name__}")

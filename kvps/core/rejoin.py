@@ -1,0 +1,57 @@
+"""How a worker goes on when the servers have returned to a cut.
+
+What it had asked for is void, and so is all that it counted: its keys lie elsewhere now, at versions
+that it has left behind. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its
+pushes by what the servers say this rank owes. Calls that come meanwhile wait. Then the user is told,
+once: his calls that were under way end with :class:`~kvps.errors.EpochChanged`; without any, the next
+one does. A store that knew no key has nothing to tell, and its calls are made again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvps.core.catalogue import Catalogue
+from kvps.core.conversations import Conversation
+from kvps.core.link import Request
+from kvps.core.saving import recount
+from kvps.core.standstill import Held
+from kvps.errors import EpochChanged
+from kvps.messages import View
+
+NAMED_MAX = 3
+"""How many keys the text names."""
+
+
+@dataclass(slots=True)
+class Rejoin:
+    """One store on its way into a new epoch."""
+
+    before: dict[str, int]
+    """By key, the version that this rank had seen."""
+    held: list[Held] = field(default_factory=list)
+    """Calls that were under way, and that came since."""
+
+
+def rejoin(book: Catalogue) -> Conversation:
+    """Open the store anew, and count from what this rank owes; return the version of each key."""
+    yield [Request(server, book.opened) for server in range(book.servers)]
+    names = tuple(book.keys)
+    book.forget()
+    return (yield from recount(book, names))
+
+
+def epoch_changed(
+    store: str, view: View | None, before: dict[str, int], after: dict[str, int]
+) -> EpochChanged:
+    """Return what the user is told."""
+    epoch = 0 if view is None else view.epoch
+    moved = [f"{name!r} {before[name]} -> {after.get(name, 'absent')}" for name in before]
+    more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
+    return EpochChanged(
+        f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
+        f"of store {store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was pushed since "
+        "is void, and calls under way were not carried out. Pull the weights and go on from there",
+        before,
+        after,
+    )

@@ -1,0 +1,83 @@
+"""How the ranks of a store have a checkpoint taken together, and how they return to one together.
+
+Either call begins at a barrier: before it, all pushes of all ranks are in. The scheduler is told by
+every rank, so that each waits for the checkpoint to be complete; a rank that comes late, or asks
+again, is answered with the one that was taken. A store is restored by rank 0, between two barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from kvps.core import calls
+from kvps.core.catalogue import Catalogue
+from kvps.core.conversations import Conversation, barrier, lookup
+from kvps.core.link import Request
+from kvps.core.reading import Step, stand
+from kvps.errors import StorageError
+from kvps.messages import Checkpoint, Checkpointed, Packet, Revive, Revived
+
+CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
+"""The barriers at which these calls begin."""
+
+
+def checkpoint(book: Catalogue, call: calls.TakeCheckpoint) -> Conversation:
+    """Have a checkpoint taken; return its number."""
+    yield from barrier(book, CHECKPOINT)
+    number = book.barriers[CHECKPOINT]
+    (answer,) = yield [Request(None, Checkpoint(book.opened.store, call.tag, number))]
+    assert isinstance(answer.message, Checkpointed)
+    return answer.message.cut
+
+
+def restore(book: Catalogue, call: calls.RestoreCheckpoint) -> Conversation:
+    """Give the store the values of a checkpoint that all servers have; return its number."""
+    yield from barrier(book, RESTORE)
+    cut = 0
+    if book.rank == 0:
+        store, servers = book.opened.store, range(book.servers)
+        answers = yield [Request(one, Revive(store, call.tag, 0)) for one in servers]
+        cut = _common(call.tag, [_cuts(one) for one in answers])
+        yield [Request(one, Revive(store, call.tag, cut)) for one in servers]
+    yield from barrier(book, RESTORE)
+    yield from recount(book, tuple(book.keys))
+    return cut
+
+
+def recount(
+    book: Catalogue, names: tuple[str, ...]
+) -> Generator[Step, list[Packet], dict[str, int]]:
+    """Find these keys as if for the first time; return their versions.
+
+    Pushes are numbered from what this rank owes. A key that is not there is not known any more.
+    """
+    book.keys.clear()
+    yield from lookup(book, names)
+    plan = book.plan(tuple(book.keys))
+    tally = yield from stand(book, plan, 0, 0)
+    versions: dict[str, int] = {}
+    for key, found in zip(plan.keys, tally.by_key(), strict=True):
+        key.number = key.heard = min((owed for _, owed in found.values()), default=0)
+        versions[key.name] = min((version for version, _ in found.values()), default=0)
+    return versions
+
+
+def _cuts(answer: Packet) -> frozenset[int]:
+    assert isinstance(answer.message, Revived)
+    return frozenset(answer.message.cuts)
+
+
+def _common(tag: str, found: list[frozenset[int]]) -> int:
+    """Return the newest cut that all servers have.
+
+    Raises:
+        StorageError: if there is none.
+    """
+    common = frozenset.intersection(*found)
+    if not common:
+        wanted = f"no checkpoint with tag {tag!r}" if tag else "no checkpoint"
+        raise StorageError(
+            f"{wanted} is complete on all {len(found)} servers; `kvps checkpoint list DIR` shows "
+            "what is there"
+        )
+    return max(common)
