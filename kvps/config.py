@@ -264,6 +264,20 @@ def checkpoint_dir(env: Mapping[str, str] | None = None) -> str | None:
     return text("KVPS_CHECKPOINT_DIR", env=env)
 
 
+def checkpoint_every_s(given: str | None, env: Mapping[str, str] | None = None) -> float:
+    """Return how often a checkpoint is written, in seconds; 0 only when it is asked for.
+
+    Raises:
+        ConfigError: unless it is a number from 0 on.
+    """
+    name = "KVPS_CHECKPOINT_EVERY" if given is None else "--checkpoint-every"
+    found = number(name, 0.0, env=env) if given is None else as_number(name, given)
+    assert found is not None
+    if found < 0:
+        raise ConfigError(f"{name}={found:g}: use a number of seconds, or 0 for only when asked")
+    return found
+
+
 def join_max_s(env: Mapping[str, str] | None = None) -> float:
     """Return how long a process tries to reach its scheduler.
 

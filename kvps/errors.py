@@ -78,7 +78,8 @@ class EpochChanged(KvpsError):
 
     Attributes:
         before: key -> version that this worker had seen.
-        after: key -> version that the servers hold now.
+        after: key -> version that the servers hold now; a key that they do not hold is not in it.
+        has_optimizer: the servers have an optimizer now.
     """
 
     code = 8
@@ -88,10 +89,14 @@ class EpochChanged(KvpsError):
         text: str = "",
         before: dict[str, int] | None = None,
         after: dict[str, int] | None = None,
+        has_optimizer: bool = False,
     ) -> None:
         super().__init__(text)
         self.before = before or {}
         self.after = after or {}
+        self.has_optimizer = has_optimizer
+        self.was_raised = False
+        """The caller knows; it is not raised again by itself."""
 
 
 class KeyNotFound(KvpsError, KeyError):

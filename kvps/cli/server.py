@@ -20,7 +20,11 @@ example, two servers of one cluster:
 
 It waits up to 60 s (KVPS_JOIN_TIMEOUT) for the scheduler, and ends by itself when the job does:
 with 0 if every worker left, 1 if any was lost for good. SIGTERM and SIGINT end it, and its part
-of the model with it.
+of the model with it, but for what the last checkpoint has.
+
+With --checkpoint-dir the servers write what they hold, all at one moment, while training goes on.
+A server that was lost and is started again (with its --rank, and a --checkpoint-dir that holds
+what it wrote) returns to the last checkpoint, and so do all others; workers get EpochChanged.
 
 A plug-in is a Python module, on PYTHONPATH or in this folder, that calls
 kvps.core.updaters.register(...) when it is imported.
@@ -28,7 +32,8 @@ kvps.core.updaters.register(...) when it is imported.
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
-  KVPS_PLUGIN (one or more, by commas), KVPS_JOIN_TIMEOUT, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_PLUGIN (one or more, by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
+  KVPS_JOIN_TIMEOUT, KVPS_INSECURE, KVPS_LOG_LEVEL
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or what works (auto)
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
@@ -68,6 +73,17 @@ def _parser() -> flags.Parser:
         action="append",
         help="import a module that registers optimizers; may be repeated; KVPS_PLUGIN",
     )
+    parser.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="write checkpoints here, and return to the last one when a server was lost; all "
+        "servers may share it; KVPS_CHECKPOINT_DIR (none)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        metavar="SECONDS",
+        help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
+    )
     flags.add_insecure(parser)
     return parser
 
@@ -98,6 +114,8 @@ def _main(argv: Sequence[str]) -> int:
         plugins=plugins,
         advertise=advertise,
         insecure=insecure,
+        checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(),
+        checkpoint_every_s=config.checkpoint_every_s(parsed.checkpoint_every),
     )
 
 

@@ -33,8 +33,9 @@ RETRY_S = 5.0
 
 @dataclass(slots=True)
 class Asked:
-    """One store's wish for a cut."""
+    """One store's wish for a cut, the ``number``-th of its kind."""
 
+    store: str
     number: int
     tag: str
     waiters: dict[int, Waiter] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class Checkpoints:
         """By server, what it said of its place for cuts."""
         self._cut: Cut | None = None
         self._wishes: dict[str, Asked] = {}
+        self._served: dict[str, Asked] = {}
+        """Those for which the cut was begun: one that was begun before does not do for a wish."""
         self._granted: dict[str, tuple[int, int]] = {}
         """By store, the last wish that was granted, and by which cut."""
         self._workers: frozenset[int] = frozenset()
@@ -136,8 +139,8 @@ class Checkpoints:
                 "KVPS_CHECKPOINT_DIR"
             )
         asked = self._wishes.get(wish.store)
-        if asked is None or asked.number != wish.number:
-            asked = self._wishes[wish.store] = Asked(wish.number, wish.tag)
+        if asked is None or asked.number < wish.number:
+            asked = self._wishes[wish.store] = Asked(wish.store, wish.number, wish.tag)
         asked.waiters[rank] = waiter
         self._go_on(now)
 
@@ -201,6 +204,11 @@ class Checkpoints:
             return
         wish = next(iter(self._wishes.values()), None)
         if wish is not None or (self._every_s and now >= self._next_at):
+            self._served = {
+                store: one
+                for store, one in self._wishes.items()
+                if wish is not None and one.tag == wish.tag
+            }
             self.begun += 1
             self._cut = Cut(
                 self.begun,
@@ -220,11 +228,10 @@ class Checkpoints:
             self.notes.append(("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is Stage.GIVEN_UP:
-            for store, asked in list(self._wishes.items()):
-                if asked.tag == cut.tag and "worker" not in cut.reason:
-                    del self._wishes[store]
-                    text = f"checkpoint {cut.number} was given up: {cut.reason}"
-                    self._refuse(asked, StorageError(text))
+            if "worker" not in cut.reason:
+                error = StorageError(f"checkpoint {cut.number} was given up: {cut.reason}")
+                for asked in self._take_served():
+                    self._refuse(asked, error)
             if cut.is_over:
                 self._cut = None
                 self._next_at = now + min(self._every_s or RETRY_S, RETRY_S)
@@ -233,13 +240,18 @@ class Checkpoints:
                 )
 
     def _grant(self, cut: Cut) -> None:
-        for store, asked in list(self._wishes.items()):
-            if asked.tag == cut.tag:
-                del self._wishes[store]
-                self._granted[store] = (asked.number, cut.number)
-                for waiter in asked.waiters.values():
-                    answer = Checkpointed(waiter.seq, cut.number)
-                    self.answers.append(Answer(waiter.route, answer))
+        for asked in self._take_served():
+            self._granted[asked.store] = (asked.number, cut.number)
+            for waiter in asked.waiters.values():
+                self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, cut.number)))
+
+    def _take_served(self) -> list[Asked]:
+        """Return the wishes that the cut was begun for and that still stand; they stand no more."""
+        served = [one for store, one in self._served.items() if self._wishes.get(store) is one]
+        for one in served:
+            del self._wishes[one.store]
+        self._served = {}
+        return served
 
     def _refuse(self, asked: Asked, error: KvpsError) -> None:
         for waiter in asked.waiters.values():

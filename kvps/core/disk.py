@@ -37,7 +37,7 @@ class Complete:
     """Write the manifest that makes a cut complete, and remove what is older than need be."""
 
     job: bytes
-    servers: int
+    server: int
     workers: int
     commit: Commit
 
@@ -55,6 +55,7 @@ class Remove:
     """Remove this server's image of a cut that was given up. Not answered."""
 
     cut: int
+    server: int
 
 
 @dataclass(frozen=True, slots=True)

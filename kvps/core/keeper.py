@@ -173,14 +173,14 @@ class Keeper:
             taking.is_committing = True
             welcome = self._member.welcome
             assert welcome is not None
-            yield self._order(Complete(self._member.job, welcome.servers, welcome.workers, commit))
+            yield self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
 
     def _give_up(self, cut: int) -> Effects:
         taking = self._taking
         if cut and taking.cut == cut and taking.committed is None:
             self._let_go()
             if taking.taken:
-                yield self._order(Remove(cut))
+                yield self._order(Remove(cut, self._member.rank))
             self._taking = replace(taking, taken=True, kept=None, release=None)
             self._taking.kept = ImageKept(cut, 0, "", (), "it was given up")
 

@@ -42,7 +42,7 @@ def rejoin(book: Catalogue) -> Conversation:
 
 
 def epoch_changed(
-    store: str, view: View | None, before: dict[str, int], after: dict[str, int]
+    book: Catalogue, view: View | None, before: dict[str, int], after: dict[str, int]
 ) -> EpochChanged:
     """Return what the user is told."""
     epoch = 0 if view is None else view.epoch
@@ -50,8 +50,9 @@ def epoch_changed(
     more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was pushed since "
+        f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was pushed since "
         "is void, and calls under way were not carried out. Pull the weights and go on from there",
         before,
         after,
+        has_optimizer=book.optimize_calls > 0,
     )

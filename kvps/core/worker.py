@@ -648,7 +648,7 @@ class Worker:
             return
         if error is None:
             assert isinstance(value, dict)
-            error = epoch_changed(store, self.member.view, one.before, value)
+            error = epoch_changed(self.books[store], self.member.view, one.before, value)
             yield Note("warning", str(error))
             if not one.held:
                 assert isinstance(error, EpochChanged)

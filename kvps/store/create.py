@@ -298,4 +298,10 @@ def _run(found: config.Cluster, insecure: bool) -> int:
     from kvps.store.serving import run_server
 
     bind = config.server_bind(found.scheduler, insecure)
-    return run_server(found.scheduler, bind, insecure=insecure)
+    return run_server(
+        found.scheduler,
+        bind,
+        insecure=insecure,
+        checkpoint_dir=config.checkpoint_dir(),
+        checkpoint_every_s=config.checkpoint_every_s(None),
+    )

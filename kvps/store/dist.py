@@ -193,6 +193,20 @@ class DistStore(KVStore):
             self._call(calls.LoadState(self._name, found), self._timeout_s)
         self.barrier("kvps.load_optimizer_states")
 
+    def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Have everything that all stores hold written down; return the checkpoint's number."""
+        self._begin()
+        cut = self._call(calls.TakeCheckpoint(self._name, tag or ""), self._limit(timeout))
+        assert isinstance(cut, int)
+        return cut
+
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
+        self._begin()
+        cut = self._call(calls.RestoreCheckpoint(self._name, tag or ""), self._limit(timeout))
+        assert isinstance(cut, int)
+        return cut
+
     # --- hooks --------------------------------------------------------------------------------------
 
     def _init(

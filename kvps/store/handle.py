@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvps.errors import KvpsError
+from kvps.errors import EpochChanged, KvpsError
 
 
 class Ticket:
@@ -70,6 +70,8 @@ class Ticket:
         """
         self._ended.wait()
         if self.error is not None:
+            if isinstance(self.error, EpochChanged):
+                self.error.was_raised = True
             raise self.error
         return self.value
 

@@ -20,7 +20,7 @@ from kvps.core.hyper import Hyper, resolve
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers, alike
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, KeyNotFound, KvpsError
+from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError
 from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
@@ -437,8 +437,13 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _raise_later(self) -> None:
         """Raise what an earlier push, whose caller had gone on, has failed with."""
-        if self._later:
-            raise self._later.pop(0)
+        while self._later:
+            error = self._later.pop(0)
+            if not isinstance(error, EpochChanged):
+                raise error
+            if not error.was_raised:  # several calls end with one
+                error.was_raised = True
+                raise error
 
     def _limit(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
@@ -607,6 +612,40 @@ class KVStore(KVStoreBase, abc.ABC):
     @abc.abstractmethod
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote."""
+
+    @abc.abstractmethod
+    def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Have everything that the store holds written down; return the checkpoint's number.
+
+        Every worker calls; all pushes of all workers are in it. One with a tag is kept until
+        somebody removes it, of the others the newest two. ``kvps checkpoint list`` shows them.
+
+        Args:
+            tag: a name to find it by.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: without a place for checkpoints (``kvps-server --checkpoint-dir``, or
+                ``KVPS_CHECKPOINT_DIR`` for a local store).
+            StorageError: if it could not be written; training can go on.
+        """
+
+    @abc.abstractmethod
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
+
+        Every worker calls. Keys, versions, the optimizer and its state come back, and the next
+        pushes are numbered from there, also where the number of servers has changed. Keys that the
+        checkpoint does not have keep their values.
+
+        Args:
+            tag: restore the newest with this tag; None for the newest of all.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: without a place for checkpoints. StorageError: if there is none, or it
+                cannot be read. Mismatch: if a key has another shape or type here.
+        """
 
 
 def seconds(name: str, value: object) -> float:

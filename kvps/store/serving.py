@@ -22,6 +22,7 @@ from kvps.core.server import Server
 from kvps.errors import ConfigError
 from kvps.messages import Role
 from kvps.net.driver import Inbox, drive
+from kvps.store.archive import Archive
 from kvps.store.roles import on_stop, own_host, own_machine, report
 from kvps.store.transport import open_transport
 
@@ -39,6 +40,8 @@ def run_server(
     plugins: Sequence[str] = (),
     advertise: str | None = None,
     insecure: bool = False,
+    checkpoint_dir: str | None = None,
+    checkpoint_every_s: float = 0.0,
 ) -> int:
     """Run a server until its job is over; return its exit code.
 
@@ -51,6 +54,8 @@ def run_server(
         plugins: modules that register optimizers when they are imported.
         advertise: the host that workers are told, if ``bind`` names none.
         insecure: ``bind`` may be where other machines reach it.
+        checkpoint_dir: where checkpoints are written and found; None for none.
+        checkpoint_every_s: how often one is written; 0 only when workers ask for one.
 
     Raises:
         ConfigError: if that cannot be, or the port is busy.
@@ -74,11 +79,17 @@ def run_server(
         join_max_s=join_max_s,
         machine=own_machine(),
     )
-    core = Server(identity, time.monotonic(), memory_limit, memory, torch.get_num_threads())
+    every_s = None if checkpoint_dir is None else checkpoint_every_s
+    core = Server(
+        identity, time.monotonic(), memory_limit, memory, torch.get_num_threads(), every_s
+    )
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
+    archive = None if checkpoint_dir is None else Archive(checkpoint_dir, inbox)
     with on_stop(inbox, _leave_and_exit):
-        wish = drive(core, transport, inbox)
+        wish = drive(core, transport, inbox, archive)
+    if archive is not None:
+        archive.close()
     transport.close(0.5)
     return report(f"server {core.member.rank}" if core.member.welcome else "server", wish)
 
