@@ -8,6 +8,7 @@ Cuts are ordered by their number alone; a time of writing is for people.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -156,6 +157,11 @@ def _holding(given: object) -> Holding:
     if made.lowest > made.highest:
         raise ValueError(f"a store has versions {made.lowest} to {made.highest}")
     return made
+
+
+def now_in_words() -> str:
+    """Return the time as manifests have it: UTC, as ISO 8601 writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def holdings(image: Image) -> dict[str, Holding]:

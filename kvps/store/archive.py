@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from kvps import __version__
-from kvps.checkpoint.manifest import Holding, ImageFile, Manifest, image_name
+from kvps.checkpoint.manifest import Holding, ImageFile, Manifest, image_name, now_in_words
 from kvps.checkpoint.shelf import Shelf
 from kvps.core.disk import (
     Answer,
@@ -147,5 +147,5 @@ def manifest_of(order: Complete) -> Manifest:
         ),
         stores={one.store: Holding(one.keys, one.lowest, one.highest) for one in commit.stores},
         tag=commit.tag,
-        written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        written=now_in_words(),
     )

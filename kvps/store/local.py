@@ -19,6 +19,7 @@ from kvps.core.placement import Part
 from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
+from kvps.store import keeping
 from kvps.store.arguments import names_of
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
@@ -105,6 +106,49 @@ class LocalStore(KVStore):
         self._optimizer()
         assert self._rules is not None
         self._rules.load(path, self._rows_by_key)
+
+    def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Write all keys, and the optimizer's state, to the directory of KVPS_CHECKPOINT_DIR."""
+        self._begin()
+        return keeping.keep(
+            self._name,
+            self._hyper,
+            {name: self._kept(name) for name in self._rows_by_key},
+            tag or "",
+        )
+
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
+        self._begin()
+        cut, hyper, keys = keeping.read(self._name, tag)
+        for name, one in keys.items():
+            if name in self._specs:
+                keeping.demand_same(self._name, name, self._specs[name], one.spec)
+        if hyper is not None and self._hyper is not None and hyper.name != self._hyper.name:
+            raise Mismatch(
+                f"store {self._name!r} has optimizer {self._hyper.name!r}, and the checkpoint "
+                f"{hyper.name!r}; set that one, or none, before you restore"
+            )
+        if hyper is not None and self._hyper is None:
+            self._set_optimizer(hyper, 0.0)
+            self._hyper = hyper
+        for name, one in keys.items():
+            self._restore(name, one)
+        return cut
+
+    def _kept(self, name: str) -> keeping.Kept:
+        step, state = (0, {}) if self._rules is None else self._rules.state_of(name)
+        row, version = self._rows_by_key[name], self._versions[name]
+        return keeping.Kept(self._specs[name], row, version, step, state)
+
+    def _restore(self, name: str, one: keeping.Kept) -> None:
+        self._specs[name] = one.spec
+        device = self._rows_by_key[name].device if name in self._rows_by_key else one.row.device
+        self._rows_by_key[name] = one.row.to(device)
+        self._versions[name] = one.version
+        if self._rules is not None:
+            state = {title: row.to(device) for title, row in one.state.items()}
+            self._rules.restore(name, one.step, state)
 
     # --- hooks --------------------------------------------------------------------------------------
 

@@ -78,6 +78,16 @@ class Rules:
             weight, ready, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
         )
 
+    def state_of(self, key: str) -> tuple[int, State]:
+        """Return how often ``key`` was updated, and its state."""
+        return self._steps.get(key, 0), self._states.get(key, {})
+
+    def restore(self, key: str, step: int, state: State) -> None:
+        """Go on with ``key`` from a state that :meth:`state_of` gave."""
+        self.forget(key)
+        if step:
+            self._steps[key], self._states[key] = step, state
+
     def forget(self, key: str) -> None:
         """Begin the state of ``key`` anew."""
         self._states.pop(key, None)

@@ -1,0 +1,140 @@
+"""How a store within one process is written to a checkpoint, and read from one.
+
+It writes what a single server of a job without a name would, so that ``kvps checkpoint`` shows, checks
+and exports it like any other; and it reads what servers wrote, however many they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kvps import __version__, config
+from kvps.checkpoint.manifest import ImageFile, Manifest, holdings, image_name, now_in_words
+from kvps.checkpoint.shelf import Shelf
+from kvps.core.hyper import Hyper
+from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.core.placement import BIGARRAY_BOUND
+from kvps.errors import ConfigError, Mismatch, StorageError
+from kvps.messages import Open
+from kvps.specs import Spec
+from kvps.tensors import TORCH
+
+
+@dataclass(slots=True)
+class Kept:
+    """One key of a store: its value, a flat row, and what was done to it."""
+
+    spec: Spec
+    row: torch.Tensor
+    version: int = 0
+    step: int = 0
+    """How often the optimizer has updated it."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The optimizer's, flat rows."""
+
+
+def shelf() -> Shelf:
+    """Return where checkpoints lie.
+
+    Raises:
+        ConfigError: if nobody has said where.
+    """
+    folder = config.checkpoint_dir()
+    if folder is None:
+        raise ConfigError("no place for checkpoints: set KVPS_CHECKPOINT_DIR to a directory")
+    return Shelf(folder, server=0)
+
+
+def keep(name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tag: str) -> int:
+    """Write a store as a checkpoint of its own; return its number.
+
+    Raises:
+        ConfigError: without a place for it. StorageError: if it cannot be written.
+    """
+    place = shelf()
+    cut = place.highest() + 1
+    image = Image(0, 1, (_store_image(name, hyper, keys),))
+    written = place.write(cut, image)
+    try:
+        place.commit(
+            Manifest(
+                cut=cut,
+                job=bytes(16),
+                epoch=0,
+                workers=1,
+                version=__version__,
+                images=(ImageFile(image_name(0, 1), written.size, written.sha256),),
+                stores=holdings(image),
+                tag=tag,
+                written=now_in_words(),
+            )
+        )
+    except StorageError:
+        place.drop(cut)
+        raise
+    return cut
+
+
+def _store_image(name: str, hyper: Hyper | None, keys: Mapping[str, Kept]) -> StoreImage:
+    opened = Open(name, "sync", 0, True, "wait", BIGARRAY_BOUND)
+    rate = hyper.number("lr") if hyper is not None else 0.0
+    images = tuple([_key_image(key, one) for key, one in keys.items()])
+    return StoreImage(opened, hyper, hyper, rate, int(hyper is not None), 0, images)
+
+
+def _key_image(name: str, one: Kept) -> KeyImage:
+    history = History(one.version, one.step, {0: one.version}, {})
+    state = {title: row.cpu() for title, row in one.state.items()}
+    portions = (Portion(0, history, one.row.cpu(), state),) if one.spec.count else ()
+    return KeyImage(name, one.spec, 0, portions)
+
+
+def read(name: str, tag: str | None) -> tuple[int, Hyper | None, dict[str, Kept]]:
+    """Return the number of the newest checkpoint (of ``tag``), and what this store was in it.
+
+    Raises:
+        ConfigError: without a place for checkpoints.
+        StorageError: if there is none that is whole, or it has no such store.
+    """
+    place = shelf()
+    manifest = place.find(tag)
+    image = place.load(manifest, 0, 1)
+    found = next((one for one in image.stores if one.name == name), None)
+    if found is None:
+        names = ", ".join(repr(one.name) for one in image.stores) or "none"
+        raise StorageError(f"checkpoint {manifest} has no store {name!r}; it has {names}")
+    return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}
+
+
+def _kept(key: KeyImage) -> Kept:
+    """Put the portions of a key together; where they differ, it stands where the last one does."""
+    if not key.portions:
+        return Kept(key.spec, torch.empty(0, dtype=TORCH[key.spec.dtype]))
+    histories = [one.history for one in key.portions]
+    state = {
+        title: torch.cat([one.state[title] for one in key.portions])
+        for title in key.portions[0].state
+    }
+    return Kept(
+        key.spec,
+        torch.cat([one.weight for one in key.portions]),
+        min(one.version for one in histories),
+        min(one.step for one in histories),
+        state,
+    )
+
+
+def demand_same(name: str, key: str, here: Spec, there: Spec) -> None:
+    """Check that a key can take a value that was kept.
+
+    Raises:
+        Mismatch: if it is of another shape or type.
+    """
+    if here != there:
+        raise Mismatch(
+            f"key {key!r} of store {name!r} is {here}, and {there} in the checkpoint; restore into "
+            "the model that was saved"
+        )
