@@ -750,7 +750,7 @@ class StoreSum(NamedTuple):
     """One store in an image or a cut: how many keys begin there, and which versions they have."""
 
     store: str
-    keys: int
+    begins: int
     lowest: int
     highest: int
 

@@ -118,7 +118,7 @@ class Checkpoints:
         self.notes.append(
             ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
         )
-        self._say_again(now)
+        self._again_at = now  # it has to be welcomed before it hears anything else
         return True
 
     # --- what is heard ------------------------------------------------------------------------
@@ -147,8 +147,11 @@ class Checkpoints:
     def hear(self, node: Node, message: Message, now: float) -> None:
         """A member says something of cuts."""
         if isinstance(message, Shelf):
+            knew_all = self._knows_all
             self._shelves[node.rank] = message
             self.begun = max(self.begun, message.highest)
+            if self._knows_all and not knew_all:
+                self._next_at = now + self._every_s
         if self.recovery is not None:
             self._hear_of_return(node, message, now)
         elif self._cut is not None and getattr(message, "cut", 0) == self._cut.number:

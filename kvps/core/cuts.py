@@ -204,7 +204,7 @@ class Cut:
 def _together(one: StoreSum, other: StoreSum) -> StoreSum:
     return StoreSum(
         one.store,
-        one.keys + other.keys,
+        one.begins + other.begins,
         min(one.lowest, other.lowest),
         max(one.highest, other.highest),
     )

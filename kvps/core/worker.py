@@ -649,7 +649,7 @@ class Worker:
         if error is None:
             assert isinstance(value, dict)
             error = epoch_changed(self.books[store], self.member.view, one.before, value)
-            yield Note("warning", str(error))
+            yield Note("debug", str(error))
             if not one.held:
                 assert isinstance(error, EpochChanged)
                 self._untold[store] = error

@@ -145,7 +145,7 @@ def manifest_of(order: Complete) -> Manifest:
             ImageFile(image_name(server, servers), one.size, one.sha256)
             for server, one in enumerate(commit.images)
         ),
-        stores={one.store: Holding(one.keys, one.lowest, one.highest) for one in commit.stores},
+        stores={one.store: Holding(one.begins, one.lowest, one.highest) for one in commit.stores},
         tag=commit.tag,
         written=now_in_words(),
     )
