@@ -21,6 +21,7 @@ from kvps.messages import (
     Message,
     Packet,
     Role,
+    Shelf,
     View,
     Welcome,
 )
@@ -94,6 +95,11 @@ class Stage:
         reason: str = "",
     ) -> list[Effect]:
         return self.say(route, Leave(done, code, replaceable, reason))
+
+    def shelf(self, route: str, *cuts: int, **more: object) -> list[Effect]:
+        """Answer RECALL: a server without a place for cuts, unless told otherwise."""
+        fields = {"epoch": 0, "keeps": bool(cuts), "every_s": 0.0, "highest": max(cuts, default=0)}
+        return self.say(route, Shelf(**(fields | more), cuts=cuts))  # type: ignore[arg-type]
 
     def barrier(
         self, route: str, number: int = 0, seq: int = 1, name: str = "b", store: str = "kv"

@@ -1,10 +1,10 @@
 """When the scheduler has a cut taken, and when it has the servers return to one.
 
 A cut is taken when the servers want one (``--checkpoint-every``), and when workers ask for one
-(``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is asked of the servers; the
-scheduler itself keeps two numbers: that of the newest cut that was begun, so that no two have the same,
-and that of the newest that is complete, so that everybody can be told whether a lost server is a
-misfortune or the end.
+(``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is
+asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
+that no two have the same, and that of the newest that is complete, so that everybody can be told
+whether a lost server is a misfortune or the end.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Checkpoints:
         """These members are alive now; ``is_running`` while the job may have cuts."""
         if is_running and not self._is_running:
             self._next_at = now + self._every_s
+            self._again_at = now
         self._workers, self._servers = frozenset(workers), frozenset(servers)
         self._is_running = is_running
         if self._cut is not None:

@@ -132,8 +132,10 @@ class Job:
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
             self._end(code, f"given up: {self.reason}", now)
-        self.checkpoints.on_time(now)
-        self._heed_checkpoints()
+        if self.stop is None:
+            self._meet(now)  # after a restart nobody has told them who is there
+            self.checkpoints.on_time(now)
+            self._heed_checkpoints()
         self._tell(now)
         self._schedule()
 

@@ -319,7 +319,9 @@ class Namespace:
         if updater is None:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
         weight = chunk.buffer.tensor
-        state = self.state_of(chunk)
+        state = chunk.own_state()
+        if state is None:
+            state = updater.new_state(weight)  # the chunk's own only if it is not refused
         # An entry that appears on the way begins as the weights; adopt() drops what is foreign.
         basis = state.get(MASTER, weight)
         late = {name: basis.clone() for name in rows if name not in state}

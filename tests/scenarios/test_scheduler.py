@@ -16,6 +16,10 @@ each line of it is right. Commands::
     leave ROUTE [code=N] [final]                barrier ROUTE NUMBER
     drop ROUTE                                  wait SECONDS [beating ROUTE …]
     restart                                     stop
+    say ROUTE MESSAGE [field=value …]
+
+Where a server has no place for checkpoints it says so once (``say s0 Shelf …``); until it does, it is
+asked again every second.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
-from kvps.messages import Error, Member, Message, Node, Role, View, Welcome
+from kvps.messages import MESSAGES, Error, Member, Message, Node, Role, View, Welcome
 from tests.scenarios.plays import check, performed, plays, words_of
 from tests.stage import Stage
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PLAYS = plays("scheduler")
+BY_NAME = {cls.__name__: cls for cls in MESSAGES.values()}
 
 
 @pytest.mark.parametrize("path", PLAYS, ids=[path.stem for path in PLAYS])
@@ -84,6 +89,10 @@ def run(command: str, stage: list[Stage]) -> list[Effect]:
             return stage[0].restart()
         case ["stop"]:
             return stage[0].stop()
+        case ["say", route, name]:
+            seq = options.pop("seq", 0)
+            assert isinstance(seq, int)
+            return stage[0].say(route, BY_NAME[name](**options), seq)
         case _:
             raise AssertionError(f"no command {command!r}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import calls, conversations
+from kvps.core import calls, dispatch
 from kvps.core.hyper import resolve
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout
 from kvps.messages import (
@@ -807,7 +807,7 @@ class TestTogether:
 
 def test_every_call_has_a_conversation() -> None:
     with pytest.raises(TypeError, match="no conversation for Call"):
-        conversations.start(bench().core.books["kv"], calls.Call("kv"), [])
+        dispatch.start(bench().core.books["kv"], calls.Call("kv"), [])
 
 
 def told(one: Bench, seq: int, server: int, version: int, *rounds: int) -> None:

@@ -264,6 +264,8 @@ class TestWelcome:
 
 def test_a_drop_makes_the_deadline_sooner() -> None:
     stage = running()
+    stage.shelf("s0")
+    assert stage.scheduler.deadline() == stage.now + 12
     stage.drop("w0")
     assert stage.scheduler.deadline() == stage.now + 1
 

@@ -44,12 +44,14 @@ class TestServer:
         assert str(error) == (
             "server 1 (host-server-1 tcp://s1:1) is lost: exit code 9. The lost part of every key "
             "is gone; what other servers hold is kept, but no key can be trusted to be whole. "
-            "Start the job again from saved weights"
+            "Start the job again from saved weights, and the servers with --checkpoint-dir to survive "
+            "this"
         )
 
     def test_that_was_replaced_is_empty(self) -> None:
         losses = learn(Losses(), member(S0, incarnation=99), member(S1))
-        assert "server 0 (host-server-0 tcp://s0:1) took the place" in str(losses.error(None, 0.0))
+        error = losses.error(None, 100.0)
+        assert "server 0 (host-server-0 tcp://s0:1) took the place" in str(error)
 
     def test_that_comes_back_is_no_loss(self) -> None:
         losses = learn(Losses(), lost(S0), lost(S1))

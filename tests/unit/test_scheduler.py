@@ -19,6 +19,7 @@ from kvps.messages import (
     Left,
     Packet,
     Pull,
+    Recall,
     Released,
     Role,
     Status,
@@ -410,6 +411,7 @@ def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> No
 
 def test_a_timer_that_rings_early_does_nothing() -> None:
     stage = running()
+    stage.shelf("s0")
     assert stage.take(stage.scheduler.on_timer(stage.now)) == []
 
 
@@ -433,11 +435,22 @@ def test_restored() -> None:
     stage.barrier("w0")
     stage.barrier("w1")
     assert stage.restart() == []
+    stage.shelf("s0")
     assert stage.scheduler.deadline() == stage.now + 12
     assert told(stage.barrier("w0"), Released) == ["w0"]
     stage.wait(12, beating=["s0", "w0"])
     (welcome,) = sent(stage.hello("w5"), Welcome)
     assert (welcome.rank, welcome.incarnation) == (1, 4)
+
+
+@pytest.mark.spec("R138")
+def test_one_that_was_restored_asks_again_which_cuts_there_are() -> None:
+    stage = running(persist=True)
+    stage.shelf("s0")
+    stage.restart()
+    assert told(stage.wait(1.0, beating=["s0"]), Recall) == ["s0"]
+    stage.shelf("s0")
+    assert told(stage.wait(5.0, beating=["s0"]), Recall) == []
 
 
 def test_a_beat_costs_the_same_in_a_large_cluster() -> None:

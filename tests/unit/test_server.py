@@ -364,7 +364,7 @@ def test_the_next_job_begins_with_nothing() -> None:
     one.hello(0)
     assert "store 'kv' was not opened" in refusal(one.say(0, Status("kv")))
     one.open("async")
-    assert heard(one.say(0, Find("kv", ("a",))), FoundAll)[0].found == ((0, ()),)
+    assert heard(one.say(0, Find("kv", ("a",))), FoundAll)[0].found == ((0, (), 0),)
     assert heard(one.say(0, Status("kv")), StatusIs)
 
 

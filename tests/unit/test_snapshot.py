@@ -11,10 +11,12 @@ from kvps.errors import ConfigError, StorageError
 from kvps.messages import Node, Role
 from tests.stage import JOB, Stage
 
+CUTS = (12, 11, 2, True, 7)
+
 
 def snapshot_of(stage: Stage) -> Snapshot:
     job = stage.scheduler.job
-    return Snapshot(job.name, job.number, job.formed, job.seats, job.barriers.released)
+    return Snapshot(job.name, job.number, job.formed, job.seats, job.barriers.released, CUTS)
 
 
 def test_round_trip() -> None:
@@ -27,6 +29,7 @@ def test_round_trip() -> None:
     again = load(dump(former), stage.settings, 50.0)
     assert again[:3] == (JOB, 2, True)
     assert again.released == {("kv", "c"): 5}
+    assert again.cuts == CUTS
     assert again.seats.issued == 3
     for node, seat in former.seats.by_node.items():
         copy = again.seats.by_node[node]
@@ -51,7 +54,7 @@ def test_refuses_a_cluster_of_another_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [b"", b"\xc1", b"junk", msgpack.packb([1, [], []]), msgpack.packb(None)]
+    "state", [b"", b"\xc1", b"junk", msgpack.packb([1, [], [], []]), msgpack.packb(None)]
 )
 def test_refuses_what_it_did_not_write(state: bytes) -> None:
     with pytest.raises(StorageError, match="cannot be read"):
@@ -59,14 +62,14 @@ def test_refuses_what_it_did_not_write(state: bytes) -> None:
 
 
 def test_refuses_a_seat_that_does_not_exist() -> None:
-    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, rows, released, cuts = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     rows[0][1] = 4
     with pytest.raises(StorageError, match="cannot be read"):
-        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, rows, released, cuts]), Settings(1, 0), 0.0)
 
 
 def test_refuses_another_format() -> None:
-    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, rows, released, cuts = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     head[0] = FORMAT + 1
     with pytest.raises(StorageError, match=f"has format {FORMAT + 1}"):
-        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, rows, released, cuts]), Settings(1, 0), 0.0)

@@ -571,10 +571,10 @@ def test_element_types(dtype: object, name: str) -> None:
 @pytest.mark.spec("R11")
 @pytest.mark.parametrize("dtype", [10, 255, False, 0.0, None])
 def test_element_types_of_found(dtype: object) -> None:
-    assert decode(with_fields("FOUND-ALL", 1, [(0, ())])).message == m.FoundAll(
+    assert decode(with_fields("FOUND-ALL", 1, [(0, (), 0)])).message == m.FoundAll(
         1, (m.Found(0, ()),)
     )
-    refused(with_fields("FOUND-ALL", 1, [(dtype, ())]), "number of an element type")
+    refused(with_fields("FOUND-ALL", 1, [(dtype, (), 0)]), "number of an element type")
 
 
 @pytest.mark.spec("R12")

@@ -16,6 +16,7 @@ from kvps.wire import encode
 
 JOB = bytes(range(16))
 NOBODY = bytes(16)
+SHA256 = bytes(range(32)).hex()
 
 SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
 SERVER = Envelope(JOB, 7, Role.SERVER, 1, 2, 0)
@@ -51,6 +52,9 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                     m.Member(1, 0, 1, "held", "tcp://127.0.0.1:9000", "gpu-1", 0.0, "", 77),
                     m.Member(2, 0, 4, "lost", "", "gpu-1", 2.5, "silent for 12 s", 0),
                 ),
+                2,
+                5,
+                12,
             ),
             (),
         ),
@@ -87,7 +91,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             (),
         ),
         (WORKER, m.Find("weights", ("w", "unknown")), ()),
-        (SERVER, m.FoundAll(42, (m.Found(1, (2, 3)), m.Found(0, ()))), ()),
+        (SERVER, m.FoundAll(42, (m.Found(1, (2, 3), 1), m.Found(0, (), 0))), ()),
         (CREATOR, m.Load(0, 1, (m.Run(0, 2, 0),)), (floats(1.0, -2.0),)),
         (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
         (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),
@@ -121,6 +125,34 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),
         (SERVER, m.Taken(0x0123456789ABCDEF, False, "another user's"), ()),
         (asking_nothing(WORKER), m.Release(18, (4, 17)), ()),
+        (SCHEDULER, m.Halt(12, {"weights": 6}), ()),
+        (asking_nothing(WORKER), m.Halted(12, {"weights": 6}), ()),
+        (SCHEDULER, m.Proceed(12), ()),
+        (asking_nothing(WORKER), m.Proceeding(12, True), ()),
+        (SCHEDULER, m.TakeImage(12), ()),
+        (SERVER, m.ImageTaken(12), ()),
+        (SERVER, m.ImageKept(12, 4096, SHA256, (m.StoreSum("weights", 3, 6, 6),), ""), ()),
+        (
+            SCHEDULER,
+            m.Commit(
+                12,
+                "best",
+                2,
+                (m.ImageSum(4000, SHA256), m.ImageSum(4096, SHA256)),
+                (m.StoreSum("weights", 5, 6, 6),),
+            ),
+            (),
+        ),
+        (SERVER, m.Committed(12, "no space left"), ()),
+        (SCHEDULER, m.GiveUp(12), ()),
+        (SCHEDULER, m.Recall(2), ()),
+        (SERVER, m.Shelf(2, True, 60.0, (11, 12), 12), ()),
+        (SCHEDULER, m.Restore(2, 12), ()),
+        (SERVER, m.Restored(2, ""), ()),
+        (WORKER, m.Checkpoint("weights", "best", 3), ()),
+        (SCHEDULER, m.Checkpointed(42, 12), ()),
+        (CREATOR, m.Revive("weights", "best", 0), ()),
+        (SERVER, m.Revived(9, (11, 12)), ()),
     ]
 
 
