@@ -92,7 +92,8 @@ def campaign_of(seed: int) -> Campaign:
     dice = random.Random(seed)
     workers, servers = dice.choice([(1, 1), (2, 1), (2, 2), (3, 2), (2, 3)])
     sizes = {name: dice.choice([1, 7, 150, 400]) for name in "abc"[: dice.randint(1, 3)]}
-    steps = dice.choice([30, 60, 120])
+    faults = faults_of(dice)
+    steps = 20 if faults.jitter_s > 1 else dice.choice([30, 60, 120])
     job = Job(
         seed,
         workers,
@@ -101,7 +102,7 @@ def campaign_of(seed: int) -> Campaign:
         sizes,
         Store(bigarray_bound=dice.choice([100, 100_000])),
         dice.random() < 0.5,
-        faults_of(dice),
+        faults,
     )
     job.ways = [dice.choice(["pushpull", "one by one"]) for _ in range(steps)]
     campaign = Campaign(job, dice.choice([0.05, 0.3, 1.0]), dice.choice([0.01, 0.2]))
