@@ -196,15 +196,19 @@ class Checkpoints:
             return None
         if self.recovery is not None or self._cut is not None or not self._knows_all:
             return self._again_at
-        return self._next_at if self._every_s else None
+        return self._next_at if self._every_s and self._may_begin else None
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether all that a cut needs is here."""
+        is_whole = self._knows_all and self._keeps and len(self._servers) == self._count
+        return is_whole and self._is_running and self.recovery is None and self._cut is None
 
     def _go_on(self, now: float) -> None:
         """End the cut that is over, and begin the next if it is time."""
         if self._cut is not None:
             self._end(self._cut, now)
-        if self._cut is not None or self.recovery is not None or not self._is_running:
-            return
-        if not (self._knows_all and self._keeps and len(self._servers) == self._count):
+        if not self._may_begin:
             return
         wish = next(iter(self._wishes.values()), None)
         if wish is not None or (self._every_s and now >= self._next_at):

@@ -25,6 +25,7 @@ from kvps.errors import KvpsError
 from kvps.messages import Open, Role
 from kvps.tensors import spec_of
 from tests.simulation.network import Faults, Network, Process
+from tests.simulation.shelf import Shelves
 
 JOB = bytes(range(16))
 TRASH = 77
@@ -122,6 +123,12 @@ class Store:
     def lookup(self, keys: Sequence[str]) -> Script:
         return (yield self._do(calls.Lookup(self.name, tuple(keys))))
 
+    def checkpoint(self, tag: str = "") -> Script:
+        return (yield self._do(calls.TakeCheckpoint(self.name, tag)))
+
+    def restore(self, tag: str = "") -> Script:
+        return (yield self._do(calls.RestoreCheckpoint(self.name, tag)))
+
     def barrier(self, name: str | None = None) -> Script:
         yield self._do(calls.Stand(self.name, name))
 
@@ -211,6 +218,7 @@ class Cluster:
         seed: int = 0,
         faults: Faults | None = None,
         machines: Sequence[int] = (),
+        checkpoint_every_s: float | None = None,
     ) -> None:
         """Start all processes, at slightly different times.
 
@@ -218,10 +226,13 @@ class Cluster:
         """
         self.machines = list(machines)
         self.network = Network(seed, faults or Faults())
+        self.checkpoint_every_s = checkpoint_every_s
+        """How often servers want cuts; None for servers without a disk."""
+        self.shelves = Shelves(self.network)
         self.workers = workers
         self.script = script
         self.clients: dict[int, Client] = {}
-        self.servers: list[Process] = []
+        self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         self.settings = Settings(workers, servers, persist=True)
         self.saved: bytes | None = None
@@ -253,9 +264,11 @@ class Cluster:
         endpoint = f"sim://server-{rank}-{pid}"
         name = f"server {rank}"
         now = self.network.time(name)
-        core = Server(self._identity(Role.SERVER, rank, pid, endpoint), now)
+        identity = self._identity(Role.SERVER, rank, pid, endpoint)
+        core = Server(identity, now, checkpoint_every_s=self.checkpoint_every_s)
         process = self.network.add(name, core, endpoint)
-        self.servers[rank:rank] = [process]
+        process.on_order = lambda effect: self.shelves.order(process, rank, effect.order)
+        self._servers[rank] = process
         self.network.perform(process, core.start(now))
         return process
 
@@ -300,6 +313,11 @@ class Cluster:
         """Let every process end that still lives; nobody has anything left to do."""
         end = self.network.now + limit_s
         self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
+
+    @property
+    def servers(self) -> list[Process]:
+        """Those that run now or ran last, by rank."""
+        return [self._servers[rank] for rank in sorted(self._servers)]
 
     @property
     def is_anyone_alive(self) -> bool:

@@ -20,6 +20,7 @@ from kvps.core.effects import (
     Connect,
     Copied,
     Core,
+    Disk,
     Effects,
     Exit,
     Finish,
@@ -83,6 +84,7 @@ class Process:
     on_finish: Callable[[Finish], None] = lambda effect: None
     on_copied: Callable[[Copied], None] = lambda effect: None
     on_save: Callable[[Save], None] = lambda effect: None
+    on_order: Callable[[Disk], None] = lambda effect: None
 
 
 class Network:
@@ -188,6 +190,8 @@ class Network:
                     process.on_save(effect)
                     if not process.alive:
                         return  # killed while it wrote
+                case Disk():
+                    process.on_order(effect)
         if process.exit is not None:
             self.kill(process)
             return

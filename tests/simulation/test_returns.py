@@ -1,0 +1,206 @@
+"""Servers end and are started again: all return to a cut, and the job ends as if none had."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvps.errors import EpochChanged
+from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.network import Process
+from tests.simulation.training import (
+    FEWER,
+    Job,
+    check,
+    faults_of,
+    patient,
+    reference,
+    replayable,
+)
+
+LOOK_EVERY_S = 0.5
+
+
+@dataclass
+class Loss:
+    """A process that is killed, and started again."""
+
+    name: str
+    at: float
+    after_s: float
+
+
+@dataclass
+class Campaign:
+    """A job, and what befalls it."""
+
+    job: Job
+    every_s: float = 0.2
+    takes_s: float = 0.05
+    losses: list[Loss] = field(default_factory=list)
+    full: list[tuple[float, float, int]] = field(default_factory=list)
+    """From when until when which server's disk is full."""
+
+
+def train(job: Job, rank: int) -> Script:
+    """Train, from where the servers are whenever they say that they have returned to a cut."""
+    kv, versions = job.store, reference(job)
+    is_begun = False
+    while True:
+        try:
+            if not is_begun:
+                yield from patient(kv.open)
+                yield from patient(kv.init, job.initial())
+                if job.has_optimizer:
+                    yield from patient(kv.set_optimizer, "test", rescale_grad=2.0)
+                step = yield from patient(kv.resume, list(job.sizes))
+                is_begun = True
+            while step < job.steps:
+                gradients = job.gradients(rank, step)
+                if job.ways[step] == "one by one":
+                    for name in gradients:
+                        yield from kv.push({name: gradients[name]})
+                    pulled = yield from kv.pull(gradients)
+                else:
+                    pulled = yield from kv.pushpull(gradients)
+                check(step, pulled, versions[step + 1])
+                step += 1
+            yield from kv.barrier()
+            weights = yield from kv.pull(job.initial())
+            assert (yield from kv.versions(list(job.sizes))) == [step] * len(job.sizes)
+            return weights
+        except EpochChanged as error:
+            is_begun = error.has_optimizer == job.has_optimizer and set(error.after) == set(
+                job.sizes
+            )
+            if is_begun:
+                step = where(error)
+
+
+def where(error: EpochChanged) -> int:
+    """Return the step at which the servers are now."""
+    (step,) = set(error.after.values())
+    for key, version in error.before.items():
+        assert step <= version + 1, f"key {key} is ahead of what was pushed"
+    return step
+
+
+def campaign_of(seed: int) -> Campaign:
+    """Draw a job in which servers, workers and the scheduler are killed."""
+    dice = random.Random(seed)
+    workers, servers = dice.choice([(1, 1), (2, 1), (2, 2), (3, 2), (2, 3)])
+    sizes = {name: dice.choice([1, 7, 150, 400]) for name in "abc"[: dice.randint(1, 3)]}
+    faults = faults_of(dice)
+    steps = 20 if faults.jitter_s > 1 else dice.choice([30, 60, 120])
+    job = Job(
+        seed,
+        workers,
+        servers,
+        steps,
+        sizes,
+        Store(bigarray_bound=dice.choice([100, 100_000])),
+        dice.random() < 0.5,
+        faults,
+    )
+    job.ways = [dice.choice(["pushpull", "one by one"]) for _ in range(steps)]
+    campaign = Campaign(job, dice.choice([0.05, 0.3, 1.0]), dice.choice([0.01, 0.2]))
+    for _ in range(dice.randint(1, 3)):
+        kind = dice.choice(["server", "server", "server", "worker", "scheduler"])
+        rank = dice.randrange({"server": servers, "worker": workers, "scheduler": 1}[kind])
+        name = "scheduler" if kind == "scheduler" else f"{kind} {rank}"
+        campaign.losses.append(Loss(name, dice.random() * 20, dice.choice([0.1, 1.0, 5.0])))
+    if dice.random() < 0.3:
+        begin = dice.random() * 10
+        campaign.full.append((begin, begin + dice.random() * 5, dice.randrange(servers)))
+    return campaign
+
+
+class Supervisor:
+    """Kills, and starts again what has ended but should run, as a guardian would."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._last: dict[str, Process] = {}
+        self.killed = 0
+        cluster.network.at(LOOK_EVERY_S, self._look)
+
+    def kill(self, loss: Loss) -> None:
+        """Kill a process when there is a cut to return to, and start it again a little later."""
+        cluster = self._cluster
+        process = self._process(loss.name)
+        if cluster.is_done or process is None or not process.alive:
+            return
+        is_server = loss.name.startswith("server")
+        if is_server and (not cluster.scheduler.alive or not self._has_cut):
+            cluster.network.at(cluster.network.now + 0.1, lambda: self.kill(loss))
+            return
+        self.killed += is_server
+        cluster.network.kill(process)
+        cluster.network.at(cluster.network.now + loss.after_s, lambda: self._start(loss.name))
+
+    @property
+    def _has_cut(self) -> bool:
+        return self._cluster.scheduler.core.job.checkpoints.kept > 0  # type: ignore[attr-defined]
+
+    def _process(self, name: str) -> Process | None:
+        return next((one for one in self._cluster.processes if one.name == name), None)
+
+    def _start(self, name: str) -> None:
+        kind, _, rank = name.partition(" ")
+        process = self._process(name)
+        if self._cluster.is_done or process is None or process.alive:
+            return
+        ended = [one for one in self._cluster.clients.values() if one.done_at is not None]
+        if process in [one.process for one in ended]:
+            return
+        if kind == "scheduler":
+            self._cluster.start_scheduler()
+        elif kind == "server":
+            self._cluster.start_server(int(rank))
+        else:
+            self._cluster.start_worker(int(rank))
+
+    def _look(self) -> None:
+        """Start again what ended by itself while the job goes on: it came too early, say."""
+        cluster = self._cluster
+        for process in [*cluster.servers, *[one.process for one in cluster.clients.values()]]:
+            if not process.alive and process.exit is not None and process.exit.code:
+                self._start(process.name)
+        if not cluster.is_done:
+            cluster.network.at(cluster.network.now + LOOK_EVERY_S, self._look)
+
+
+def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
+    """Play a campaign to its end."""
+    job = campaign.job
+    cluster = Cluster(
+        job.workers,
+        job.servers,
+        lambda rank: train(job, rank),
+        job.seed,
+        job.faults,
+        checkpoint_every_s=campaign.every_s,
+    )
+    cluster.shelves.takes_s = campaign.takes_s
+    supervisor = Supervisor(cluster)
+    for loss in campaign.losses:
+        cluster.network.at(loss.at, lambda loss=loss: supervisor.kill(loss))  # type: ignore[misc]
+    for begin, end, server in campaign.full:
+        cluster.network.at(begin, lambda server=server: cluster.shelves.full.add(server))  # type: ignore[misc]
+        cluster.network.at(end, lambda server=server: cluster.shelves.full.discard(server))  # type: ignore[misc]
+    cluster.run(2_000)
+    for client in cluster.clients.values():
+        assert client.error is None, client.error
+        check(job.steps, client.result, reference(job)[-1])
+    return cluster, supervisor
+
+
+@pytest.mark.parametrize("seed", FEWER)
+def test_a_job_ends_as_if_no_server_had_been_lost(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    campaign = campaign_of(seed)
+    with replayable(request, campaign):
+        play(campaign)
