@@ -655,3 +655,37 @@ class Release(Message):
 
     before: int
     but: tuple[int, ...]
+
+
+# --- joining, resuming, and the state of a cluster ----------------------------------------------
+
+
+@_tag(70)
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Worker to server: I have no more batches for this store; do not wait for me."""
+
+    store: str
+    call: int
+    """Counts from 1."""
+    waits: bool
+    """Answer when every rank has joined; else at once."""
+
+
+@_tag(71)
+@dataclass(frozen=True, slots=True)
+class Joined(Message):
+    """Answer to JOIN."""
+
+    seq: int
+    last: int
+    """The rank that joined last."""
+
+
+@_tag(72)
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """Worker to server: this join is over; wait for everybody again."""
+
+    store: str
+    call: int

@@ -30,6 +30,10 @@ class Catalogue:
     rate_calls: int = 0
     broadcasts: int = 0
     """How many were made here; all ranks make the same ones."""
+    joins: int = 0
+    """How many are over, as this rank knows."""
+    is_away: bool = False
+    """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
     """By name, the number of the next."""
     _plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class Catalogue:
         for name, spec, pieces in placed:
             key = self.keys.get(name)
             if key is None or key.spec != spec:
-                self.keys[name] = key = Key(name, spec)
+                # While a rank was away, the others may have pushed what it sees for the first time.
+                self.keys[name] = key = Key(name, spec, is_refused=self.ordered and self.joins > 0)
             key.pieces = tuple(pieces)
         self._plans.clear()

@@ -18,6 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue
+from kvps.core.joins import JUDGE
 from kvps.core.link import Request
 from kvps.core.placement import home
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
@@ -35,7 +36,7 @@ from kvps.core.reading import (
     stand,
 )
 from kvps.core.rounds import WINDOW
-from kvps.errors import KvpsError, Mismatch
+from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.messages import (
     ENTRIES_MAX,
     Barrier,
@@ -46,11 +47,14 @@ from kvps.messages import (
     Find,
     FoundAll,
     GetState,
+    Join,
+    Joined,
     Load,
     Optimize,
     Packet,
     Push,
     Rate,
+    Return,
     SetState,
     StateIs,
     Status,
@@ -92,6 +96,8 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return set_rate(book, call)
         case calls.Stand():
             return barrier(book, call.name)
+        case calls.JoinStore():
+            return join(book)
         case calls.Flush():
             return flush()
         case calls.Ask():
@@ -256,6 +262,7 @@ def _bulk(
 
 def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     """Push one gradient for each key; with a sink, pull what comes of it."""
+    _demand_presence(book)
     plan = yield from _numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
@@ -284,6 +291,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     try:
         if full:
             yield from _make_room(book, full)
+        _demand_presence(book)
         yield requests
     except KvpsError:
         for key in plan.keys:
@@ -293,6 +301,19 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         after = alike([number + 1 for number in each])
         yield from even_out(book, tally, sink, after, call.priority)
     return _views(book, plan, sink)
+
+
+def _demand_presence(book: Catalogue) -> None:
+    """Refuse a push of a rank that has joined: rounds close without it.
+
+    Raises:
+        ConfigError: if this rank has.
+    """
+    if book.is_away:
+        raise ConfigError(
+            f"push() of store {book.opened.store!r}: worker {book.rank} has joined, and rounds close "
+            "without it until every worker has. Nothing was pushed. Call join() again to wait on"
+        )
 
 
 def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor] | None:
@@ -482,6 +503,32 @@ def barrier(book: Catalogue, name: str | None) -> Conversation:
         book.barriers[title] -= 1
         raise
     return None
+
+
+def join(book: Catalogue) -> Conversation:
+    """Let the others go on without this rank until all have joined; return who was the last.
+
+    That is said by one server, and then by this rank to all of them: once they have answered, none
+    closes a round without it. Which numbers it owes after the rounds of the others is asked.
+    """
+    was_away, book.is_away = book.is_away, True
+    try:
+        yield Drain()
+    except BaseException:
+        book.is_away = was_away  # no server was told
+        raise
+    store, call = book.opened.store, book.joins + 1
+    servers = range(book.servers)
+    answers = yield [Request(one, Join(store, call, one == JUDGE)) for one in servers]
+    yield [Request(one, Return(store, call)) for one in servers]
+    book.joins, book.is_away = call, False
+    if book.ordered:
+        for key in book.keys.values():
+            key.is_refused = True
+        yield from _numbered(book, tuple(book.keys))
+    judged = answers[JUDGE].message
+    assert isinstance(judged, Joined)
+    return judged.last
 
 
 def status(book: Catalogue) -> Conversation:

@@ -176,6 +176,12 @@ class Engine:
             total = closed.sum()
             yield from self._due(space, chunk, span, Due(closed.number, (), total))
 
+    def close_all(self, space: Namespace, chunk: Chunk, span: Span) -> Iterator[Reading]:
+        """Close every open round of ``span`` with what is in it; yield those who are woken."""
+        while span.rounds:
+            closed = span.rounds.popleft()
+            yield from self._due(space, chunk, span, Due(closed.number, (), closed.sum()))
+
     # --- updates ----------------------------------------------------------------------------
 
     def optimize(self, space: Namespace, hyper: Hyper) -> Iterator[Reading]:
@@ -397,7 +403,7 @@ class Engine:
         """A new process holds ``rank``: it need not make up for what it missed."""
         for chunk in self.chunks.of_store(space.name):
             for span in chunk.spans:
-                span.replace(rank, quorum.held)
+                span.replace(rank, quorum.live)
 
     def check(self) -> None:
         """Assert the invariants of every chunk."""

@@ -91,6 +91,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.SetOptimizer: "set_optimizer()",
     calls.SetRate: "set_learning_rate()",
     calls.Stand: "barrier()",
+    calls.JoinStore: "join()",
     calls.Flush: "the flush of earlier pushes",
     calls.Ask: "status",
     calls.SaveState: "save_optimizer_states()",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.core.hyper import Hyper
+from kvps.core.joins import Joins
 from kvps.core.rules import MASTER, State
 from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.core.updaters import Updater, create
@@ -78,6 +79,7 @@ class Namespace:
         """What rank 0 last gave to set_learning_rate."""
         self.optimize_calls = 0
         self.rate_calls = 0
+        self.joins = Joins()
         self._slabs: dict[str, Slab] = {}
         self._chunks = chunks
         self._limit_bytes = limit_bytes

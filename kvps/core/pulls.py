@@ -57,10 +57,10 @@ def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> 
         return f"it is at version {span.version}, asked for is {ask.least}"
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
-    ahead = span.ahead(rank, quorum.held) if space.opened.mode == "ssp" else 0
+    ahead = span.ahead(rank, quorum.live) if space.opened.mode == "ssp" else 0
     if ahead > space.opened.staleness:
         return (
-            f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.held)}, "
+            f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.live)}, "
             f"staleness allows {space.opened.staleness}"
         )
     return ""

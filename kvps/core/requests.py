@@ -13,9 +13,11 @@ from kvps.core import pulls
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
+from kvps.core.joins import JUDGE
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
+from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span, Verdict
 from kvps.core.sessions import Reading, Session, Waiting
 from kvps.core.slab import Chunk
@@ -35,6 +37,8 @@ from kvps.messages import (
     Found,
     FoundAll,
     GetState,
+    Join,
+    Joined,
     Load,
     Message,
     Norms,
@@ -51,6 +55,7 @@ from kvps.messages import (
     Push,
     Rate,
     Receipt,
+    Return,
     Run,
     SetState,
     StateIs,
@@ -93,7 +98,7 @@ class Requests:
             old.pending.clear()
         if before:
             for space in self.spaces.values():
-                self.engine.replaced(space, rank, self.member.quorum())
+                self.engine.replaced(space, rank, self._quorum(space))
 
     def answer(self, session: Session, packet: Packet, now: float) -> Effects:
         """Do what ``packet`` asks.
@@ -127,6 +132,11 @@ class Requests:
                 yield self._get_state(session, seq, message)
             case SetState():
                 yield self._send(session, self._set_state(seq, message, packet.payload))
+            case Join():
+                yield from self._join(session, seq, message)
+            case Return():
+                yield from self._end_join(self._space(message.store), message.call)
+                yield self._send(session, Done(seq))
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
 
@@ -140,19 +150,27 @@ class Requests:
                     if chunk.store not in found or at < found[chunk.store][0]:
                         found[chunk.store] = at, chunk, span
         for store, (at, chunk, span) in found.items():
-            required = self.member.quorum().required(self.spaces[store].opened.on_worker_lost)
+            required = self._required(self.spaces[store])
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             yield Stall(store, key, span.rounds[0].number, now - at, span.missing(required))
 
     def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""
-        quorum = self.member.quorum()
-        for chunk in list(self.engine.chunks.by_number.values()):
-            space = self.spaces[chunk.store]
+        for space in list(self.spaces.values()):
+            yield from self._look_at(space)
+            yield from self._judge(space)
+
+    def _look_at(self, space: Namespace, is_all: bool = False) -> Effects:
+        """Close what can be closed now in a store, or all that is open, and try what is pending."""
+        quorum = self._quorum(space)
+        for chunk in self.engine.chunks.of_store(space.name):
             for span in list(chunk.spans):
-                yield from self._wake(self.engine.close(space, chunk, span, quorum))
+                if is_all:
+                    yield from self._wake(self.engine.close_all(space, chunk, span))
+                else:
+                    yield from self._wake(self.engine.close(space, chunk, span, quorum))
         yield from self._tell_norms()
-        for chunk in self.engine.chunks.by_number.values():
+        for chunk in self.engine.chunks.of_store(space.name):
             yield from self._wake(chunk.woken(0, chunk.used))
 
     # --- values ---------------------------------------------------------------------------------
@@ -164,7 +182,7 @@ class Requests:
         chunk = self.engine.chunk(message.chunk)
         gradient = Strip.of(packet.payload, message.dtype)
         verdict, woken = self.engine.push(
-            space, message, gradient, self.member.quorum(), now, lent=bool(packet.loans)
+            space, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
         )
         if verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
@@ -202,7 +220,7 @@ class Requests:
         space, session = self.spaces[reading.store], reading.session
         try:
             chunk = self.engine.chunk(reading.chunk)
-            if not pulls.holds(space, chunk, reading, self.member.quorum()):
+            if not pulls.holds(space, chunk, reading, self._quorum(space)):
                 chunk.wait(reading)
                 return
         except KvpsError as error:
@@ -349,6 +367,37 @@ class Requests:
         if session.rank != 0:
             raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
 
+    # --- those who have run out of batches ----------------------------------------------------------
+
+    def _join(self, session: Session, seq: int, message: Join) -> Effects:
+        space = self._space(message.store)
+        space.joins.join(session.rank, message.call)
+        yield from self._look_at(space)
+        yield from self._judge(space)
+
+        def retry() -> Message | None:
+            if message.waits and space.joins.over < message.call:
+                return None
+            return Joined(seq, space.joins.last)
+
+        def why() -> str:
+            ranks = ", ".join(map(str, space.joins.missing(self._members(space))))
+            return f"rank {ranks or 'none that is left'} has not joined"
+
+        yield from self._attempt(session, seq, Waiting(retry, why))
+
+    def _judge(self, space: Namespace) -> Effects:
+        """Say that a join is over, if that is up to this server."""
+        if self.engine.server == JUDGE:
+            yield from self._end_join(space, space.joins.judge(self._members(space)))
+
+    def _end_join(self, space: Namespace, call: int) -> Effects:
+        """A join is over: what is open can get no more pushes, and what comes waits for all."""
+        if not space.joins.end(call):
+            return
+        yield from self._look_at(space, is_all=True)
+        yield from self._retry()
+
     # --- answered at once ---------------------------------------------------------------------------
 
     def _open(self, seq: int, message: Open) -> Message:
@@ -378,7 +427,7 @@ class Requests:
                 missing.append(seq)
             elif isinstance(one, Reading):
                 space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
-                why = pulls.why(space, chunk, one, self.member.quorum())
+                why = pulls.why(space, chunk, one, self._quorum(space))
                 pending.append(Pending(seq, why))
             else:
                 pending.append(Pending(seq, one.why()))
@@ -386,7 +435,7 @@ class Requests:
 
     def _status(self, seq: int, message: Status, now: float) -> Message:
         space = self._space(message.store)
-        required = self.member.quorum().required(space.opened.on_worker_lost)
+        required = self._required(space)
         rounds: list[OpenRound] = []
         clocks: list[Clock] = []
         counts = 0
@@ -467,6 +516,18 @@ class Requests:
         return Send(f"server {server}", self.member.packet(Norms(*number, sums, reply)))
 
     # --- small things ---------------------------------------------------------------------------------
+
+    def _quorum(self, space: Namespace) -> Quorum:
+        """Return who counts in a store."""
+        return self.member.quorum().without(space.joins.away)
+
+    def _required(self, space: Namespace) -> frozenset[int]:
+        """Return which ranks a round of a store waits for."""
+        return self._quorum(space).required(space.opened.on_worker_lost)
+
+    def _members(self, space: Namespace) -> frozenset[int]:
+        """Return which ranks a join of a store waits for."""
+        return self.member.quorum().members(space.opened.on_worker_lost if space.ordered else "shrink")
 
     def _space(self, name: str) -> Namespace:
         space = self.spaces.get(name)

@@ -38,6 +38,7 @@ from kvps.core.effects import (
     Route,
     Send,
 )
+from kvps.core.joins import JUDGE
 from kvps.core.lateness import lateness, name_of
 from kvps.core.link import Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
@@ -60,12 +61,15 @@ from kvps.messages import (
     Envelope,
     Error,
     FoundAll,
+    Join,
+    Joined,
     Packet,
     Probe,
     Probed,
     Pulled,
     Push,
     Released,
+    Return,
     Role,
     StateIs,
     StatusIs,
@@ -116,8 +120,8 @@ class Worker:
         self.neighbours = Neighbours(self.member, memory, self.links, self)
         self.losses = Losses()
         self._talks: dict[int, Talk] = {}
-        self._late: list[calls.Call] = []
-        """Calls of all ranks that succeeded after their Timeout."""
+        self._late: list[tuple[calls.Call, object]] = []
+        """Calls of all ranks that succeeded after their Timeout, and with what."""
         self._unacked: dict[str, set[Request]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
@@ -147,7 +151,7 @@ class Worker:
             yield Finish(ticket, error=error)
             return
         if isinstance(call, calls.TOGETHER):
-            known = [*self._late, *(one.call for one in self._talks.values() if one.finished)]
+            known = [*(one for one, _ in self._late), *(one.call for one in self._talks.values() if one.finished)]
             if call in known:
                 yield from self._again(ticket, call, deadline)
                 return
@@ -337,7 +341,7 @@ class Worker:
                     else:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
-            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs():
+            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs() | Joined():
                 request = link.answer(message.seq)
                 if request is not None:
                     yield from self.answered(request, packet, now)
@@ -433,6 +437,8 @@ class Worker:
                 continue
             if isinstance(request.message, Push):
                 unacked.add(request)
+            if isinstance(request.message, Join | Return) and request.server == JUDGE:
+                yield from self.neighbours.tell(request.message)
             if self.neighbours.collect(self.books[talk.call.store], request):
                 yield from self.neighbours.ask(request, now)
             else:
@@ -517,7 +523,7 @@ class Worker:
         elif error is not None:
             yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
         elif isinstance(talk.call, calls.TOGETHER):
-            self._late = [*self._late[-LATE_MAX + 1 :], talk.call]
+            self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
 
     def _drop(self, talk: Talk) -> None:
         """Forget what was asked for this step and has no answer, unless it changes values."""
@@ -533,10 +539,11 @@ class Worker:
 
     def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
         """Give the same call, if it timed out before, to a new ticket."""
-        if call in self._late:
-            self._late.remove(call)
-            yield Finish(ticket)
-            return
+        for late in self._late:
+            if late[0] == call:
+                self._late.remove(late)
+                yield Finish(ticket, late[1])
+                return
         talk = next(one for one in self._talks.values() if one.finished and one.call == call)
         del self._talks[talk.ticket]
         talk.ticket, talk.deadline = ticket, deadline

@@ -581,6 +581,10 @@ class KVStore(KVStoreBase, abc.ABC):
         """Flush, then wait until every worker stands here."""
 
     @abc.abstractmethod
+    def join(self, timeout: float | None = None) -> int:
+        """Let the others go on without this worker until all have joined; return who was last."""
+
+    @abc.abstractmethod
     def placement(self) -> dict[str, tuple[Part, ...]]:
         """Return which elements of each key lie on which server."""
 
