@@ -226,6 +226,10 @@ class Barrier(Message):
     number: int
     waits: bool = True
     """For workers that are lost, too: until a replacement stands there."""
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number: ``after`` tells it."""
 
 
 @_tag(8)
@@ -234,6 +238,8 @@ class Released(Message):
     """Scheduler to worker: every member stands there, or stood; go on."""
 
     seq: int
+    number: int | None = None
+    """Of the barrier; None for one that this worker's predecessor has behind it."""
 
 
 @_tag(9)
@@ -510,6 +516,10 @@ class Optimize(Message):
     numbers: dict[str, bool | int | float | None]
     lr_mult: dict[str, float] = field(default_factory=dict)
     wd_mult: dict[str, float] = field(default_factory=dict)
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number of its call."""
 
 
 @_tag(41)
@@ -521,6 +531,9 @@ class Rate(Message):
     call: int
     create: bool
     lr: float
+    after: int = 0
+    resumed: bool = False
+    """These two as in OPTIMIZE."""
 
 
 @_tag(42)
@@ -689,3 +702,51 @@ class Return(Message):
 
     store: str
     call: int
+
+
+@_tag(73)
+@dataclass(frozen=True, slots=True)
+class Recall(Message):
+    """Worker to server: which calls of all ranks do you know of?"""
+
+    store: str
+
+
+@_tag(74)
+@dataclass(frozen=True, slots=True)
+class Recalled(Message):
+    """Answer to RECALL: the last calls of rank 0, and the joins."""
+
+    seq: int
+    optimize_calls: int
+    optimize_after: int
+    rate_calls: int
+    rate_after: int
+    lr: float
+    """What the last RATE set."""
+    joins: int
+    """How many are over."""
+    joined: bool
+    """The asking rank has made the next one, too."""
+
+
+@_tag(75)
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """Worker to scheduler: I go on where my rank stopped."""
+
+    store: str
+    pushed: int | None
+    """After so many rounds; None in a store without rounds."""
+
+
+@_tag(76)
+@dataclass(frozen=True, slots=True)
+class Resumed(Message):
+    """Answer to RESUME."""
+
+    seq: int
+    replaced: bool
+    """The sender has taken another's place; else it knows its own numbers."""
+    barriers: dict[str, int]
+    """By name, the number of the next barrier of this rank, in a store without rounds."""

@@ -17,7 +17,7 @@ import torch
 
 from kvps.core import calls
 from kvps.core import plan as plans
-from kvps.core.catalogue import Catalogue
+from kvps.core.catalogue import Catalogue, Made
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
 from kvps.core.placement import home
@@ -54,6 +54,11 @@ from kvps.messages import (
     Packet,
     Push,
     Rate,
+    Recall,
+    Recalled,
+    Released,
+    Resume,
+    Resumed,
     Return,
     SetState,
     StateIs,
@@ -381,7 +386,37 @@ def resume(book: Catalogue, names: tuple[str, ...]) -> Conversation:
         owed = 0  # of a key that is not there yet, all pushes are owed
     for key in plan.keys:
         key.number, key.is_refused = owed, False
+    yield from _recall(book)
     return owed
+
+
+def _recall(book: Catalogue) -> Steps:
+    """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
+    store = book.opened.store
+    pushed = book.pushed if book.ordered else None
+    (answer,) = yield [Request(None, Resume(store, pushed))]
+    resumed = answer.message
+    assert isinstance(resumed, Resumed)
+    if not resumed.replaced:
+        return
+    answers = yield [Request(server, Recall(store)) for server in range(book.servers)]
+    known = [one.message for one in answers if isinstance(one.message, Recalled)]
+    newest = max(known, key=lambda one: one.rate_calls)
+    optimized = max(known, key=lambda one: one.optimize_calls)
+    joins = max(one.joins for one in known)
+    missed = [server for server, one in enumerate(known) if one.joins < joins]
+    yield [Request(server, Return(store, joins)) for server in missed]
+    if book.rank == 0:  # a call that was heard by some is made with all
+        behind = [at for at, one in enumerate(known) if one.rate_calls < newest.rate_calls]
+        rate = Rate(store, newest.rate_calls, True, newest.lr, newest.rate_after)
+        yield [Request(server, rate) for server in behind]
+    book.joins = joins
+    book.is_away = any(one.joined and one.joins == joins for one in known)
+    book.rated = Made(newest.rate_calls, newest.rate_after, is_recalled=True)
+    book.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_recalled=True)
+    book.is_resumed = True
+    met = {name: book.barriers[name] for name in (BROADCAST,) if name in book.barriers}
+    book.barriers = dict(resumed.barriers) | met
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -401,21 +436,24 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
 def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
     """Give every server the optimizer, after the pushes that are on their way."""
     yield from _settle(book, tuple(book.keys))
-    book.optimize_calls += 1
-    hyper = call.hyper
+    hyper, before = call.hyper, book.optimized
+    book.optimized = book.next_call(before)
+    number, after, _ = book.optimized
     message = Optimize(
         book.opened.store,
-        book.optimize_calls,
+        number,
         book.rank == 0,
         hyper.name,
         dict(hyper.values),
         dict(hyper.lr_mult),
         dict(hyper.wd_mult),
+        after,
+        book.is_resumed and book.rank != 0,
     )
     try:
         yield [Request(server, message) for server in range(book.servers)]
     except KvpsError:
-        book.optimize_calls -= 1
+        book.optimized = before
         raise
     return None
 
@@ -423,12 +461,15 @@ def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
 def set_rate(book: Catalogue, call: calls.SetRate) -> Conversation:
     """Give every server the learning rate: the rounds pushed so far are updated with the old."""
     yield from _settle(book, tuple(book.keys))
-    book.rate_calls += 1
-    message = Rate(book.opened.store, book.rate_calls, book.rank == 0, call.lr)
+    before = book.rated
+    book.rated = book.next_call(before)
+    number, after, _ = book.rated
+    store, is_new = book.opened.store, book.is_resumed and book.rank != 0
+    message = Rate(store, number, book.rank == 0, call.lr, after, is_new)
     try:
         yield [Request(server, message) for server in range(book.servers)]
     except KvpsError:
-        book.rate_calls -= 1
+        book.rated = before
         raise
     return None
 
@@ -494,11 +535,19 @@ def barrier(book: Catalogue, name: str | None) -> Conversation:
     """Flush, then wait for the others."""
     yield Drain()
     title = "" if name is None else name
+    store, waits, after = book.opened.store, book.waits_for_lost, book.pushed
+    is_lost = book.is_resumed and book.ordered and title != BROADCAST
+    if is_lost and title not in book.barriers:
+        (answer,) = yield [Request(None, Barrier(store, title, 0, waits, after, resumed=True))]
+        released = answer.message
+        assert isinstance(released, Released)
+        if released.number is not None:
+            book.barriers[title] = released.number + 1
+        return None
     number = book.barriers.get(title, 0)
     book.barriers[title] = number + 1
     try:
-        waits = book.waits_for_lost
-        yield [Request(None, Barrier(book.opened.store, title, number, waits))]
+        yield [Request(None, Barrier(store, title, number, waits, after))]
     except BaseException:  # a barrier that was not passed is not counted
         book.barriers[title] -= 1
         raise

@@ -77,6 +77,8 @@ class Namespace:
         """What rank 0 last gave to set_optimizer; ``hyper`` also follows set_learning_rate."""
         self.sent_lr = 0.0
         """What rank 0 last gave to set_learning_rate."""
+        self.optimize_after = self.rate_after = 0
+        """For how many rounds it had pushed before."""
         self.optimize_calls = 0
         self.rate_calls = 0
         self.joins = Joins()

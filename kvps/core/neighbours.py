@@ -250,7 +250,7 @@ class Neighbours:
         """
         if isinstance(message, Join):
             for link in self.links.values():
-                yield Send(link.route, self._member.packet(message))
+                yield Send(link.route, self._member.packet(replace(message, waits=False)))
             return
         self._over[message.store] = message.call
         self._away = {

@@ -54,6 +54,8 @@ from kvps.messages import (
     Pulled,
     Push,
     Rate,
+    Recall,
+    Recalled,
     Receipt,
     Return,
     Run,
@@ -132,6 +134,8 @@ class Requests:
                 yield self._get_state(session, seq, message)
             case SetState():
                 yield self._send(session, self._set_state(seq, message, packet.payload))
+            case Recall():
+                yield self._send(session, self._recall(session, seq, message))
             case Join():
                 yield from self._join(session, seq, message)
             case Return():
@@ -298,14 +302,19 @@ class Requests:
             if message.call > space.optimize_calls:
                 yield from self._wake(self.engine.optimize(space, hyper))
                 space.optimize_calls, space.sent_hyper = message.call, hyper
+                space.optimize_after = message.after
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
 
         def retry() -> Message | None:
+            if message.resumed:
+                is_past = message.after <= space.optimize_after or space.sent_hyper == hyper
+                return Done(seq) if is_past and space.optimize_calls else None
             if space.optimize_calls < message.call:
                 return None
-            if space.optimize_calls == message.call and space.sent_hyper != hyper:
+            is_same = (space.optimize_calls, space.optimize_after) == (message.call, message.after)
+            if is_same and space.sent_hyper != hyper:
                 raise Mismatch(
                     f"rank {session.rank} set optimizer {hyper}, rank 0 set {space.sent_hyper}; "
                     "rank 0's counts, so give the same on every rank"
@@ -325,14 +334,19 @@ class Requests:
             if message.call > space.rate_calls:
                 space.set_rate(message.lr)
                 space.rate_calls, space.sent_lr = message.call, message.lr
+                space.rate_after = message.after
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
 
         def retry() -> Message | None:
+            if message.resumed:
+                is_past = message.after <= space.rate_after or space.sent_lr == message.lr
+                return Done(seq) if is_past and space.rate_calls else None
             if space.rate_calls < message.call:
                 return None
-            if space.rate_calls == message.call and space.sent_lr != message.lr:
+            is_same = (space.rate_calls, space.rate_after) == (message.call, message.after)
+            if is_same and space.sent_lr != message.lr:
                 raise Mismatch(
                     f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
                     f"{space.sent_lr}; rank 0's counts, so give the same on every rank"
@@ -407,6 +421,19 @@ class Requests:
         else:
             space.agree(message)
         return Done(seq)
+
+    def _recall(self, session: Session, seq: int, message: Recall) -> Message:
+        space = self._space(message.store)
+        return Recalled(
+            seq,
+            space.optimize_calls,
+            space.optimize_after,
+            space.rate_calls,
+            space.rate_after,
+            space.sent_lr,
+            space.joins.over,
+            session.rank in space.joins.away,
+        )
 
     def _find(self, seq: int, message: Find) -> Message:
         shards = self._space(message.store).shards
@@ -527,7 +554,9 @@ class Requests:
 
     def _members(self, space: Namespace) -> frozenset[int]:
         """Return which ranks a join of a store waits for."""
-        return self.member.quorum().members(space.opened.on_worker_lost if space.ordered else "shrink")
+        return self.member.quorum().members(
+            space.opened.on_worker_lost if space.ordered else "shrink"
+        )
 
     def _space(self, name: str) -> Namespace:
         space = self.spaces.get(name)

@@ -25,6 +25,7 @@ from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
 from kvps.core.seats import NAME_MAX, Seat, Settings, State
+from kvps.core.stalls import ranks_in_words
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     PROTOCOL,
@@ -36,6 +37,10 @@ from kvps.messages import (
     Leave,
     Left,
     Packet,
+    Pending,
+    Probed,
+    Resume,
+    Resumed,
     Role,
     Stop,
 )
@@ -75,6 +80,8 @@ class Scheduler:
                     self._on_beat(route, envelope, message, now)
                 case Barrier():
                     self._on_barrier(route, envelope, message, now)
+                case Resume():
+                    self._on_resume(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
@@ -123,6 +130,7 @@ class Scheduler:
             return
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
+            seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
             self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
             self.job.withdraw(seat)
@@ -182,12 +190,28 @@ class Scheduler:
         if not seat.is_alive:
             raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
         self.job.revive(seat, now)
-        name = (barrier.store, barrier.name)
-        before = self.job.barriers.released.get(name)
-        self.job.answer(
-            self.job.barriers.stand(seat.node.rank, Waiter(route, envelope.seq), barrier)
-        )
-        self.job.has_changed |= self.job.barriers.released.get(name) != before
+        barriers, rank, name = self.job.barriers, seat.node.rank, (barrier.store, barrier.name)
+        before, stood = barriers.released.get(name), barriers.missing(rank, barrier)
+        self.job.answer(barriers.stand(rank, Waiter(route, envelope.seq, barrier.resumed), barrier))
+        self.job.has_changed |= barriers.released.get(name) != before
+        if stood and (missing := barriers.missing(rank, barrier)):  # it asks again
+            why = f"waits for {ranks_in_words(missing)}"
+            self.job.send(route, Probed((), (Pending(envelope.seq, why),)))
+
+    def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.WORKER or not seat.is_alive:
+            raise ProtocolError(f"{seat.node} ({seat.state.value}) resumes nothing; workers do")
+        self.job.revive(seat, now)
+        barriers, rank = self.job.barriers, seat.node.rank
+        if not seat.is_replacement:
+            self.job.send(route, Resumed(envelope.seq, False, {}))
+            return
+        if resume.pushed is not None:
+            self.job.answer(barriers.resume(rank, resume.store, resume.pushed))
+            self.job.has_changed = True
+        numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
+        self.job.send(route, Resumed(envelope.seq, True, numbers))
 
     def _examine(self, envelope: Envelope, hello: Hello) -> None:
         major, minor = PROTOCOL

@@ -94,6 +94,8 @@ class Seat:
     """A guardian took it."""
     is_welcomed: bool = False
     """Its WELCOME has been sent; a guardian's is held back until all workers are here."""
+    is_replacement: bool = False
+    """Its holder took the place of another while the job ran."""
     has_said_so: bool = False
     """It ended by its own word, so no packet brings it back."""
     heard_at: float = 0.0
@@ -151,7 +153,7 @@ class Seat:
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
         self.master, self.machine = hello.master, hello.machine
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
-        self.is_welcomed = self.has_said_so = False
+        self.is_welcomed = self.has_said_so = self.is_replacement = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
         self.links = {}
 

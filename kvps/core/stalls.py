@@ -43,14 +43,15 @@ class Stalls:
                 yield Note(
                     "warning",
                     f"store {store!r}: round {stall.number} of key {stall.key[:64]!r} has been open "
-                    f"for {stall.age_s:.0f} s and waits for {_ranks(stall.missing)}",
+                    f"for {stall.age_s:.0f} s and waits for {ranks_in_words(stall.missing)}",
                 )
         for store in self._told.keys() - now.keys():
             yield Note("warning", f"store {store!r}: rounds close again")
         self._told = now
 
 
-def _ranks(missing: tuple[int, ...]) -> str:
+def ranks_in_words(missing: tuple[int, ...]) -> str:
+    """Return ``rank 3`` or ``ranks 1, 3``; of very many, the first."""
     named = ", ".join(map(str, missing[:NAMED_MAX]))
     more = len(missing) - NAMED_MAX
     word = "rank" if len(missing) == 1 else "ranks"

@@ -68,7 +68,9 @@ from kvps.messages import (
     Probed,
     Pulled,
     Push,
+    Recalled,
     Released,
+    Resumed,
     Return,
     Role,
     StateIs,
@@ -78,9 +80,11 @@ from kvps.messages import (
 from kvps.tensors import PRIVATE, Memory, to_frame
 
 HELLO_AGAIN_S = 1.0
-BARRIER_AGAIN_S = 2.0
+ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
+ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, Recalled)
+"""What a server may answer besides ACK; each carries the request's number."""
 LATE_MAX = 64
 """How many calls that succeeded after their Timeout are kept for those who ask again."""
 
@@ -125,8 +129,9 @@ class Worker:
         self._unacked: dict[str, set[Request]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
-        self._barriers: dict[int, Request] = {}
-        self._barrier_seq = 0
+        self._asked: dict[int, Request] = {}
+        """Of the scheduler, by seq."""
+        self._asked_seq = 0
         self._hello_at = now
         self._told_at = now
         self._complete = False
@@ -151,7 +156,10 @@ class Worker:
             yield Finish(ticket, error=error)
             return
         if isinstance(call, calls.TOGETHER):
-            known = [*(one for one, _ in self._late), *(one.call for one in self._talks.values() if one.finished)]
+            known = [
+                *(one for one, _ in self._late),
+                *(one.call for one in self._talks.values() if one.finished),
+            ]
             if call in known:
                 yield from self._again(ticket, call, deadline)
                 return
@@ -211,9 +219,9 @@ class Worker:
                 yield from self.probe(link)
         self.neighbours.on_timer(now)
         yield from self._flow(now)
-        for request in list(self._barriers.values()):
-            if now >= request.sent_at + BARRIER_AGAIN_S:
-                yield from self._send_barrier(request, now)
+        for request in list(self._asked.values()):
+            if now >= request.sent_at + ASK_AGAIN_S:
+                yield from self._ask_scheduler(request, now)
         yield from self._end_joining(now)
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
@@ -246,8 +254,8 @@ class Worker:
             probe = link.probe_at()
             if probe is not None:
                 yield probe
-        for request in self._barriers.values():
-            yield request.sent_at + BARRIER_AGAIN_S
+        for request in self._asked.values():
+            yield request.sent_at + ASK_AGAIN_S
         for talk in self._talks.values():
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
@@ -260,14 +268,19 @@ class Worker:
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        if isinstance(message, Released):
-            request = self._barriers.pop(message.seq, None)
+        if isinstance(message, Released | Resumed):
+            request = self._asked.pop(message.seq, None)
             if request is not None:
                 yield from self.answered(request, packet, now)
             return
-        if isinstance(message, Error) and message.seq in self._barriers:
-            request = self._barriers.pop(message.seq)
+        if isinstance(message, Error) and message.seq in self._asked:
+            request = self._asked.pop(message.seq)
             yield from self.refused(request, from_code(message.code, message.text), now)
+            return
+        if isinstance(message, Probed):
+            for one in message.pending:
+                if one.seq in self._asked:
+                    self._asked[one.seq].waits_for = one.reason
             return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
@@ -341,7 +354,7 @@ class Worker:
                     else:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
-            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs() | Joined():
+            case _ if isinstance(message, ANSWERS):
                 request = link.answer(message.seq)
                 if request is not None:
                     yield from self.answered(request, packet, now)
@@ -390,7 +403,7 @@ class Worker:
         frames = tuple([to_frame(one) for one in request.payload])
         return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
 
-    def _send_barrier(self, request: Request, now: float) -> Effects:
+    def _ask_scheduler(self, request: Request, now: float) -> Effects:
         request.sent_at = now
         yield Send(SCHEDULER, self.member.packet(request.message, request.seq))
 
@@ -430,10 +443,10 @@ class Worker:
         for request in talk.requests:
             request.owner = talk
             if request.server is None:
-                self._barrier_seq += 1
-                request.seq = self._barrier_seq
-                self._barriers[request.seq] = request
-                yield from self._send_barrier(request, now)
+                self._asked_seq += 1
+                request.seq = self._asked_seq
+                self._asked[request.seq] = request
+                yield from self._ask_scheduler(request, now)
                 continue
             if isinstance(request.message, Push):
                 unacked.add(request)
@@ -452,6 +465,9 @@ class Worker:
     def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Ask those who were asked how it goes; they may not have said all that they know."""
         waited_for = list(requests)
+        for request in waited_for:
+            if request.server is None:
+                yield from self._ask_scheduler(request, now)
         for link in self._links():
             if any(one.link is link and one.seq for one in waited_for):
                 yield from self.probe(link)
@@ -533,7 +549,7 @@ class Worker:
             if request not in talk.waiting:
                 continue
             if request.server is None:
-                self._barriers.pop(request.seq, None)
+                self._asked.pop(request.seq, None)
             elif not request.payload_bytes:
                 request.drop()
 

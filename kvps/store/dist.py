@@ -91,6 +91,10 @@ class DistStore(KVStore):
         this to learn where to go on. What its predecessor got in beyond that number is
         acknowledged and not applied again. In a fresh job it is 0.
 
+        Its next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
+        too, if each step makes them alike, and sets the rate before it pushes. Barriers that the
+        predecessor has behind it, or should have, are passed at once.
+
         Example:
             >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
             >>> for step in range(start, steps): ...  # doctest: +SKIP
@@ -113,6 +117,11 @@ class DistStore(KVStore):
         self._begin()
         self._call(calls.Stand(self._name, name), self._limit(timeout))
         self._raise_later()
+
+    @property
+    def joins(self) -> int:
+        """How many joins are over; a replacement of a lost worker knows it after :meth:`resume`."""
+        return self._session.core.books[self._name].joins
 
     def join(self, timeout: float | None = None) -> int:
         """Say that this worker has run out of batches; return when every worker has.

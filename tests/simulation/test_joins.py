@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -103,10 +104,8 @@ def one_batch(job: Uneven, rank: int, number: int, versions: list[Values]) -> Sc
 
 def once(push: Script) -> Script:
     """Push. A Timeout cancels nothing."""
-    try:
+    with suppress(Timeout):
         yield from push
-    except Timeout:
-        pass
 
 
 @pytest.mark.spec("R120", "R121", "R122")
@@ -127,3 +126,143 @@ def test_each_round_sums_those_who_have_batches(seed: int, request: pytest.Fixtu
             assert client.error is None, client.error
             assert all(isinstance(one, Timeout) for one in client.later), client.later
             assert client.result == cluster.clients[0].result  # all are told the same
+
+
+@pytest.mark.spec("R122", "R123")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_is_away_whichever_process_has_it(seed: int, request: pytest.FixtureRequest) -> None:
+    """Workers die anywhere; the replacement goes on, or waits where its predecessor waited."""
+    dice, job = random.Random(seed), drawn(seed)
+    job.store.timeout_s = 10_000.0
+    with replayable(request, job):
+        cluster = Cluster(
+            job.workers,
+            job.servers,
+            lambda rank: go_on(job, rank, cluster),
+            seed,
+            job.faults,
+            job.machines,
+        )
+        for _ in range(dice.choice([1, 2, 3])):
+            at, rank = dice.random() * dice.choice([1, 10]), dice.randrange(job.workers)
+            cluster.network.at(at, lambda one=rank: cluster.kill(one))  # type: ignore[misc]
+            cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.run()
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            check(job.rounds()[-1], client.result, expected(job)[-1])
+
+
+def go_on(job: Uneven, rank: int, cluster: Cluster) -> Script:
+    """As :func:`run_out`, from where this rank is."""
+    kv, versions = job.store, expected(job)
+    yield from kv.open()
+    yield from kv.init(job.initial())
+    if job.has_optimizer:
+        yield from kv.set_optimizer("test", rescale_grad=2.0)
+    begin = yield from kv.resume(list(job.sizes))
+    joins = cluster.clients[rank].core.books[kv.name].joins
+    for epoch, first in list(zip(job.batches, job.rounds(), strict=False))[joins:]:
+        for number in range(max(begin, first), first + epoch[rank]):
+            yield from one_batch(job, rank, number, versions)
+        yield from kv.join()
+    return (yield from kv.pull(job.initial()))
+
+
+def few() -> Uneven:
+    """Three ranks with few batches, so that every packet's loss can be played."""
+    job = Uneven(0, 3, 2, 0, {"w": 100, "b": 1}, Store(bigarray_bound=64))
+    job.batches, job.ways = [[1, 0, 2], [0, 1, 1]], ["pushpull"] * 4
+    return job
+
+
+@pytest.mark.spec("R121", "R122")
+def test_any_one_packet_of_a_join_may_be_lost() -> None:
+    def play(lost: int) -> int:
+        count = 0
+
+        def lose(source: Process, target: Process, packet: Packet) -> bool:
+            nonlocal count
+            count += isinstance(packet.message, Join | Joined | Return)
+            return count == lost and isinstance(packet.message, Join | Joined | Return)
+
+        job = few()
+        cluster = Cluster(3, 2, lambda rank: run_out(job, rank), 0)
+        cluster.network.lose = lose
+        cluster.run(200)
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+        return count
+
+    for lost in range(1, play(0) + 1):
+        play(lost)
+
+
+@pytest.mark.spec("R120")
+def test_a_push_that_overtakes_other_returns_is_waited_for() -> None:
+    """RETURN of rank 1 to server 1 is lost for long; nobody's push is passed over there."""
+    job = few()
+
+    def lose(source: Process, target: Process, packet: Packet) -> bool:
+        is_late = isinstance(packet.message, Return) and cluster.network.now < 30
+        return is_late and (source.name, target.name) == ("worker 1", "server 1")
+
+    cluster = Cluster(3, 2, lambda rank: run_out(job, rank), 0)
+    cluster.network.lose = lose
+    cluster.run(200)
+    for client in cluster.clients.values():
+        assert client.error is None, client.error
+
+
+@pytest.mark.spec("R120")
+def test_a_store_joins_by_itself() -> None:
+    """While rank 0 has joined one store, rounds of another wait for it."""
+
+    def script(rank: int) -> Script:
+        ours, other = Store("ours"), Store("other")
+        one = {"w": torch.ones(3)}
+        for store in (ours, other):
+            yield from store.open()
+            yield from store.init({"w": torch.zeros(3)})
+        if rank:
+            for _ in range(3):
+                pulled = yield from ours.pushpull(one)
+                assert pulled["w"].tolist() == [1.0] * 3  # of this rank alone
+            yield from other.barrier()
+            yield from ours.join()
+            return (yield from other.pushpull(one))["w"].tolist()
+        with pytest.raises(Timeout, match="rank 1 has not joined"):
+            yield from Store("ours", timeout_s=1.0).join()
+        with pytest.raises(ConfigError, match="has joined"):
+            yield from ours.push(one)
+        yield from other.barrier()
+        yield from other.push(one, wait=True)
+        yield from ours.join()
+        return (yield from other.pull(one))["w"].tolist()
+
+    cluster = Cluster(2, 2, script, 0)
+    cluster.run(200)
+    for client in cluster.clients.values():
+        assert client.error is None, client.error
+        assert client.result == [2.0] * 3
+
+
+@pytest.mark.spec("R123")
+@pytest.mark.parametrize("seed", FEWER)
+def test_nobody_waits_for_the_clock_of_a_rank_that_is_away(seed: int) -> None:
+    def script(rank: int) -> Script:
+        kv = Store(mode="ssp", staleness=1)
+        yield from kv.open()
+        yield from kv.init({"w": torch.zeros(30)})
+        yield from kv.set_optimizer("sgd", lr=1.0)
+        for _ in range(1 if rank == 0 else 6):
+            yield from kv.push({"w": -torch.ones(30)})
+            yield from kv.pull({"w": torch.zeros(30)})
+        yield from kv.join()
+        return (yield from kv.pull({"w": torch.zeros(30)}))["w"].unique().tolist()
+
+    cluster = Cluster(3, 2, script, seed, faults_of(random.Random(seed)))
+    cluster.run()
+    for client in cluster.clients.values():
+        assert client.error is None, client.error
+        assert client.result == [13.0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Send
+from kvps.core.effects import Effect, Send
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     Barrier,
@@ -18,8 +18,12 @@ from kvps.messages import (
     Error,
     Left,
     Packet,
+    Pending,
+    Probed,
     Pull,
     Released,
+    Resume,
+    Resumed,
     Role,
     Status,
     Stop,
@@ -283,6 +287,54 @@ class TestLeave:
         assert told(stage.leave("s0"), Left) == ["s0"]
 
 
+class TestResume:
+    def resume(self, stage: Stage, route: str, pushed: int | None = 3) -> list[Effect]:
+        return stage.say(route, Resume("kv", pushed), seq=9)
+
+    @pytest.mark.spec("R124")
+    def test_is_nothing_to_one_who_is_the_first(self) -> None:
+        stage = running()
+        stage.barrier("w1")
+        assert sent(self.resume(stage, "w0"), Resumed) == [Resumed(9, False, {})]
+        assert not sent(self.resume(stage, "w0"), Released)
+
+    @pytest.mark.spec("R124")
+    @pytest.mark.parametrize("again", [False, True])
+    def test_lets_the_others_pass(self, again: bool) -> None:
+        stage = running(2, persist=True)
+        stage.barrier("w0", seq=4)
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        effects = self.resume(stage, "w5")
+        assert sent(effects, Resumed) == [Resumed(9, True, {})]
+        assert told(effects, Released) == ["w0"]
+        if again:
+            stage.restart()
+        assert told(stage.barrier("w0", 1, seq=5), Released) == ["w0"]
+
+    @pytest.mark.spec("R124")
+    def test_tells_the_numbers_where_there_are_no_rounds(self) -> None:
+        stage = running()
+        stage.barrier("w1", 4)
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        assert sent(self.resume(stage, "w5", None), Resumed) == [Resumed(9, True, {"b": 5})]
+
+    def test_one_who_came_while_the_job_formed_is_the_first(self) -> None:
+        stage = Stage(2, 0)
+        stage.hello("w0", rank=0)
+        stage.leave("w0", done=False)
+        stage.hello("w5", rank=0)
+        stage.hello("w1", rank=1)
+        assert sent(self.resume(stage, "w5"), Resumed) == [Resumed(9, False, {})]
+
+    @pytest.mark.spec("R16")
+    def test_is_for_workers(self) -> None:
+        stage = running()
+        (error,) = sent(self.resume(stage, "s0"), Error)
+        assert "resumes nothing" in error.text
+
+
 class TestBarrier:
     @pytest.mark.spec("R34")
     def test_is_passed_at_once_where_it_was_released(self) -> None:
@@ -309,6 +361,15 @@ class TestBarrier:
             ("w0", Released(3)),
             ("w1", Released(8)),
         ]
+
+    @pytest.mark.spec("R127")
+    def test_one_that_asks_again_is_told_who_is_missing(self) -> None:
+        stage = running(3)
+        assert not sent(stage.barrier("w0", seq=3), Probed)
+        (answer,) = sent(stage.barrier("w0", seq=4), Probed)
+        assert answer == Probed((), (Pending(4, "waits for ranks 1, 2"),))
+        stage.barrier("w1")
+        assert not sent(stage.barrier("w2"), Probed)
 
     def test_a_lost_worker_is_waited_for(self) -> None:
         stage = running()

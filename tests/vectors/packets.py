@@ -115,6 +115,10 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Join("weights", 2, True), ()),
         (SERVER, m.Joined(42, 1), ()),
         (WORKER, m.Return("weights", 2), ()),
+        (WORKER, m.Recall("weights"), ()),
+        (SERVER, m.Recalled(42, 1, 0, 3, 200, 0.125, 2, True), ()),
+        (WORKER, m.Resume("weights", 200), ()),
+        (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
     ]
 
 
