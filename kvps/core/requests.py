@@ -7,7 +7,7 @@ in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvps.core import pulls
 from kvps.core.effects import Effects, Send
@@ -17,9 +17,10 @@ from kvps.core.joins import JUDGE
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId
+from kvps.core.presence import ranks_in_words
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span, Verdict
-from kvps.core.sessions import Reading, Session, Waiting
+from kvps.core.sessions import Describe, Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
@@ -109,6 +110,8 @@ class Requests:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
+        if not isinstance(message, Probe):
+            session.asked_at = now
         match message:
             case Push():
                 yield from self._push(session, seq, message, packet, now)
@@ -123,7 +126,7 @@ class Requests:
             case Rate():
                 yield from self._rate(session, seq, message)
             case Probe():
-                yield self._send(session, self._probe(session, message))
+                yield self._send(session, self._probe(session, message, now))
             case Open():
                 yield self._send(session, self._open(seq, message))
             case Find():
@@ -156,7 +159,9 @@ class Requests:
         for store, (at, chunk, span) in found.items():
             required = self._required(self.spaces[store])
             key, _, _ = next(chunk.pieces(span.start, span.stop))
-            yield Stall(store, key, span.rounds[0].number, now - at, span.missing(required))
+            missing = span.missing(required)
+            who = ranks_in_words(missing, self._description(now))
+            yield Stall(store, key, span.rounds[0].number, now - at, missing, who)
 
     def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""
@@ -284,10 +289,10 @@ class Requests:
                 found.append(place)
             return Declared(seq, tuple(found))
 
-        def why() -> str:
+        def why(describe: Describe) -> str:
             key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
             more = f" and {left} more" if left else ""
-            return f"key {key[:64]!r}{more}: rank 0 has not given a value"
+            return f"key {key[:64]!r}{more}: {_of_rank_0('has not given a value')(describe)}"
 
         yield from self._attempt(session, seq, Waiting(retry, why))
 
@@ -322,7 +327,7 @@ class Requests:
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, lambda: "rank 0 has not set the optimizer")
+            session, seq, Waiting(retry, _of_rank_0("has not set the optimizer"))
         )
 
     def _rate(self, session: Session, seq: int, message: Rate) -> Effects:
@@ -354,7 +359,7 @@ class Requests:
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, lambda: "rank 0 has not set the learning rate")
+            session, seq, Waiting(retry, _of_rank_0("has not set the learning rate"))
         )
 
     def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
@@ -394,9 +399,9 @@ class Requests:
                 return None
             return Joined(seq, space.joins.last)
 
-        def why() -> str:
-            ranks = ", ".join(map(str, space.joins.missing(self._members(space))))
-            return f"rank {ranks or 'none that is left'} has not joined"
+        def why(describe: Describe) -> str:
+            missing = space.joins.missing(self._members(space))
+            return f"{ranks_in_words(missing, describe)} has not joined"
 
         yield from self._attempt(session, seq, Waiting(retry, why))
 
@@ -446,7 +451,7 @@ class Requests:
                 found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape))
         return FoundAll(seq, tuple(found))
 
-    def _probe(self, session: Session, message: Probe) -> Message:
+    def _probe(self, session: Session, message: Probe, now: float) -> Message:
         missing, pending = [], []
         for seq in message.seqs:
             one = session.pending.get(seq)
@@ -454,10 +459,11 @@ class Requests:
                 missing.append(seq)
             elif isinstance(one, Reading):
                 space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
-                why = pulls.why(space, chunk, one, self._quorum(space))
+                describe = self._description(now)
+                why = pulls.why(space, chunk, one, self._quorum(space), describe)
                 pending.append(Pending(seq, why))
             else:
-                pending.append(Pending(seq, one.why()))
+                pending.append(Pending(seq, one.why(self._description(now))))
         return Probed(tuple(missing), tuple(pending))
 
     def _status(self, seq: int, message: Status, now: float) -> Message:
@@ -544,6 +550,19 @@ class Requests:
 
     # --- small things ---------------------------------------------------------------------------------
 
+    def _description(self, now: float) -> Describe:
+        """Return what says how a rank stands, as this server has heard."""
+
+        def describe(rank: int) -> str:
+            session = self.sessions.get(rank)
+            if rank in self.member.quorum().lost:
+                return "lost"
+            if session is None or session.asked_at is None:
+                return "has asked nothing here yet"
+            return f"alive, last request {now - session.asked_at:.0f} s ago"
+
+        return describe
+
     def _quorum(self, space: Namespace) -> Quorum:
         """Return who counts in a store."""
         return self.member.quorum().without(space.joins.away)
@@ -574,3 +593,8 @@ class Requests:
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))
+
+
+def _of_rank_0(what: str) -> Callable[[Describe], str]:
+    """Return what says that rank 0 has not done something, and how it stands."""
+    return lambda describe: f"{ranks_in_words([0], describe)} {what}"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
+from kvps.core.presence import ranks_in_words
 from kvps.core.seats import NAME_MAX, Seat, Settings, State
-from kvps.core.stalls import ranks_in_words
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     PROTOCOL,
@@ -36,6 +36,7 @@ from kvps.messages import (
     Hello,
     Leave,
     Left,
+    Node,
     Packet,
     Pending,
     Probed,
@@ -155,7 +156,10 @@ class Scheduler:
 
     def _on_beat(self, route: Route, envelope: Envelope, beat: Beat, now: float) -> None:
         number = self.job.number
-        self.job.revive(self._recognise(route, envelope, now), now)
+        seat = self._recognise(route, envelope, now)
+        self.job.revive(seat, now)
+        if news := seat.progress.beat(beat.progress, beat.reason[:NAME_MAX], now):
+            self.job.note("warning", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
@@ -195,7 +199,9 @@ class Scheduler:
         self.job.answer(barriers.stand(rank, Waiter(route, envelope.seq, barrier.resumed), barrier))
         self.job.has_changed |= barriers.released.get(name) != before
         if stood and (missing := barriers.missing(rank, barrier)):  # it asks again
-            why = f"waits for {ranks_in_words(missing)}"
+            seats = self.job.seats.by_node
+            who = ranks_in_words(missing, lambda rank: seats[Node(Role.WORKER, rank)].presence(now))
+            why = f"waits for {who}"
             self.job.send(route, Probed((), (Pending(envelope.seq, why),)))
 
     def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:

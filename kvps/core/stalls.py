@@ -13,8 +13,6 @@ from kvps.core.effects import Note
 
 STALL_AFTER_S = 10.0
 """How long a round may be open before that is worth a line."""
-NAMED_MAX = 20
-"""Ranks that a line names."""
 
 
 class Stall(NamedTuple):
@@ -25,6 +23,8 @@ class Stall(NamedTuple):
     number: int
     age_s: float
     missing: tuple[int, ...]
+    who: str
+    """These ranks, and how they stand."""
 
 
 class Stalls:
@@ -43,16 +43,8 @@ class Stalls:
                 yield Note(
                     "warning",
                     f"store {store!r}: round {stall.number} of key {stall.key[:64]!r} has been open "
-                    f"for {stall.age_s:.0f} s and waits for {ranks_in_words(stall.missing)}",
+                    f"for {stall.age_s:.0f} s and waits for {stall.who}",
                 )
         for store in self._told.keys() - now.keys():
             yield Note("warning", f"store {store!r}: rounds close again")
         self._told = now
-
-
-def ranks_in_words(missing: tuple[int, ...]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``; of very many, the first."""
-    named = ", ".join(map(str, missing[:NAMED_MAX]))
-    more = len(missing) - NAMED_MAX
-    word = "rank" if len(missing) == 1 else "ranks"
-    return f"{word} {named}" + (f" and {more} more" if more > 0 else "")

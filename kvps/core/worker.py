@@ -203,6 +203,8 @@ class Worker:
 
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
+        waiting = (name_of(one.call) for one in self._talks.values() if not one.finished)
+        self.member.waits_in = next(waiting, "")
         yield from self.member.on_timer(now)
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
