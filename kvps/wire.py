@@ -41,6 +41,7 @@ from kvps.messages import (
     Packet,
     Push,
     Role,
+    View,
 )
 from kvps.specs import BY_ID, Spec
 
@@ -81,10 +82,24 @@ def encode(packet: Packet) -> list[bytes | memoryview]:
         envelope.incarnation,
         envelope.seq,
     )
-    body = msgpack.packb([getattr(message, name) for name in _NAMES[type(message)]])
+    body = _body(message)
     if packet.loans:
         return [b"".join([head, *[LOAN.pack(*loan) for loan in packet.loans], body])]
     return [head + body, *packet.payload]
+
+
+_view_body: tuple[View | None, bytes] = None, b""
+"""The view that was encoded last: it goes to every member, and is large where they are many."""
+
+
+def _body(message: Message) -> bytes:
+    global _view_body
+    if message is _view_body[0]:
+        return _view_body[1]
+    body: bytes = msgpack.packb([getattr(message, name) for name in _NAMES[type(message)]])
+    if isinstance(message, View):
+        _view_body = message, body
+    return body
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Packet:
@@ -279,6 +294,7 @@ _BY_FIELD: dict[str, Check] = {
     "role": _role,
     "rank": _natural_32,
     "ranks": _natural_32,
+    "culprits": _natural_32,
     "View.number": _natural_32,
     "exit_code": _int,
     "numbers": _int,

@@ -20,7 +20,7 @@ class Made(NamedTuple):
     number: int
     after: int = 0
     """How many rounds were pushed for before it."""
-    is_recalled: bool = False
+    is_inherited: bool = False
     """A predecessor made it."""
 
 
@@ -79,7 +79,7 @@ class Catalogue:
         """
         if not self.ordered:
             return Made(last.number + 1, int(self.is_resumed and self.rank == 0))
-        is_again = last.is_recalled and last.number > 0 and last.after == self.pushed
+        is_again = last.is_inherited and last.number > 0 and last.after == self.pushed
         return Made(last.number + (not is_again), self.pushed)
 
     def plan(self, names: tuple[str, ...]) -> Plan:

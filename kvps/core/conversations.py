@@ -18,6 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue, Made
+from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
 from kvps.core.placement import home
@@ -47,6 +48,8 @@ from kvps.messages import (
     Find,
     FoundAll,
     GetState,
+    History,
+    HistoryIs,
     Join,
     Joined,
     Load,
@@ -54,8 +57,6 @@ from kvps.messages import (
     Packet,
     Push,
     Rate,
-    Recall,
-    Recalled,
     Released,
     Resume,
     Resumed,
@@ -305,6 +306,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     if sink is not None:
         after = alike([number + 1 for number in each])
         yield from even_out(book, tally, sink, after, call.priority)
+        _complain(book, tally)
     return _views(book, plan, sink)
 
 
@@ -323,6 +325,12 @@ def _demand_presence(book: Catalogue) -> None:
 
 def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor] | None:
     return sink.views(plan.keys, book.memory) if isinstance(sink, Pieces) else None
+
+
+def _complain(book: Catalogue, tally: Tally) -> None:
+    """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
+    if tally.dropped and not tally.is_unwanted:
+        complain(book.opened.store, book.ordered, book.keys, tally.dropped)
 
 
 def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
@@ -358,7 +366,8 @@ def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
-    yield from read(book, plan, sink, after, call.min_version, call.priority)
+    tally = yield from read(book, plan, sink, after, call.min_version, call.priority)
+    _complain(book, tally)
     return _views(book, plan, sink)
 
 
@@ -386,11 +395,12 @@ def resume(book: Catalogue, names: tuple[str, ...]) -> Conversation:
         owed = 0  # of a key that is not there yet, all pushes are owed
     for key in plan.keys:
         key.number, key.is_refused = owed, False
-    yield from _recall(book)
+        key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
+    yield from _history(book)
     return owed
 
 
-def _recall(book: Catalogue) -> Steps:
+def _history(book: Catalogue) -> Steps:
     """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
     store = book.opened.store
     pushed = book.pushed if book.ordered else None
@@ -399,8 +409,8 @@ def _recall(book: Catalogue) -> Steps:
     assert isinstance(resumed, Resumed)
     if not resumed.replaced:
         return
-    answers = yield [Request(server, Recall(store)) for server in range(book.servers)]
-    known = [one.message for one in answers if isinstance(one.message, Recalled)]
+    answers = yield [Request(server, History(store)) for server in range(book.servers)]
+    known = [one.message for one in answers if isinstance(one.message, HistoryIs)]
     newest = max(known, key=lambda one: one.rate_calls)
     optimized = max(known, key=lambda one: one.optimize_calls)
     joins = max(one.joins for one in known)
@@ -412,8 +422,8 @@ def _recall(book: Catalogue) -> Steps:
         yield [Request(server, rate) for server in behind]
     book.joins = joins
     book.is_away = any(one.joined and one.joins == joins for one in known)
-    book.rated = Made(newest.rate_calls, newest.rate_after, is_recalled=True)
-    book.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_recalled=True)
+    book.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
+    book.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)
     book.is_resumed = True
     met = {name: book.barriers[name] for name in (BROADCAST,) if name in book.barriers}
     book.barriers = dict(resumed.barriers) | met

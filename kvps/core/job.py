@@ -13,7 +13,8 @@ Theory of operation
 :meth:`Job.settle` is called after each change of a seat. It asks
 :func:`~kvps.core.phase.assess` for the phase and the barriers for who may pass, and writes
 what is to be said into an outbox. While a job runs, each change makes a new view, sent to all
-members; while it forms, a member learns from the answers to its beats what is missing.
+members (where many follow each other, the last of them; see :mod:`kvps.core.pace`); while it forms,
+a member learns from the answers to its beats what is missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
 """
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from kvps.core.barriers import Answer, Barriers
 from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
 from kvps.core.membership import Seats
+from kvps.core.pace import Pace
 from kvps.core.phase import Phase, assess
 from kvps.core.seats import Seat, Settings, State
 from kvps.core.snapshot import Snapshot, dump, load
@@ -59,6 +61,9 @@ class Job:
         """16 octets, in every envelope."""
         self.number = 0
         """Of the newest view; 0 until all seats have been taken."""
+        self.is_untold = False
+        """The newest view was not sent to everybody yet."""
+        self._pace = Pace()
         self.formed = False
         """All seats of this job have been taken once."""
         self.seats = Seats(settings)
@@ -119,6 +124,7 @@ class Job:
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
             self._end(code, f"given up: {self.reason}", now)
+        self._tell(now)
         self._schedule()
 
     def revive(self, seat: Seat, now: float) -> None:
@@ -144,7 +150,8 @@ class Job:
 
     def _schedule(self) -> None:
         self.seats.has_new_suspect = False
-        times = (self.seats.due(self.formed), self._patience_until)
+        view_at = self._pace.free_at if self.is_untold else None
+        times = (self.seats.due(self.formed), self._patience_until, view_at)
         if self.stop is None:
             self.due = min((time for time in times if time is not None), default=None)
 
@@ -248,9 +255,18 @@ class Job:
 
     def _announce(self, now: float) -> None:
         self.number += 1
+        self.is_untold = True
+        self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        """Send the newest view to all who have not got it, if it is time."""
+        if not self.is_untold or self.stop is not None or now < self._pace.free_at:
+            return
+        self.is_untold = False
         view = self.view(now)
         for route in self.seats.routes:
             self.send(route, view)
+        self._pace.spend(len(self.seats.routes) * len(self.seats.by_node), now)
 
     def flush(self) -> Effects:
         """Return what is to be done now, in this order."""
@@ -294,3 +310,4 @@ class Job:
         assert self.stop or soonest is None or (self.due is not None and self.due <= soonest), (
             f"something is due at {soonest}, and the deadline is {self.due}"
         )
+        assert self.stop or not self.is_untold or self.due is not None, "a view is never sent"

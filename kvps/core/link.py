@@ -104,6 +104,8 @@ class Uplink:
         self.links: list[Link] = []
         self.sharers = 1
         """How many workers have this way out."""
+        self.queued: dict[Link, None] = {}
+        """The links on which something is in line, and perhaps some others."""
         self._order = 0
 
     def next_order(self) -> int:
@@ -113,22 +115,38 @@ class Uplink:
 
     def due(self, now: float) -> Iterator[tuple[Link, Request]]:
         """Yield the requests that may be sent now, over all links in order."""
-        while True:
-            heads = [(head, link) for link in self.links if (head := link.head()) is not None]
-            if not heads or not self._has_room(now):
-                return
-            link = min(heads, key=lambda one: one[0])[1]
+        heads = [(head, link) for link in list(self.queued) if (head := self._head(link))]
+        if not heads:
+            return
+        heapq.heapify(heads)  # no two heads have the same place
+        # What a silent server has not taken in does not count.
+        heard = {link for link in self.links if not link.is_late(now)}
+        away = sum([link.bytes_away for link in heard])
+        requests = sum([link.requests_away for link in heard])
+        while heads and self._has_room(away, requests):
+            link = heads[0][1]
+            before = link.bytes_away, link.requests_away
             yield link, link.send(now)
+            if link in heard:
+                away += link.bytes_away - before[0]
+                requests += link.requests_away - before[1]
+            head = self._head(link)
+            if head is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (head, link))
 
-    def _has_room(self, now: float) -> bool:
-        """Whether little is under way; what a silent server has not taken in does not count."""
-        if not self.is_limited:
+    def _head(self, link: Link) -> tuple[int, int] | None:
+        head = link.head()
+        if not link.has_queue:
+            del self.queued[link]
+        return head
+
+    def _has_room(self, away: int, requests: int) -> bool:
+        """Whether little is under way: so many bytes, in so many requests."""
+        if not self.is_limited or away < UPLINK_BYTES // self.sharers:
             return True
-        heard = [link for link in self.links if not link.is_late(now)]
-        if sum([link.bytes_away for link in heard]) < UPLINK_BYTES // self.sharers:
-            return True
-        least = UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST
-        return sum([link.requests_away for link in heard]) < least
+        return requests < (UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST)
 
 
 class Link:
@@ -169,6 +187,7 @@ class Link:
         request.link = self
         if request.lane:
             self._lanes.setdefault(request.lane, deque()).append(request)
+        self._uplink.queued[self] = None
         heapq.heappush(self._heap, (-request.priority, self._uplink.next_order(), request))
 
     def head(self) -> tuple[int, int] | None:
@@ -186,6 +205,11 @@ class Link:
                 return self._heap[0][:2]
             heapq.heappop(self._heap)  # or lifted by another, it went before its turn
         return None
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether something is in line; perhaps nothing that is still to be sent."""
+        return bool(self._heap)
 
     def send(self, now: float) -> Request:
         """Return what may be sent next, numbered and counted as sent."""

@@ -70,11 +70,12 @@ class Seats:
     def take(self, route: Route, hello: Hello, now: float) -> tuple[Seat, bool]:
         """Give a newcomer a seat, with a new incarnation; say whether it replaces somebody."""
         seat = self._choose(hello)
-        replaces = seat.state is not State.EMPTY
+        is_again = seat.is_asked_again(hello)
+        replaces = seat.state is not State.EMPTY and not is_again
         for link in seat.links:
             del self.routes[link]
-        self.issued += 1
-        seat.begin(self.issued, hello, now)
+        self.issued += not is_again
+        seat.begin(seat.incarnation if is_again else self.issued, hello, now)
         self._bind(route, seat, Link(hello.host, hello.pid, seat.is_guarded, now), now)
         return seat, replaces
 

@@ -13,6 +13,8 @@ SILENT_AFTER_S = 3.0
 """Members beat once a second; one that said nothing for so long is called silent."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
+HANGS_AFTER_S = 10.0
+"""One who lives, and did nothing for so long while others wait for it, may hang."""
 NAMED_MAX = 20
 """Ranks that one text names."""
 
@@ -24,6 +26,18 @@ def ranks_in_words(ranks: Iterable[int], describe: Callable[[int], str] = lambda
     named = ", ".join(f"{rank} ({words})" if words else f"{rank}" for rank, words in told)
     more = len(listed) - NAMED_MAX
     return f"rank{'s' * (len(listed) != 1)} {named}" + (f" and {more} more" if more > 0 else "")
+
+
+def quiet_in_words(quiet_s: float, what: str) -> str:
+    """Say that somebody lives, and when it did something (``what``) last.
+
+    Example:
+        >>> quiet_in_words(2.0, "call"), quiet_in_words(42.0, "call")
+        ('alive, last call 2 s ago', 'alive, but no progress for 42 s')
+    """
+    if quiet_s < HANGS_AFTER_S:
+        return f"alive, last {what} {quiet_s:.0f} s ago"
+    return f"alive, but no progress for {quiet_s:.0f} s"
 
 
 @dataclass(slots=True)
@@ -58,7 +72,7 @@ class Progress:
 
     def words(self, now: float) -> str:
         """Say how the script of a member that beats stands."""
-        since = f"{now - self.moved_at:.0f} s"
+        quiet_s = now - self.moved_at
         if self.waits_in:
-            return f"alive, waits in {self.waits_in}, called {since} ago"
-        return f"alive, last call {since} ago" if self.calls else "alive, has called nothing yet"
+            return f"alive, waits in {self.waits_in} for {quiet_s:.0f} s"
+        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has called nothing yet"

@@ -17,7 +17,7 @@ from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.slab import Buffer, Chunk
-from kvps.messages import Ask, Stand
+from kvps.messages import Ask, Dropped, Stand
 from kvps.specs import BY_NAME
 
 
@@ -66,7 +66,8 @@ def _lack(
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
-            return f"round {span.version} waits for the norms of other servers"
+            what = "the norms" if space.drops is None else "word, if it is finite,"
+            return f"round {span.version} waits for {what} of other servers"
         missing = span.missing(quorum.required(space.opened.on_worker_lost))
         ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
         return f"round {span.version} waits for a push of {ranks}"
@@ -82,6 +83,14 @@ def _lack(
             f"staleness allows {space.opened.staleness}"
         )
     return ""
+
+
+def dropped(space: Namespace, chunk: Chunk, reading: Reading) -> tuple[Dropped, ...]:
+    """Return which updates of the asked elements were not made, for one who makes errors of them."""
+    if space.drops is None or not reading.values:
+        return ()
+    rank = None if space.ordered else reading.session.rank
+    return space.drops.among(chunk.number, rank, reading.asks)
 
 
 def read(

@@ -18,16 +18,18 @@ class Quorum:
 
     def required(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that a round of a store with this policy waits for."""
-        return self.members(on_worker_lost) - self.away
+        members = self.members(on_worker_lost)
+        return members - self.away if self.away else members
 
     def members(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that take part in a store with this policy, those that are away among them."""
-        return self.held if on_worker_lost == "shrink" else self.held | self.lost
+        # Asked for each push, so that nothing is made where nobody is lost.
+        return self.held | self.lost if self.lost and on_worker_lost != "shrink" else self.held
 
     @property
     def live(self) -> frozenset[int]:
         """The ranks whose clocks count."""
-        return self.held - self.away
+        return self.held - self.away if self.away else self.held
 
     def without(self, away: frozenset[int]) -> Quorum:
         """Return this quorum in a store that these ranks have joined."""

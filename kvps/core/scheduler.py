@@ -165,7 +165,8 @@ class Scheduler:
             is_behind = envelope.view < number
         else:  # only those who were members of the former job have something to learn
             is_behind = envelope.job not in (NOBODY, self.job.name)
-        if is_behind and self.job.number == number:  # else it was just sent
+        is_told = self.job.number != number or self.job.is_untold  # just now, or soon
+        if is_behind and not is_told:
             self.job.send(route, self.job.view(now))
 
     def _on_leave(self, route: Route, envelope: Envelope, leave: Leave, now: float) -> None:
@@ -241,7 +242,10 @@ class Scheduler:
     def _recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         if envelope.incarnation:
             self._demand_job(envelope)
-        return self.job.seats.recognise(route, envelope, now)
+        seat = self.job.seats.recognise(route, envelope, now)
+        if envelope.incarnation and seat.node.role is Role.SERVER and not seat.has_begun:
+            seat.has_begun = self.job.has_changed = True
+        return seat
 
     def _demand_job(self, envelope: Envelope) -> None:
         # A server that has not yet heard of the next job still speaks of the former one.

@@ -99,6 +99,8 @@ class Seat:
     """Its holder took the place of another while the job ran."""
     has_said_so: bool = False
     """It ended by its own word, so no packet brings it back."""
+    has_begun: bool = False
+    """Its holder has spoken as this incarnation: the WELCOME arrived, and others may rely on it."""
     heard_at: float = 0.0
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
     """What it says of its script."""
@@ -129,6 +131,14 @@ class Seat:
         is_alone = self.state is State.HELD and not self.links
         return is_alone and (self.host, self.pid) == (hello.host, hello.pid)
 
+    def is_asked_again(self, hello: Hello) -> bool:
+        """Whether ``hello`` is of the server that holds it, and that no WELCOME has reached.
+
+        Workers may know of this incarnation, so that another would look like a loss to them.
+        """
+        is_server = self.node.role is Role.SERVER and self.endpoint == hello.endpoint
+        return is_server and not self.has_begun and self._was(hello)
+
     def preference(self, hello: Hello) -> tuple[bool, bool, int]:
         """Sort key of free seats: one's own, then empty, then lost ones, then by rank."""
         return (not self._was(hello), self.state is State.LOST, self.node.rank)
@@ -156,7 +166,7 @@ class Seat:
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
         self.master, self.machine = hello.master, hello.machine
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
-        self.is_welcomed = self.has_said_so = self.is_replacement = False
+        self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
         self.progress = Progress(0, now)
         self.links = {}

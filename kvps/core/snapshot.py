@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Snapshot(NamedTuple):
@@ -47,6 +47,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.is_guarded,
             seat.is_replacement,
             seat.has_said_so,
+            seat.has_begun,
             seat.reason,
         )
         for seat in snapshot.seats.by_node.values()
@@ -94,6 +95,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.is_guarded,
                 seat.is_replacement,
                 seat.has_said_so,
+                seat.has_begun,
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}

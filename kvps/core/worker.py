@@ -18,6 +18,7 @@ otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -40,7 +41,7 @@ from kvps.core.effects import (
 )
 from kvps.core.joins import JUDGE
 from kvps.core.lateness import lateness, name_of
-from kvps.core.link import Link, Request, Uplink, route_of
+from kvps.core.link import PROBE_AFTER_S, Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
 from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.neighbours import Neighbours
@@ -61,6 +62,7 @@ from kvps.messages import (
     Envelope,
     Error,
     FoundAll,
+    HistoryIs,
     Join,
     Joined,
     Packet,
@@ -68,7 +70,6 @@ from kvps.messages import (
     Probed,
     Pulled,
     Push,
-    Recalled,
     Released,
     Resumed,
     Return,
@@ -83,7 +84,7 @@ HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
-ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, Recalled)
+ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs)
 """What a server may answer besides ACK; each carries the request's number."""
 LATE_MAX = 64
 """How many calls that succeeded after their Timeout are kept for those who ask again."""
@@ -134,6 +135,8 @@ class Worker:
         self._asked_seq = 0
         self._hello_at = now
         self._told_at = now
+        self._links_at = math.inf
+        """No later than the next thing that is due on a link to a server."""
         self._complete = False
         self._joining: dict[int, float] = {}
 
@@ -230,7 +233,11 @@ class Worker:
 
     def deadline(self) -> float | None:
         """When something is due next."""
-        return min(self._deadlines(), default=None)
+        due = min(self._deadlines(), default=math.inf)
+        if self._links_at < due:  # looked up only then: this is asked after every packet
+            self._links_at = min(self._due_on(self.links), default=math.inf)
+            due = min(due, self._links_at)
+        return due if due < math.inf else None
 
     def _alone_at(self) -> float | None:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
@@ -250,12 +257,7 @@ class Worker:
         bundle = self.neighbours.deadline()
         if bundle is not None:
             yield bundle
-        for link in self._links():
-            if not link.ready:
-                yield self._hello_at
-            probe = link.probe_at()
-            if probe is not None:
-                yield probe
+        yield from self._due_on(self.neighbours.links.values())
         for request in self._asked.values():
             yield request.sent_at + ASK_AGAIN_S
         for talk in self._talks.values():
@@ -264,6 +266,14 @@ class Worker:
                 grace = self.losses.deadline(self.books[talk.call.store])
                 if grace is not None:
                     yield grace
+
+    def _due_on(self, links: Iterable[Link]) -> Iterator[float]:
+        for link in links:
+            if not link.ready:
+                yield self._hello_at
+            probe = link.probe_at()
+            if probe is not None:
+                yield probe
 
     # --- the scheduler --------------------------------------------------------------------------
 
@@ -304,6 +314,7 @@ class Worker:
         if not self._complete and view.phase == "running":
             self._complete = True
             self._hello_at = now + HELLO_AGAIN_S
+            self._links_at = min(self._links_at, self._hello_at)
             for one in view.members:
                 if one.role == Role.SERVER:
                     link = Link(
@@ -399,6 +410,7 @@ class Worker:
     def _flow(self, now: float) -> Effects:
         """Send what there is room for."""
         for link, request in chain(self._uplink.due(now), self.neighbours.due(now)):
+            self._links_at = min(self._links_at, now + PROBE_AFTER_S)
             yield self._packet(link, request)
 
     def _packet(self, link: Link, request: Request) -> Send:

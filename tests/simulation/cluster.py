@@ -60,6 +60,7 @@ class Store:
     worker_grace_s: float = 240.0
     timeout_s: float = 10_000.0
     bundles: bool = False
+    on_nonfinite: str = "apply"
 
     def open(self) -> Script:
         opened = Open(
@@ -71,6 +72,7 @@ class Store:
             self.bigarray_bound,
             CHUNK_BYTES,
             self.bundles,
+            self.on_nonfinite,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 
@@ -153,10 +155,10 @@ class Client:
 
     def begin(self) -> None:
         """Join, and then run the script."""
-        self._network.perform(self.process, self.core.start(self._network.now))
+        now = self._network.time(self.process.name)
+        self._network.perform(self.process, self.core.start(now))
         self._ticket = next(self._tickets)
-        deadline = self._network.now + 10_000.0
-        self._perform(self.core.on_join(self._ticket, deadline, self._network.now))
+        self._perform(self.core.on_join(self._ticket, now + 10_000.0, now))
 
     def _perform(self, effects: Any) -> None:
         self._network.perform(self.process, effects)
@@ -181,6 +183,9 @@ class Client:
     def _resume(self, value: Any, error: KvpsError | None) -> None:
         if not self.process.alive:
             return
+        if self._network.now < self.process.wakes_at:
+            self._network.at(self.process.wakes_at, lambda: self._resume(value, error))
+            return
         try:
             step = self._script.throw(error) if error is not None else self._script.send(value)
         except StopIteration as end:
@@ -188,7 +193,7 @@ class Client:
         except KvpsError as raised:
             self._end(None, raised)
         else:
-            now = self._network.now
+            now = self._network.time(self.process.name)
             self._ticket, self._until = next(self._tickets), step.until
             self._perform(self.core.on_call(self._ticket, step.call, now + step.timeout_s, now))
 
@@ -221,9 +226,10 @@ class Cluster:
         self.clients: dict[int, Client] = {}
         self.servers: list[Process] = []
         self._pids = itertools.count(100)
-        core = Scheduler(Settings(workers, servers), JOB, 0.0)
-        self.scheduler = self.network.add("scheduler", core, "sim://scheduler")
-        self.network.perform(self.scheduler, iter(()))
+        self.settings = Settings(workers, servers, persist=True)
+        self.saved: bytes | None = None
+        """What a restarted scheduler finds: nothing yet, or (empty) that the job is over."""
+        self.start_scheduler()
         for rank in range(servers):
             self.network.at(self._soon(), lambda rank=rank: self.start_server(rank))  # type: ignore[misc]
         for rank in range(workers):
@@ -232,19 +238,35 @@ class Cluster:
     def _soon(self) -> float:
         return self.network.random.random() * 0.1
 
+    def start_scheduler(self) -> Process:
+        """Start the scheduler, from what the former one saved if it did."""
+        now = self.network.time("scheduler")
+        core = (
+            Scheduler.restore(self.settings, self.saved, now)
+            if self.saved
+            else Scheduler(self.settings, JOB, now)
+        )
+        self.scheduler = self.network.add("scheduler", core, "sim://scheduler")
+        self.scheduler.on_save = lambda effect: setattr(self, "saved", effect.state)
+        self.network.perform(self.scheduler, iter(()))
+        return self.scheduler
+
     def start_server(self, rank: int) -> Process:
         pid = next(self._pids)
         endpoint = f"sim://server-{rank}-{pid}"
-        core = Server(self._identity(Role.SERVER, rank, pid, endpoint), self.network.now)
-        process = self.network.add(f"server {rank}", core, endpoint)
+        name = f"server {rank}"
+        now = self.network.time(name)
+        core = Server(self._identity(Role.SERVER, rank, pid, endpoint), now)
+        process = self.network.add(name, core, endpoint)
         self.servers[rank:rank] = [process]
-        self.network.perform(process, core.start(self.network.now))
+        self.network.perform(process, core.start(now))
         return process
 
     def start_worker(self, rank: int) -> Client:
         pid = next(self._pids)
-        core = Worker(self._identity(Role.WORKER, rank, pid), self.network.now)
-        process = self.network.add(f"worker {rank}", core, f"sim://worker-{rank}-{pid}")
+        name = f"worker {rank}"
+        core = Worker(self._identity(Role.WORKER, rank, pid), self.network.time(name))
+        process = self.network.add(name, core, f"sim://worker-{rank}-{pid}")
         self.clients[rank] = Client(self, process, core, self.script(rank))
         self.clients[rank].begin()
         return self.clients[rank]
@@ -276,6 +298,22 @@ class Cluster:
         end = self.network.now + seconds
         self.network.at(end, lambda: None)
         self.network.run(lambda: self.network.now >= end, end)
+
+    def part(self, limit_s: float) -> None:
+        """Let every process end that still lives; nobody has anything left to do."""
+        end = self.network.now + limit_s
+        self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
+
+    @property
+    def is_anyone_alive(self) -> bool:
+        """Whether any process has not ended."""
+        return any(one.alive for one in self.processes)
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those that run now or ran last, by seat."""
+        workers = [client.process for client in self.clients.values()]
+        return [self.scheduler, *self.servers, *workers]
 
     @property
     def is_done(self) -> bool:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvps import wire
@@ -30,10 +30,12 @@ from kvps.core.effects import (
     Save,
     Send,
 )
-from kvps.messages import Loan, Packet
+from kvps.messages import Loan, Packet, View
 
-EVENTS_MAX = 10_000
+EVENTS_MAX = 300_000
 """Events at one moment; more are a deadline that is never met."""
+ROUNDING_S = 1e-9
+"""A clock that goes at a rate of its own rings so much late, and never too early."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ class Process:
     exit: Exit | None = None
     more_endpoints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    wakes_at: float = 0.0
+    """Until then it is stopped, as SIGSTOP does: it hears and says nothing, then all at once."""
     on_finish: Callable[[Finish], None] = lambda effect: None
     on_copied: Callable[[Copied], None] = lambda effect: None
+    on_save: Callable[[Save], None] = lambda effect: None
 
 
 class Network:
@@ -93,12 +98,24 @@ class Network:
         """Packets that were sent, by the name of their message."""
         self.lose: Callable[[Process, Process, Packet], bool] = lambda source, target, packet: False
         """Losses besides the random ones."""
+        self.delays: Callable[[Process, Process, Packet], Sequence[float]] = lambda *_: (0.0,)
+        """How much later than usual each copy of a packet arrives; one of none is lost."""
+        self.checks = True
+        """Whether every core checks itself after every event."""
+        self.rates: dict[str, float] = {}
+        """How fast the clocks of these processes go; 1 is right."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._by_endpoint: dict[str, Process] = {}
         self._backs = itertools.count(1)
+        self._view: tuple[bytes, Packet] | None = None
+        """The head that was last decoded to a view: all members get the same."""
 
     # --- time -----------------------------------------------------------------------------------
+
+    def time(self, name: str) -> float:
+        """What the clock of the process ``name`` shows."""
+        return self.now * self.rates.get(name, 1.0)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         """Have ``event`` happen at ``time``."""
@@ -125,6 +142,10 @@ class Network:
         self._by_endpoint[endpoint] = process
         return process
 
+    def pause(self, process: Process, seconds: float) -> None:
+        """Stop a process for a while. Its clock goes on, and its connections stay whole."""
+        process.wakes_at = max(process.wakes_at, self.now + seconds)
+
     def kill(self, process: Process, is_noticed: bool = True) -> None:
         """End a process as kill -9 does, or (not noticed) as a lost host does."""
         process.alive = False
@@ -139,7 +160,7 @@ class Network:
     def _break(self, connection: Connection) -> None:
         peer = self._by_endpoint.get(connection.endpoint)
         if peer is not None and connection.back in peer.routes:
-            self.perform(peer, peer.core.on_drop(connection.back, self.now))
+            self.perform(peer, peer.core.on_drop(connection.back, self.time(peer.name)))
 
     def perform(self, process: Process, effects: Effects) -> None:
         """Do what a core asks for."""
@@ -164,12 +185,14 @@ class Network:
                 case Note():
                     process.notes.append(f"{effect.level}: {effect.text}")
                 case Save():
-                    pass
+                    process.on_save(effect)
+                    if not process.alive:
+                        return  # killed while it wrote
         if process.exit is not None:
             self.kill(process)
             return
         check = getattr(process.core, "check", None)
-        if check is not None:
+        if check is not None and self.checks:
             check()
         self._wind(process)
 
@@ -177,17 +200,27 @@ class Network:
         due = process.core.deadline()
         if due is None:
             process.rings_at = None
-        elif process.rings_at is None or due < process.rings_at:
+            return
+        due = self._moment(process, due)
+        if process.rings_at is None or due < process.rings_at:
             process.rings_at = at = max(due, self.now)
             self.at(at, lambda: self._ring(process, at))
+
+    def _moment(self, process: Process, due: float) -> float:
+        """When the clock of ``process`` shows ``due``."""
+        rate = self.rates.get(process.name, 1.0)
+        return due if rate == 1.0 else due / rate + ROUNDING_S
 
     def _ring(self, process: Process, at: float) -> None:
         if not process.alive or process.rings_at != at:
             return
+        if self.now < process.wakes_at:
+            self.at(process.wakes_at, lambda: self._ring(process, at))
+            return
         process.rings_at = None
-        due = process.core.deadline()
-        if due is not None and due <= self.now:
-            self.perform(process, process.core.on_timer(self.now))
+        due, now = process.core.deadline(), self.time(process.name)
+        if due is not None and due <= now:
+            self.perform(process, process.core.on_timer(now))
         else:
             self._wind(process)
 
@@ -204,16 +237,19 @@ class Network:
         copies = 1 + (self.random.random() < self.faults.double)
 
         def leave() -> None:
+            if self.now < source.wakes_at and source.alive:
+                self.at(source.wakes_at, leave)
+                return
             frames = [bytes(head), *(bytes(one) for one in payload)]
             if hold is not None:
                 hold.release()
             target = self._other_end(source, connection)
             if target is None or is_lost or self.lose(source, target, packet):
                 return
-            for _ in range(copies):
+            for late_s in [*self.delays(source, target, packet)] * copies:
                 jitter = self.random.random() * self.faults.jitter_s
-                arrives = self.now + self.faults.latency_s + jitter
-                if self.faults.in_order:
+                arrives = self.now + self.faults.latency_s + jitter + late_s
+                if self.faults.in_order and not late_s:
                     arrives = connection.busy_until = max(arrives, connection.busy_until + 1e-9)
                 self.at(arrives, lambda: self._arrive(source, connection, frames))
 
@@ -229,14 +265,22 @@ class Network:
         target = self._other_end(source, connection)
         if target is None or not target.alive:
             return
+        if self.now < target.wakes_at:
+            self.at(target.wakes_at, lambda: self._arrive(source, connection, frames))
+            return
         route: Route = connection.name
         if connection.owner is source:
             route = connection.back
             target.routes.setdefault(route, connection)
         memory = [bytearray(one) for one in frames]
-        packet = wire.decode([memoryview(one) for one in memory])
+        if self._view is not None and self._view[0] == frames[0]:
+            packet = self._view[1]
+        else:
+            packet = wire.decode([memoryview(one) for one in memory])
+        if isinstance(packet.message, View):
+            self._view = frames[0], packet
         if self.faults.lent and packet.payload:
             loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)
             packet = replace(packet, loans=loans)
             self._lent.extend(zip(memory, frames, strict=True))
-        self.perform(target, target.core.on_packet(route, packet, self.now))
+        self.perform(target, target.core.on_packet(route, packet, self.time(target.name)))

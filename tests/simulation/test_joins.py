@@ -231,7 +231,7 @@ def test_a_store_joins_by_itself() -> None:
             yield from other.barrier()
             yield from ours.join()
             return (yield from other.pushpull(one))["w"].tolist()
-        with pytest.raises(Timeout, match="rank 1 has not joined"):
+        with pytest.raises(Timeout, match=r"rank 1 \(alive, last request 1 s ago\) has not joined"):
             yield from Store("ours", timeout_s=1.0).join()
         with pytest.raises(ConfigError, match="has joined"):
             yield from ours.push(one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,46 +144,100 @@ def faults_of(dice: random.Random) -> Faults:
     )
 
 
-def play_with(job: Job, fault: Callable[[Cluster, int, Process, Process], bool]) -> int:
-    """Play a job; return its number of packets. ``fault`` says of each if it is lost."""
+LOST: Sequence[float] = ()
+ON_TIME: Sequence[float] = (0.0,)
+"""What becomes of a packet: how late each of its copies is."""
+Fault = Callable[[Cluster, int, Process, Process], Sequence[float]]
+"""Says that of the n-th packet of a job, from one process to another."""
+Play = tuple[Callable[[Job, int], Script], Callable[[Job, Any], None]]
+"""What each rank of a job does, and what must be true of that which it returns."""
+
+
+def is_trained(job: Job, weights: Values) -> None:
+    check(job.steps, weights, reference(job)[-1])
+
+
+TRAINING: Play = (train, is_trained)
+
+
+def play_with(
+    job: Job,
+    fault: Fault,
+    play: Play = TRAINING,
+    prepare: Callable[[Cluster], None] = lambda cluster: None,
+) -> int:
+    """Play a job and see it end well; return its number of packets."""
+    script, judge = play
     count = 0
 
-    def lose(source: Process, target: Process, packet: Packet) -> bool:
+    def delays(source: Process, target: Process, packet: Packet) -> Sequence[float]:
         nonlocal count
         count += 1
         return fault(cluster, count, source, target)
 
     cluster = Cluster(
-        job.workers, job.servers, lambda rank: train(job, rank), 0, job.faults, job.machines
+        job.workers, job.servers, lambda rank: script(job, rank), 0, job.faults, job.machines
     )
-    cluster.network.lose = lose
+    cluster.network.delays = delays
+    prepare(cluster)
     cluster.run(400)
     for client in cluster.clients.values():
         assert client.error is None, client.error
-        check(job.steps, client.result, reference(job)[-1])
-    return count
+        judge(job, client.result)
+    packets = count
+    cluster.part(400)
+    return packets
 
 
-def lose_each_packet(job: Job) -> None:
+def befall_each_packet(job: Job, fate: Sequence[float], play: Play = TRAINING) -> None:
+    """Play a job as often as it has packets; each time, that is what becomes of another one."""
+    for fatal in range(1, play_with(job, lambda *_: ON_TIME, play) + 1):
+        with named(f"packet {fatal} has the copies {fate}"):
+            play_with(
+                job, lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME, play
+            )  # type: ignore[misc]
+
+
+def lose_each_packet(job: Job, play: Play = TRAINING) -> None:
     """Play a job as often as it has packets, each time without another one."""
-    for lost in range(1, play_with(job, lambda *_: False) + 1):
-        play_with(job, lambda _, count, *ends, lost=lost: count == lost)  # type: ignore[misc]
+    befall_each_packet(job, LOST, play)
 
 
-def kill_at_each_packet(job: Job, rank: int) -> None:
-    """Play a job as often as it has packets, and kill ``rank`` at another one that concerns it."""
-    for fatal in range(1, play_with(job, lambda *_: False) + 1):
+def end_at_each_packet(
+    job: Job, name: str, end: Callable[[Cluster], None], play: Play = TRAINING
+) -> None:
+    """Play a job as often as it has packets; ``end`` process ``name`` at another of its own."""
+    for fatal in range(1, play_with(job, lambda *_: ON_TIME, play) + 1):
 
         def die(
             cluster: Cluster, count: int, source: Process, target: Process, fatal: int = fatal
-        ) -> bool:
-            is_fatal = count == fatal and f"worker {rank}" in (source.name, target.name)
-            if is_fatal:
-                cluster.kill(rank)
-                cluster.network.at(cluster.network.now + 3, lambda: cluster.replace(rank))
-            return is_fatal
+        ) -> Sequence[float]:
+            if count != fatal or name not in (source.name, target.name):
+                return ON_TIME
+            end(cluster)
+            return LOST
 
-        play_with(job, die)
+        with named(f"{name} ends at packet {fatal}"):
+            play_with(job, die, play)
+
+
+def kill_at_each_packet(job: Job, rank: int, play: Play = TRAINING) -> None:
+    """Play a job as often as it has packets, and kill ``rank`` at another one that concerns it."""
+
+    def kill(cluster: Cluster) -> None:
+        cluster.kill(rank)
+        cluster.network.at(cluster.network.now + 3, lambda: cluster.replace(rank))
+
+    end_at_each_packet(job, f"worker {rank}", kill, play)
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Say of an error what had happened."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{what}: {error}") from error
 
 
 def outlive(job: Job, script: Callable[[int], Script]) -> None:

@@ -10,7 +10,7 @@ import torch
 from kvps.core import calls, conversations
 from kvps.core.hyper import resolve
 from kvps.core.rounds import WINDOW
-from kvps.errors import ConfigError, KeyNotFound, Mismatch, Timeout, WorkerLost
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.messages import (
     ENTRIES_MAX,
     Ask,
@@ -18,6 +18,7 @@ from kvps.messages import (
     Declare,
     Declared,
     Done,
+    Dropped,
     Entry,
     Error,
     Field,
@@ -25,6 +26,8 @@ from kvps.messages import (
     Found,
     FoundAll,
     GetState,
+    History,
+    HistoryIs,
     Join,
     Joined,
     Load,
@@ -38,8 +41,6 @@ from kvps.messages import (
     Pulled,
     Push,
     Rate,
-    Recall,
-    Recalled,
     Released,
     Resume,
     Resumed,
@@ -551,11 +552,11 @@ class TestLookup:
         assert not one.sent(Find)
 
 
-def resumed(one: Bench, *known: Recalled, replaced: bool = True, **barriers: int) -> None:
-    """Answer RESUME, and RECALL server by server; ``seq`` is filled in."""
+def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:
+    """Answer RESUME, and HISTORY server by server; ``seq`` is filled in."""
     one.scheduler(Resumed(one.seqs(Resume)[-1], replaced, barriers))
     for server, answer in enumerate(known):
-        one.server(server, replace(answer, seq=one.seqs(Recall, server)[-1]))
+        one.server(server, replace(answer, seq=one.seqs(History, server)[-1]))
 
 
 class TestResume:
@@ -588,7 +589,7 @@ class TestResume:
         resumed(one, replaced=False)
         assert one.finish(ticket).value == 0  # type: ignore[union-attr]
 
-    def begin(self, one: Bench, *known: Recalled, **barriers: int) -> int:
+    def begin(self, one: Bench, *known: HistoryIs, **barriers: int) -> int:
         """Take another's place, which owes push 4."""
         ticket = one.call(calls.Resume("kv", ("w",)))
         for server in (0, 1):
@@ -600,7 +601,7 @@ class TestResume:
     def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
         one = ready(1)
         one.core.books["kv"].barriers = {"": 3, "epoch": 9}
-        assert one.is_done(self.begin(one, *[Recalled(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
+        assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
         one.call(calls.Stand("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
         one.scheduler(Released(one.seqs(Barrier)[-1]))  # its predecessor has that one behind it
@@ -612,7 +613,7 @@ class TestResume:
     @pytest.mark.spec("R124")
     def test_without_rounds_barriers_go_on_behind_the_last(self) -> None:
         one = ready(1, mode="async")
-        nothing = Recalled(0, 0, 0, 0, 0, 0.0, 0, False)
+        nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
         self.begin(one, nothing, nothing, epoch=5)
         assert one.sent(Resume) == [Resume("kv", None)]
         one.call(calls.Stand("kv", "epoch"))
@@ -623,7 +624,7 @@ class TestResume:
     @pytest.mark.spec("R125")
     def test_rank_0_makes_a_call_with_all_that_some_servers_heard(self) -> None:
         one = ready()
-        old, new = (Recalled(0, 1, 0, calls_, calls_, 0.25, 0, False) for calls_ in (3, 4))
+        old, new = (HistoryIs(0, 1, 0, calls_, calls_, 0.25, 0, False) for calls_ in (3, 4))
         ticket = self.begin(one, new, old)
         assert one.sent(Rate) == [Rate("kv", 4, True, 0.25, 4)]
         assert [server_of(send) for send in one.sends(Rate)] == [1]
@@ -634,7 +635,7 @@ class TestResume:
     @pytest.mark.parametrize(("after", "number"), [(4, 2), (3, 3)])
     def test_rank_0_makes_the_same_call_again_or_the_next(self, after: int, number: int) -> None:
         one = ready()
-        self.begin(one, *[Recalled(0, 1, after, 2, after, 0.5, 0, False)] * 2)
+        self.begin(one, *[HistoryIs(0, 1, after, 2, after, 0.5, 0, False)] * 2)
         rate = one.call(calls.SetRate("kv", 0.25))
         assert one.sent(Rate)[-1] == Rate("kv", number, True, 0.25, 4, resumed=False)
         for server in (0, 1):
@@ -648,14 +649,14 @@ class TestResume:
     @pytest.mark.spec("R125")
     def test_without_rounds_it_is_another_call_that_need_not_agree(self) -> None:
         one = ready(mode="async")
-        self.begin(one, *[Recalled(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
         one.call(calls.SetRate("kv", 0.25))
         assert one.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
 
     @pytest.mark.spec("R126")
     def test_another_rank_says_that_it_does_not_know_the_number(self) -> None:
         one = ready(1)
-        self.begin(one, *[Recalled(0, 1, 0, 2, 4, 0.5, 0, False)] * 2)
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 4, 0.5, 0, False)] * 2)
         one.call(calls.SetRate("kv", 0.25))
         assert one.sent(Rate)[-1] == Rate("kv", 2, False, 0.25, 4, resumed=True)
         one.call(calls.SetOptimizer("kv", resolve("test", {})))
@@ -666,8 +667,8 @@ class TestResume:
         one = ready(1)
         ticket = self.begin(
             one,
-            Recalled(0, 0, 0, 0, 0, 0.0, 2, True),
-            Recalled(0, 0, 0, 0, 0, 0.0, 1, True),
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True),
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True),
         )
         assert one.sent(Return) == [Return("kv", 2)]
         assert [server_of(send) for send in one.sends(Return)] == [1]
@@ -972,3 +973,70 @@ class TestTogether:
 def test_every_call_has_a_conversation() -> None:
     with pytest.raises(TypeError, match="no conversation for Call"):
         conversations.start(bench().core.books["kv"], calls.Call("kv"), [])
+
+
+def told(one: Bench, seq: int, server: int, version: int, *rounds: int) -> None:
+    """Answer a pull of ``w``, and name the last of these rounds as dropped."""
+    size = (16, 24)[server]
+    dropped = tuple(Dropped(0, number, 2, (3,)) for number in rounds[-1:])
+    runs = (Stand(0, size, version, version),)
+    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs, dropped)
+    one.server(server, answer, torch.full((size,), 5.0))
+
+
+class TestDropped:
+    @pytest.mark.spec("R107")
+    def test_a_pushpull_raises_for_its_round_and_the_next_ones_go_on(self) -> None:
+        one = ready()
+        for number, rounds in enumerate([(), (1,), (1,), (1, 3)]):
+            sink = torch.zeros(40)
+            ticket = one.call(push({"w": HOT}, sinks=(sink,)))
+            for server in (1, 0):
+                assert one.finish(ticket) is None
+                told(one, one.seqs(Push, server)[-1], server, number + 1, *rounds)
+            if number in (1, 3):
+                text = f"round {number} of key 'w' was dropped: 2 values of key 'w' are not finite"
+                assert isinstance(one.error(ticket), NonFinite)
+                assert text in str(one.error(ticket))
+            else:
+                assert one.is_done(ticket)
+            assert sink.unique().tolist() == [5.0]  # what was kept is there all the same
+        assert one.core.books["kv"].key("w").is_refused is False
+
+    @pytest.mark.spec("R107")
+    def test_a_pull_that_nobody_waits_for_any_more_tells_nobody(self) -> None:
+        one = ready()
+        first = one.call(push({"w": HOT}, sinks=(torch.zeros(40),)), timeout_s=3.0)
+        told(one, one.seqs(Push, 0)[-1], 0, 1, 0)
+        one.wait(4.0)
+        assert isinstance(one.error(first), Timeout)
+        told(one, one.seqs(Push, 1)[-1], 1, 1, 0)
+        for is_new in (True, False):
+            ticket = one.call(pull({"w": torch.zeros(40)}))
+            for server in (0, 1):
+                told(one, one.seqs(Pull, server)[-1], server, 1, 0)
+            assert isinstance(one.error(ticket), NonFinite) if is_new else one.is_done(ticket)
+
+    @pytest.mark.spec("R107")
+    def test_of_what_was_dropped_before_a_replacement_came_it_is_not_told(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Resume("kv", ("w",)))
+        for server, owed in enumerate((4, 5)):
+            stood(one, one.seqs(Pull, server)[-1], server, 4, owed)
+        resumed(one, replaced=False)
+        assert one.is_done(ticket)
+        for number in (3, 4):
+            ticket = one.call(pull({"w": torch.zeros(40)}))
+            for server in (0, 1):
+                told(one, one.seqs(Pull, server)[-1], server, 5, number)
+            assert isinstance(one.error(ticket), NonFinite) if number == 4 else one.is_done(ticket)
+
+    @pytest.mark.spec("R107")
+    def test_parts_that_lag_behind_may_be_the_first_to_tell(self) -> None:
+        one = ready()
+        ticket = one.call(pull({"w": torch.zeros(40)}))
+        told(one, one.seqs(Pull, 0)[-1], 0, 1)
+        told(one, one.seqs(Pull, 1)[-1], 1, 2)
+        told(one, one.seqs(Pull, 0)[-1], 0, 3, 2)
+        told(one, one.seqs(Pull, 1)[-1], 1, 3, 2)
+        assert "round 2 of key 'w'" in str(one.error(ticket))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvps.core import pace
 from kvps.core.effects import Exit, Save, Send
 from kvps.core.job import Job, Place, next_job
 from kvps.core.seats import NAME_MAX, SEATS_MAX, Settings, State
@@ -53,6 +54,43 @@ def test_one_view_for_all_who_are_lost_at_once() -> None:
     effects = stage.wait(12, beating=["s0", "w0"])
     assert [view.number for view in sent(effects, View, "w0")] == [2]
     assert sum("lost: silent" in note for note in notes(effects)) == 3
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A job of 4 seats to which a view may go once a second, as if it had a thousand."""
+    monkeypatch.setattr(pace, "ROWS_PER_S", 16)
+    return running(3)
+
+
+@pytest.mark.spec("R27")
+def test_of_changes_that_follow_each_other_many_members_are_told_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = slowly(monkeypatch)
+    assert not sent(stage.leave("w0"), View)
+    assert not sent(stage.leave("w1"), View)
+    assert not sent(stage.beat("w2"), View), "it will be told with all others"
+    effects = stage.wait(5, beating=["s0", "w0", "w1", "w2"])
+    assert sorted(told(effects, View)) == ["s0", "w0", "w1", "w2"]
+    view = sent(effects, View)[0]
+    assert (view.number, [one.state for one in view.members]) == (
+        3,
+        ["held", "left", "left", "held"],
+    )
+
+
+@pytest.mark.spec("R27")
+def test_who_says_hello_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = slowly(monkeypatch)
+    stage.leave("w0")
+    assert [view.number for view in sent(stage.hello("w1"), View)] == [2]
+
+
+def test_a_job_that_is_over_owes_nobody_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = slowly(monkeypatch)
+    stage.leave("w0")
+    assert not sent(stage.stop(), View)
+    assert not sent(stage.wait(5), View)
 
 
 def test_a_view_says_for_how_long_one_is_lost() -> None:

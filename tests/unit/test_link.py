@@ -150,6 +150,17 @@ class TestUplink:
         first.ready = False
         assert [server for server, _ in sent(uplink)] == [1, 1, 1]
 
+    def test_does_not_count_what_a_silent_server_has_not_taken_in(self) -> None:
+        """Nor what it is sent besides."""
+        uplink, _, second = two(UPLINK_BYTES)
+        second.ready = False
+        assert sent(uplink, 0.0) == [(0, "a0"), (0, "a1"), (0, "a2")]
+        for index in range(3):
+            uplink.links[0].queue(request(f"c{index}", payload_bytes=1, priority=1))
+        second.ready = True
+        later = sent(uplink, PROBE_AFTER_S)
+        assert later == [(0, "c0"), (0, "c1"), (0, "c2"), (1, "b0"), (1, "b1"), (1, "b2")]
+
 
 LAST = [(0, "a2"), (1, "b2")]
 

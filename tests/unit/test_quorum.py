@@ -14,6 +14,12 @@ def test_a_lost_rank_is_waited_for(policy: str) -> None:
     assert QUORUM.required(policy) == {0, 1, 2}
 
 
+def test_nothing_is_made_where_nobody_is_lost() -> None:
+    """It is asked for each push, and has a member for each worker."""
+    held = frozenset(range(1_000))
+    assert Quorum(held, frozenset()).required("wait") is held
+
+
 def test_shrink_goes_on_without_it() -> None:
     assert QUORUM.required("shrink") == {0, 2}
 

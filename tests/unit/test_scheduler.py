@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvps.core.effects import Effect, Send
+from kvps.core.presence import QUIET_AFTER_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     Barrier,
@@ -105,6 +106,36 @@ class TestHello:
             assert error.code == Mismatch.code
             assert JOB.hex() in error.text
 
+    @pytest.mark.spec("R25")
+    @pytest.mark.parametrize("breaks", ["connection", "scheduler"])
+    def test_of_a_server_that_the_welcome_did_not_reach(self, breaks: str) -> None:
+        """Workers were told of its incarnation with the same breath; another would be a loss."""
+        stage = Stage(1, 1, persist=True)
+        stage.hello("w0")
+        stage.hello("s0", endpoint="tcp://a:1")
+        if breaks == "connection":
+            stage.drop("s0")
+        else:
+            stage.restart()
+        answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
+        assert [one.incarnation for one in sent(answers, Welcome)] == [2]
+        assert notes(answers) == ["info: server 0 joined: host-s0:7"]
+
+    @pytest.mark.spec("R25")
+    @pytest.mark.parametrize("breaks", ["connection", "scheduler"])
+    def test_of_a_server_that_may_hold_nothing_any_more(self, breaks: str) -> None:
+        """It has spoken, so that the next of this name may be another process: of a container."""
+        stage = Stage(1, 1, persist=True)
+        stage.hello("w0")
+        stage.hello("s0", endpoint="tcp://a:1")
+        stage.beat("s0")
+        if breaks == "connection":
+            stage.drop("s0")
+        else:
+            stage.restart()
+        answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
+        assert [one.incarnation for one in sent(answers, Welcome)] == [3]
+
     def test_naming_the_job_is_fine(self) -> None:
         stage = Stage()
         stage.hello("w0")
@@ -196,6 +227,15 @@ class TestBeat:
         assert [view.phase for view in sent(stage.beat("s0"), View)] == ["forming"]
         stage.hello("g", "worker", guardian=True)
         assert stage.phase == "running"
+
+    def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
+        stage = running()
+        stage.beat("w1", 5)
+        stage.wait(QUIET_AFTER_S, ["w0", "w1", "s0"])
+        quiet = "warning: worker 1 lives, but has called nothing for 60 s"
+        assert notes(stage.beat("w1", 5)) == [quiet]
+        assert notes(stage.beat("w1", 5)) == []
+        assert notes(stage.beat("w1", 6)) == ["warning: worker 1 calls again"]
 
     def test_of_one_who_waits_for_its_welcome(self) -> None:
         stage = Stage(2, 0, keep_alive=True)
@@ -367,9 +407,27 @@ class TestBarrier:
         stage = running(3)
         assert not sent(stage.barrier("w0", seq=3), Probed)
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
-        assert answer == Probed((), (Pending(4, "waits for ranks 1, 2"),))
+        never = "(alive, has called nothing yet)"
+        assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),))
         stage.barrier("w1")
         assert not sent(stage.barrier("w2"), Probed)
+
+    @pytest.mark.spec("R127")
+    def test_who_hangs_is_told_from_who_waits_and_who_is_silent(self) -> None:
+        stage = running(5)
+        everybody = ["w0", "w1", "w2", "w3", "s0"]
+        for route in ("w1", "w2"):
+            stage.beat(route, 7)
+        stage.barrier("w0", seq=3)
+        stage.wait(8, [*everybody, "w4"])
+        stage.say("w2", Beat(8, "pull()"))
+        stage.leave("w3", done=False, reason="killed")
+        stage.wait(4, ["w0", "w1", "w2", "s0"])
+        (answer,) = sent(stage.barrier("w0", seq=4), Probed)
+        assert answer.pending[0].reason == (
+            "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, waits in pull() for 4 s), "
+            "3 (lost for 4 s: exit code 0: killed), 4 (silent for 4 s)"
+        )
 
     def test_a_lost_worker_is_waited_for(self) -> None:
         stage = running()

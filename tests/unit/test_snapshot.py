@@ -71,5 +71,5 @@ def test_refuses_a_seat_that_does_not_exist() -> None:
 def test_refuses_another_format() -> None:
     head, rows, released, resumed = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     head[0] = FORMAT + 1
-    with pytest.raises(StorageError, match="has format 4"):
+    with pytest.raises(StorageError, match=f"has format {FORMAT + 1}"):
         load(msgpack.packb([head, rows, released, resumed]), Settings(1, 0), 0.0)

@@ -53,6 +53,23 @@ def test_round_trip(name: str) -> None:
     assert decode(encode(PACKETS[name])) == PACKETS[name]
 
 
+def test_a_view_that_goes_to_many_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[object] = []
+    pack = msgpack.packb
+
+    def counted(fields: object) -> bytes:
+        packed.append(fields)
+        return bytes(pack(fields))
+
+    monkeypatch.setattr(wire.msgpack, "packb", counted)
+    first, second = m.View(1, "running", "", ()), m.View(2, "running", "", ())
+    views = [first, first, second, first]
+    heads = [encode(Packet(WORKER, one))[0] for one in views]
+    assert len(packed) == 3
+    assert heads[0] == heads[1] == heads[3] != heads[2]
+    assert [decode([head]).message for head in heads] == views
+
+
 def test_payload_is_not_copied() -> None:
     values = floats(1.0, -2.0, 0.5)
     frames = encode(Packet(WORKER, PACKETS["PUSH"].message, (values,)))

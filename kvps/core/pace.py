@@ -1,0 +1,32 @@
+"""How often a view may be sent to everybody.
+
+A view has a row for every seat and goes to every member, so that a thousand members that all leave at
+the end would make a billion rows. Few members are told of each change at once; of a large cluster,
+one that has changed again and again is told of it together, about once a second.
+"""
+
+from __future__ import annotations
+
+import math
+
+ROWS_PER_S = 1_000_000
+"""Rows of views that are sent in a second, over all members: some 100 MB."""
+AHEAD_S = 0.1
+"""So far ahead of that it may be: a view is sent at once unless others have just been."""
+
+
+class Pace:
+    """What was sent lately."""
+
+    def __init__(self) -> None:
+        self._paid_at = -math.inf
+        """When what was sent so far would have been sent at an even pace."""
+
+    @property
+    def free_at(self) -> float:
+        """When the next view may be sent."""
+        return self._paid_at - AHEAD_S
+
+    def spend(self, rows: int, now: float) -> None:
+        """Views of so many rows were sent."""
+        self._paid_at = max(self._paid_at, now) + rows / ROWS_PER_S

@@ -1,0 +1,279 @@
+"""From ten workers to a thousand: what a worker costs must not grow with the number of the others.
+
+Counted are messages, octets, and the calls of functions in which the scheduler's answers take, none of
+which depend on the machine: 10 workers and 2 servers, 100 and 8, 1,000 and 64. Beats go by the
+second and not by the round, and are counted apart. The table is printed at the end; see it with::
+
+    python -m pytest -s tests/simulation/test_scale.py
+
+``KVPS_SCALE_ROUNDS=100`` plays as many rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from kvps import wire
+from kvps.core import namespace
+from kvps.core.effects import Send
+from kvps.core.pace import AHEAD_S, ROWS_PER_S
+from kvps.core.scheduler import Scheduler, Settings
+from kvps.messages import PROTOCOL, Barrier, Beat, Envelope, Hello, Leave, Packet, Role, View
+from tests.simulation.cluster import JOB, Cluster, Script, Store
+from tests.simulation.network import Faults
+
+ROUNDS = int(os.environ.get("KVPS_SCALE_ROUNDS", "5"))
+SIZES = ((10, 2), (100, 8), (1_000, 64))
+KEYS = [f"layer {number}" for number in range(8)]
+OF_A_ROUND = ("Push", "Pull", "Pulled", "Ack", "Probe", "Probed", "Norms")
+OF_THE_SCHEDULER = ("Barrier", "Released")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one size of cluster cost."""
+
+    workers: int
+    servers: int
+    carried: Counter[str]
+    in_rounds: Counter[str]
+    """Of that, what was sent between the first round's begin and the last one's end."""
+    virtual_s: float
+
+    def per_round(self, *names: str) -> float:
+        """Messages of these kinds for each worker and round."""
+        return sum(self.in_rounds[name] for name in names) / (self.workers * ROUNDS)
+
+
+def rounds(rank: int, workers: int, began: Callable[[], None], ended: Callable[[], None]) -> Script:
+    kv = Store()
+    values = {key: torch.full((3,), 1.0 + rank) for key in KEYS}
+    yield from kv.open()
+    yield from kv.init(values)
+    yield from kv.barrier()
+    began()
+    for _ in range(ROUNDS):
+        pulled = yield from kv.pushpull(values)
+        for key in KEYS:
+            assert pulled[key].tolist() == [workers * (workers + 1) / 2] * 3
+        yield from kv.barrier()
+    ended()
+
+
+def seen(workers: int, servers: int) -> Seen:
+    """Play a job of this size to its end; how every process ends is counted, too."""
+    before: list[Counter[str]] = []
+    after: list[Counter[str]] = []
+    cluster: Cluster
+
+    def script(rank: int) -> Script:
+        return rounds(
+            rank,
+            workers,
+            lambda: before.append(cluster.network.carried.copy()),
+            lambda: after.append(cluster.network.carried.copy()),
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(namespace, "CHUNK_BYTES_MIN", 1)
+        cluster = Cluster(workers, servers, script, 0, Faults(in_order=True))
+        cluster.network.checks = False  # they look at all of a server, and would be quadratic
+        gc.disable()  # it would look at all of a growing cluster again and again
+        try:
+            cluster.run()
+            for client in cluster.clients.values():
+                assert client.error is None, client.error
+            cluster.part(100)
+        finally:
+            gc.enable()
+    # The first to begin and the last to end: nothing of any round is left out.
+    return Seen(
+        workers, servers, cluster.network.carried, after[-1] - before[0], cluster.network.now
+    )
+
+
+@pytest.mark.timeout(600 + 60 * ROUNDS)
+def test_what_a_worker_costs_as_the_cluster_grows() -> None:
+    table = ["| workers | servers | push | ack | pulled | barrier | views | hellos | virtual s |"]
+    table += ["|" + "---|" * 9]
+    for workers, servers in SIZES:
+        one = seen(workers, servers)
+        table.append(line(one))
+        in_rounds(one)
+        around_them(one)
+    sys.stdout.write("\n".join(["", *table, ""]))
+
+
+def in_rounds(one: Seen) -> None:
+    # Keys of one server travel together; with more servers, up to one message for each key.
+    pushes = one.per_round("Push")
+    assert 1 <= pushes <= len(KEYS)
+    assert one.per_round("Pulled") == pushes
+    assert one.per_round(*OF_A_ROUND) <= 3 * pushes  # an ACK each, but for the last of a round
+    assert one.per_round(*OF_THE_SCHEDULER) <= 2 + 2 / ROUNDS  # some begin before others heard
+    assert one.in_rounds["View"] == 0
+    assert one.in_rounds["Hello"] == 0
+
+
+def around_them(one: Seen) -> None:
+    """Joining and leaving."""
+    members = one.workers + one.servers
+    # A HELLO to each server, one to the scheduler, and perhaps another while it waits.
+    assert one.carried["Hello"] <= members * one.servers + 2 * members
+    # One when all are here, and what the pace allows while all leave at once.
+    assert one.carried["View"] <= (25 if members < 1_000 else 4) * members
+    assert one.carried["Leave"] == one.carried["Left"] == one.workers
+
+
+def line(one: Seen) -> str:
+    members = one.workers + one.servers
+    figures = [
+        *(one.per_round(name) for name in ("Push", "Ack", "Pulled")),
+        one.per_round(*OF_THE_SCHEDULER),
+        one.carried["View"] / members,
+        one.carried["Hello"] / members,
+        one.virtual_s,
+    ]
+    return f"| {one.workers:,} | {one.servers} | " + " | ".join(f"{x:.2f}" for x in figures) + " |"
+
+
+# --- the scheduler by itself ----------------------------------------------------------------------
+
+
+class Steps:
+    """How many calls of functions something took: its work, whatever machine does it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            self.count += 1
+
+
+@contextmanager
+def counted() -> Iterator[Steps]:
+    steps, before = Steps(), sys.getprofile()
+    sys.setprofile(steps)
+    try:
+        yield steps
+    finally:
+        sys.setprofile(before)
+
+
+class Full:
+    """A scheduler whose seats are all taken. Its members are known by their node's name."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        self.settings = Settings(workers, servers)
+        self.core = Scheduler(self.settings, JOB, 0.0)
+        self.lives: dict[str, int] = {}
+        self.now = 50.0
+        for rank in range(servers):
+            self.join(Role.SERVER, rank)
+        for rank in range(workers):
+            self.join(Role.WORKER, rank)
+        self.now = 53.0
+        self.core.check()
+
+    def join(self, role: Role, rank: int, pid: int = 1) -> list[Send]:
+        hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", pid, f"tcp://h:{rank}")
+        said = self.say(f"{role} {rank} {pid}", Envelope(bytes(16), 0, role, rank, 0, 0), hello)
+        self.lives[f"{role} {rank}"] = self.core.job.seats.issued
+        return said
+
+    def say(self, name: str, envelope: Envelope, message: Any) -> list[Send]:
+        effects = self.core.on_packet(name.encode(), Packet(envelope, message), self.now)
+        return [one for one in effects if isinstance(one, Send)]
+
+    def of(self, rank: int, seq: int = 0) -> Envelope:
+        life = self.lives[f"{Role.WORKER} {rank}"]
+        return Envelope(JOB, self.core.job.number, Role.WORKER, rank, life, seq)
+
+    def worker(self, rank: int, message: Any, seq: int = 0) -> list[Send]:
+        return self.say(f"{Role.WORKER} {rank} 1", self.of(rank, seq), message)
+
+
+@cache
+def full(workers: int, servers: int) -> Full:
+    return Full(workers, servers)
+
+
+def copy(workers: int, servers: int) -> Full:
+    return deepcopy(full(workers, servers))
+
+
+def test_a_beat_and_a_barrier_take_the_scheduler_the_same_work_for_each_worker() -> None:
+    work = []
+    for workers, servers in SIZES:
+        one = full(workers, servers)
+        with counted() as steps:
+            for rank in range(workers):
+                one.worker(rank, Beat(1))
+                one.worker(rank, Barrier("kv", "b", 0), seq=1)
+        work.append(steps.count / workers)
+    assert work[-1] < 1.1 * work[0], work
+
+
+def test_a_loss_and_a_join_cost_a_message_and_the_same_work_for_each_member() -> None:
+    work = []
+    for workers, servers in SIZES:
+        one, members = copy(workers, servers), workers + servers
+        with counted() as steps:
+            lost = one.worker(3, Leave(False, 9, True, "killed"))
+            one.now += 5
+            joined = one.join(Role.WORKER, 3, pid=2)
+        assert sum(isinstance(send.packet.message, View) for send in lost) == members
+        assert len(lost) <= members + 1
+        assert len(joined) <= members + 2
+        work.append(steps.count / members)
+    assert work[-1] < 1.1 * work[0], work
+
+
+@pytest.mark.parametrize("what", ["join", "leave"])
+def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) -> None:
+    for workers, servers in SIZES:
+        one, members = copy(workers, servers), workers + servers
+        views, begun = 0, one.now
+        for rank in range(1, min(workers, 300)):
+            said = one.worker(rank, Leave(what == "leave", 9, True, ""))
+            if what == "join":
+                said += one.join(Role.WORKER, rank, pid=2)
+            views += sum(isinstance(send.packet.message, View) for send in said)
+            one.now += 0.001
+        if one.core.job.is_untold:
+            due = one.core.deadline()
+            assert due is not None
+            one.now = max(one.now, due)
+            effects = list(one.core.on_timer(one.now))
+            views += sum(isinstance(o.packet.message, View) for o in effects if type(o) is Send)
+        one.core.check()
+        assert not one.core.job.is_untold, "the last change is told to all"
+        # What the pace allows, the one that goes beyond it, and those that come with a WELCOME.
+        allowed = ROWS_PER_S * (one.now - begun + AHEAD_S) / members**2 + 1.1
+        assert views <= allowed * members + (workers if what == "join" else 0)
+
+
+def test_a_member_takes_the_same_octets_of_a_view_however_many_there_are() -> None:
+    """One of all 1,500 seats still fits into a head: ``tests/unit/test_job.py``."""
+    octets = []
+    for workers, servers in SIZES:
+        one = full(workers, servers)
+        envelope = Envelope(JOB, 1, Role.SCHEDULER, 0, 0, 0)
+        (head,) = wire.encode(Packet(envelope, one.core.job.view(one.now)))
+        assert len(head) <= wire.HEAD_BYTES_MAX
+        octets.append(len(head) / (workers + servers))
+    assert max(octets) < 1.3 * min(octets), octets
