@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvps.core.joins import Joins
 from kvps.messages import (
     Barrier,
     Done,
     Error,
+    History,
+    HistoryIs,
     Join,
     Joined,
     Optimize,
     Probe,
     Probed,
     Pulled,
+    Push,
     Rate,
-    Recall,
-    Recalled,
     Return,
+    Run,
 )
+from kvps.specs import BY_NAME
 from tests.server_stage import ServerStage, heard, optimizing, pulled, refusal
+
+FLOAT = BY_NAME["float32"].id
 
 
 def test_a_rank_is_away_until_its_join_is_over() -> None:
@@ -83,7 +89,7 @@ def test_the_judge_answers_when_all_have_joined() -> None:
     stage = staged()
     assert stage.say(1, Join("kv", 1, True)) == []
     (answer,) = heard(stage.say(1, Probe((stage.seqs[1],))), Probed)
-    assert answer.pending[0].reason == "rank 0 has not joined"
+    assert answer.pending[0].reason == "rank 0 (alive, last request 0 s ago) has not joined"
     assert stage.say(1, Join("kv", 1, True), seq=1) == []
     said = stage.say(0, Join("kv", 1, True), seq=9)
     assert set(heard(said, Joined)) == {Joined(1, 0), Joined(9, 0)}
@@ -108,6 +114,24 @@ def test_another_server_waits_for_all_when_it_hears_of_the_end() -> None:
     assert stage.span("w").version == 1, "it came late"
 
 
+@pytest.mark.spec("R102", "R120")
+def test_what_is_not_finite_is_dropped_from_what_a_join_closes_too() -> None:
+    stage = ServerStage(2, servers=2, rank=1)
+    stage.open("sync", on_nonfinite="skip")
+    for key in ("a", "b", "c"):
+        stage.init(key, [0.0])
+    stage.optimizer("test")
+    for rank in (0, 1):
+        stage.say(rank, Join("kv", 1, False))
+    place = stage.pieces["a"][0]
+    for number, row in enumerate(([1.0, float("nan"), 1.0], [1.0, 1.0, 1.0])):
+        runs = (Run(place.start, 3, number),)  # the keys lie side by side, in one span
+        stage.say(0, Push(place.chunk, FLOAT, (0,), 1.0, False, runs), torch.tensor(row))
+    stage.say(1, Return("kv", 1))
+    assert [stage.span(key).version for key in ("a", "b", "c")] == [2, 2, 2]
+    assert [stage.values(key) for key in ("a", "b", "c")] == [[2.0], [1.0], [2.0]]
+
+
 @pytest.mark.spec("R121")
 def test_a_view_may_end_a_join() -> None:
     stage = staged(3)
@@ -115,7 +139,7 @@ def test_a_view_may_end_a_join() -> None:
     stage.say(0, Join("kv", 1, True))
     assert heard(stage.show(w2="lost"), Joined) == []
     (answer,) = heard(stage.say(1, Probe((1,))), Probed)
-    assert answer.pending[0].reason == "rank 2 has not joined"
+    assert answer.pending[0].reason == "rank 2 (lost) has not joined"
     assert len(heard(stage.show(w2="left"), Joined)) == 2
 
 
@@ -154,16 +178,16 @@ def test_the_clock_of_one_that_is_away_does_not_count() -> None:
 @pytest.mark.spec("R125")
 def test_a_server_tells_what_it_heard() -> None:
     stage = staged()
-    empty = heard(stage.say(1, Recall("kv")), Recalled)
-    assert empty == [Recalled(stage.seqs[1], 0, 0, 0, 0, 0.0, 0, False)]
+    empty = heard(stage.say(1, History("kv")), HistoryIs)
+    assert empty == [HistoryIs(stage.seqs[1], 0, 0, 0, 0, 0.0, 0, False)]
     stage.optimizer("sgd", call=2, lr=1.0)
     stage.say(0, Rate("kv", 3, True, 0.5, 7))
     for rank in (0, 1):
         stage.say(rank, Join("kv", 1, True))
     stage.say(1, Join("kv", 2, True))
-    (full,) = heard(stage.say(1, Recall("kv")), Recalled)
-    assert full == Recalled(stage.seqs[1], 2, 0, 3, 7, 0.5, 1, True)
-    assert not heard(stage.say(0, Recall("kv")), Recalled)[0].joined
+    (full,) = heard(stage.say(1, History("kv")), HistoryIs)
+    assert full == HistoryIs(stage.seqs[1], 2, 0, 3, 7, 0.5, 1, True)
+    assert not heard(stage.say(0, History("kv")), HistoryIs)[0].joined
 
 
 @pytest.mark.spec("R126")

@@ -807,6 +807,24 @@ def test_progress_is_what_the_user_asks_for() -> None:
     assert one.sent(Beat)[-1].progress == before + 1
 
 
+@pytest.mark.spec("R29")
+def test_one_that_waits_or_computes_for_long_beats_on_and_says_which_it_does() -> None:
+    one = small()
+    one.effects.clear()
+    ticket = one.call(push({"w": torch.ones(4)}), timeout_s=600.0)
+    one.wait(60.0)
+    waiting = one.sent(Beat)
+    assert len(waiting) >= 59
+    assert {beat.reason for beat in waiting[1:]} == {"push()"}
+    one.ack(0, one.seqs(Push)[-1])
+    assert one.is_done(ticket)
+    one.effects.clear()
+    one.wait(60.0)  # a long backward pass
+    computing = one.sent(Beat)
+    assert len(computing) >= 59
+    assert {(beat.progress, beat.reason) for beat in computing} == {(waiting[-1].progress, "")}
+
+
 def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:
     one = Bench(servers=1)
     one.scheduler(Left())
