@@ -51,14 +51,14 @@ class Progress:
     """The call that the script waits in."""
     is_quiet: bool = False
     """Said to be so in the log."""
+    heard_at: float | None = None
+    """When its process beat last; None before it does. Its guardian may beat on without it."""
 
     def beat(self, calls: int, waits_in: str, now: float) -> str:
-        """Take a beat in; return what is new and worth a line of log.
-
-        A guardian beats for the same member and knows of no calls: what it says does not count.
-        """
+        """Take in a beat of the script's own process; return what is new and worth a line of log."""
         if calls < self.calls:
-            return ""
+            return ""  # a guardian's, which a scheduler that began anew takes for the script's
+        self.heard_at = now
         if calls > self.calls:
             self.calls, self.moved_at = calls, now
         self.waits_in = waits_in
@@ -73,6 +73,8 @@ class Progress:
     def words(self, now: float) -> str:
         """Say how the script of a member that beats stands."""
         quiet_s = now - self.moved_at
+        if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
+            return f"hangs: its kvps-worker lives, its process is silent for {now - self.heard_at:.0f} s"
         if self.waits_in:
             return f"alive, waits in {self.waits_in} for {quiet_s:.0f} s"
         return quiet_in_words(quiet_s, "call") if self.calls else "alive, has called nothing yet"

@@ -25,7 +25,7 @@ from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
 from kvps.core.presence import ranks_in_words
-from kvps.core.seats import NAME_MAX, Seat, Settings, State
+from kvps.core.seats import NAME_MAX, Seat, Settings, State, shortened
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     PROTOCOL,
@@ -158,8 +158,10 @@ class Scheduler:
         number = self.job.number
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
-        if news := seat.progress.beat(beat.progress, beat.reason[:NAME_MAX], now):
-            self.job.note("warning", f"{seat.node} {news}")
+        if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
+            news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
+            if news:
+                self.job.note("warning", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number

@@ -23,7 +23,7 @@ def test_a_script_that_calls_makes_progress() -> None:
     assert script.words(101.0) == "alive, has called nothing yet"
     script.beat(5, "", 102.0)
     assert script.words(104.0) == "alive, last call 2 s ago"
-    script.beat(5, "", 143.0)
+    script.beat(5, "", 143.5)
     assert script.words(144.0) == "alive, but no progress for 42 s"
     script.beat(6, "", 145.0)
     assert script.words(145.0) == "alive, last call 0 s ago"
@@ -32,6 +32,7 @@ def test_a_script_that_calls_makes_progress() -> None:
 def test_one_that_waits_in_a_call_does_not_hang() -> None:
     script = Progress(0, 0.0)
     script.beat(5, "pull()", 10.0)
+    script.beat(5, "pull()", 69.0)
     assert script.words(70.0) == "alive, waits in pull() for 60 s"
     assert script.beat(5, "pull()", 10.0 + 2 * QUIET_AFTER_S) == ""
 
@@ -46,8 +47,15 @@ def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
     assert script.beat(2, "", 100.0 + QUIET_AFTER_S + 2) == "calls again"
 
 
-def test_what_a_guardian_says_of_the_script_does_not_count() -> None:
+def test_one_whose_process_says_nothing_any_more_hangs() -> None:
     script = Progress(0, 0.0)
     script.beat(7, "barrier()", 1.0)
-    assert script.beat(0, "", 50.0) == ""
-    assert script.words(50.0) == "alive, waits in barrier() for 49 s"
+    assert script.words(3.0) == "alive, waits in barrier() for 2 s"
+    assert script.words(43.0) == "hangs: its kvps-worker lives, its process is silent for 42 s"
+
+
+def test_a_beat_with_fewer_calls_is_not_the_scripts() -> None:
+    script = Progress(0, 0.0)
+    script.beat(7, "barrier()", 1.0)
+    assert script.beat(0, "", 43.0) == ""
+    assert script.words(43.0).startswith("hangs")

@@ -231,11 +231,22 @@ class TestBeat:
     def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
         stage = running()
         stage.beat("w1", 5)
-        stage.wait(QUIET_AFTER_S, ["w0", "w1", "s0"])
         quiet = "warning: worker 1 lives, but has called nothing for 60 s"
-        assert notes(stage.beat("w1", 5)) == [quiet]
+        assert notes(stage.wait(QUIET_AFTER_S + 9, ["w0", "w1", "s0"])) == [quiet]
         assert notes(stage.beat("w1", 5)) == []
         assert notes(stage.beat("w1", 6)) == ["warning: worker 1 calls again"]
+
+    def test_of_a_guardian_tells_nothing_of_the_script(self) -> None:
+        stage = running()
+        stage.leave("w1", done=False)
+        stage.hello("g", "worker", rank=1, guardian=True)
+        stage.attach("w1", "g")
+        stage.beat("w1", 5)
+        stage.barrier("w0")
+        stage.wait(42, ["w0", "g", "s0"])
+        (answer,) = sent(stage.barrier("w0"), Probed)
+        hangs = "hangs: its kvps-worker lives, its process is silent for 42 s"
+        assert answer.pending[0].reason == f"waits for rank 1 ({hangs})"
 
     def test_of_one_who_waits_for_its_welcome(self) -> None:
         stage = Stage(2, 0, keep_alive=True)
@@ -422,7 +433,8 @@ class TestBarrier:
         stage.wait(8, [*everybody, "w4"])
         stage.say("w2", Beat(8, "pull()"))
         stage.leave("w3", done=False, reason="killed")
-        stage.wait(4, ["w0", "w1", "w2", "s0"])
+        stage.wait(4, ["w0", "w1", "s0"])
+        stage.say("w2", Beat(8, "pull()"))
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
         assert answer.pending[0].reason == (
             "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, waits in pull() for 4 s), "

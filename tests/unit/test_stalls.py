@@ -36,6 +36,18 @@ def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
     assert texts(stalls) == []
 
 
+def test_what_goes_on_is_said_again_when_it_is_twice_as_old() -> None:
+    stalls = Stalls()
+    told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
+    assert told == [10, 20, 40, 80]
+
+
+def test_a_younger_round_of_the_same_rank_is_no_news() -> None:
+    stalls = Stalls()
+    texts(stalls, stall("kv", 30))
+    assert texts(stalls, stall("kv", 12)) == []
+
+
 def test_each_store_has_its_own() -> None:
     stalls = Stalls()
     assert len(texts(stalls, stall("a"), stall("b"))) == 2
