@@ -282,8 +282,8 @@ class Job:
 
     def snapshot(self) -> bytes:
         """Return what :meth:`restore` needs."""
-        released = self.barriers.released
-        return dump(Snapshot(self.name, self.number, self.formed, self.seats, released))
+        passed, resumed = self.barriers.released, self.barriers.resumed
+        return dump(Snapshot(self.name, self.number, self.formed, self.seats, passed, resumed))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
@@ -291,7 +291,7 @@ class Job:
         former = load(snapshot, settings, now)
         job = cls(settings, former.job, now)
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
-        job.barriers.released = former.released
+        job.barriers.released, job.barriers.resumed = former.released, former.resumed
         job._assemble()
         job.phase = Phase.RUNNING if former.formed else Phase.FORMING
         job.reason = job.assess(now)[1]

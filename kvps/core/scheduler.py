@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
-from kvps.core.seats import NAME_MAX, Seat, Settings, State
+from kvps.core.presence import ranks_in_words
+from kvps.core.seats import NAME_MAX, Seat, Settings, State, shortened
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     PROTOCOL,
@@ -35,7 +36,12 @@ from kvps.messages import (
     Hello,
     Leave,
     Left,
+    Node,
     Packet,
+    Pending,
+    Probed,
+    Resume,
+    Resumed,
     Role,
     Stop,
 )
@@ -75,6 +81,8 @@ class Scheduler:
                     self._on_beat(route, envelope, message, now)
                 case Barrier():
                     self._on_barrier(route, envelope, message, now)
+                case Resume():
+                    self._on_resume(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
@@ -123,6 +131,7 @@ class Scheduler:
             return
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
+            seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
             self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
             self.job.withdraw(seat)
@@ -147,7 +156,12 @@ class Scheduler:
 
     def _on_beat(self, route: Route, envelope: Envelope, beat: Beat, now: float) -> None:
         number = self.job.number
-        self.job.revive(self._recognise(route, envelope, now), now)
+        seat = self._recognise(route, envelope, now)
+        self.job.revive(seat, now)
+        if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
+            news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
+            if news:
+                self.job.note("warning", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
@@ -183,12 +197,30 @@ class Scheduler:
         if not seat.is_alive:
             raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
         self.job.revive(seat, now)
-        name = (barrier.store, barrier.name)
-        before = self.job.barriers.released.get(name)
-        self.job.answer(
-            self.job.barriers.stand(seat.node.rank, Waiter(route, envelope.seq), barrier)
-        )
-        self.job.has_changed |= self.job.barriers.released.get(name) != before
+        barriers, rank, name = self.job.barriers, seat.node.rank, (barrier.store, barrier.name)
+        before, stood = barriers.released.get(name), barriers.missing(rank, barrier)
+        self.job.answer(barriers.stand(rank, Waiter(route, envelope.seq, barrier.resumed), barrier))
+        self.job.has_changed |= barriers.released.get(name) != before
+        if stood and (missing := barriers.missing(rank, barrier)):  # it asks again
+            seats = self.job.seats.by_node
+            who = ranks_in_words(missing, lambda rank: seats[Node(Role.WORKER, rank)].presence(now))
+            why = f"waits for {who}"
+            self.job.send(route, Probed((), (Pending(envelope.seq, why),)))
+
+    def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.WORKER or not seat.is_alive:
+            raise ProtocolError(f"{seat.node} ({seat.state.value}) resumes nothing; workers do")
+        self.job.revive(seat, now)
+        barriers, rank = self.job.barriers, seat.node.rank
+        if not seat.is_replacement:
+            self.job.send(route, Resumed(envelope.seq, False, {}))
+            return
+        if resume.pushed is not None:
+            self.job.answer(barriers.resume(rank, resume.store, resume.pushed))
+            self.job.has_changed = True
+        numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
+        self.job.send(route, Resumed(envelope.seq, True, numbers))
 
     def _examine(self, envelope: Envelope, hello: Hello) -> None:
         major, minor = PROTOCOL

@@ -17,7 +17,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Snapshot(NamedTuple):
@@ -28,6 +28,7 @@ class Snapshot(NamedTuple):
     formed: bool
     seats: Seats
     released: dict[Name, int]
+    resumed: dict[tuple[str, int], int]
 
 
 def dump(snapshot: Snapshot) -> bytes:
@@ -44,6 +45,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.master,
             seat.machine,
             seat.is_guarded,
+            seat.is_replacement,
             seat.has_said_so,
             seat.has_begun,
             seat.reason,
@@ -51,9 +53,10 @@ def dump(snapshot: Snapshot) -> bytes:
         for seat in snapshot.seats.by_node.values()
     ]
     released = [(*name, number) for name, number in snapshot.released.items()]
+    resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    state: bytes = msgpack.packb((head, seats, released))
+    state: bytes = msgpack.packb((head, seats, released, resumed))
     return state
 
 
@@ -65,7 +68,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
         ConfigError: if it is of a cluster of another size.
     """
     try:
-        head, rows, released = msgpack.unpackb(state)
+        head, rows, released, resumed = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
@@ -90,13 +93,15 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.master,
                 seat.machine,
                 seat.is_guarded,
+                seat.is_replacement,
                 seat.has_said_so,
                 seat.has_begun,
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}
+        places = {(store, rank): pushed for store, rank, pushed in resumed}
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
             "the scheduler's state cannot be read: start with another --state, and the job again"
         ) from error
-    return Snapshot(job, number, formed, seats, passed)
+    return Snapshot(job, number, formed, seats, passed, places)

@@ -125,6 +125,9 @@ class Store:
     def barrier(self, name: str | None = None) -> Script:
         yield self._do(calls.Stand(self.name, name))
 
+    def join(self) -> Script:
+        return (yield self._do(calls.JoinStore(self.name)))
+
     def flush(self) -> Script:
         yield self._do(calls.Flush(self.name))
 

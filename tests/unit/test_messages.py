@@ -16,6 +16,8 @@ TAGS = {
     **{30: "Load", 31: "Push", 32: "Ack", 33: "Pull", 34: "Pulled"},
     **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},
     **{50: "Status", 51: "StatusIs", 60: "Offer", 61: "Taken", 62: "Release"},
+    **{70: "Join", 71: "Joined", 72: "Return", 73: "History", 74: "HistoryIs"},
+    **{75: "Resume", 76: "Resumed"},
 }
 """Written down once more: a tag that was given is for ever."""
 

@@ -14,7 +14,8 @@ from tests.stage import JOB, Stage
 
 def snapshot_of(stage: Stage) -> Snapshot:
     job = stage.scheduler.job
-    return Snapshot(job.name, job.number, job.formed, job.seats, job.barriers.released)
+    passed, resumed = job.barriers.released, job.barriers.resumed
+    return Snapshot(job.name, job.number, job.formed, job.seats, passed, resumed)
 
 
 def test_round_trip() -> None:
@@ -23,10 +24,12 @@ def test_round_trip() -> None:
     stage.leave("w1", done=False, code=3, reason="boom")
     stage.barrier("w0")
     stage.scheduler.job.barriers.released["kv", "c"] = 5
+    stage.scheduler.job.barriers.resumed["kv", 1] = 7
     former = snapshot_of(stage)
     again = load(dump(former), stage.settings, 50.0)
     assert again[:3] == (JOB, 2, True)
     assert again.released == {("kv", "c"): 5}
+    assert again.resumed == {("kv", 1): 7}
     assert again.seats.issued == 3
     for node, seat in former.seats.by_node.items():
         copy = again.seats.by_node[node]
@@ -59,14 +62,14 @@ def test_refuses_what_it_did_not_write(state: bytes) -> None:
 
 
 def test_refuses_a_seat_that_does_not_exist() -> None:
-    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, rows, released, resumed = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     rows[0][1] = 4
     with pytest.raises(StorageError, match="cannot be read"):
-        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, rows, released, resumed]), Settings(1, 0), 0.0)
 
 
 def test_refuses_another_format() -> None:
-    head, rows, released = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, rows, released, resumed = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     head[0] = FORMAT + 1
     with pytest.raises(StorageError, match=f"has format {FORMAT + 1}"):
-        load(msgpack.packb([head, rows, released]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, rows, released, resumed]), Settings(1, 0), 0.0)

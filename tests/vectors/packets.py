@@ -121,6 +121,13 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),
         (SERVER, m.Taken(0x0123456789ABCDEF, False, "another user's"), ()),
         (asking_nothing(WORKER), m.Release(18, (4, 17)), ()),
+        (WORKER, m.Join("weights", 2, True), ()),
+        (SERVER, m.Joined(42, 1), ()),
+        (WORKER, m.Return("weights", 2), ()),
+        (WORKER, m.History("weights"), ()),
+        (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True), ()),
+        (WORKER, m.Resume("weights", 200), ()),
+        (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
     ]
 
 
