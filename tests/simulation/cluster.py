@@ -209,13 +209,16 @@ class Cluster:
         seed: int = 0,
         faults: Faults | None = None,
         machines: Sequence[int] = (),
+        rates: dict[str, float] | None = None,
     ) -> None:
         """Start all processes, at slightly different times.
 
-        ``machines`` are those of the workers, by rank; servers are on machine 1.
+        ``machines`` are those of the workers, by rank; servers are on machine 1. ``rates`` are those
+        of the clocks of processes, where they are wrong.
         """
         self.machines = list(machines)
         self.network = Network(seed, faults or Faults())
+        self.network.rates = rates or {}
         self.workers = workers
         self.script = script
         self.clients: dict[int, Client] = {}
@@ -295,14 +298,17 @@ class Cluster:
         self.network.run(lambda: self.network.now >= end, end)
 
     def part(self, limit_s: float) -> None:
-        """Let every process end that still lives; nobody has anything left to do."""
+        """Let the scheduler and the servers end; the workers' scripts have.
+
+        A worker whose LEAVE nobody answers any more is ended by its shell.
+        """
         end = self.network.now + limit_s
         self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
 
     @property
     def is_anyone_alive(self) -> bool:
-        """Whether any process has not ended."""
-        return any(one.alive for one in self.processes)
+        """Whether the scheduler or a server has not ended."""
+        return any(one.alive for one in (self.scheduler, *self.servers))
 
     @property
     def processes(self) -> list[Process]:

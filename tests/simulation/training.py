@@ -111,6 +111,27 @@ def train(job: Job, rank: int) -> Script:
     return weights
 
 
+def one_hot(job: Job, rank: int) -> Script:
+    """Push to each element once, over all ranks; and to ``even`` everywhere at once."""
+    kv, size = job.store, job.workers * job.steps * 3
+    zeros = {"hot": torch.zeros(size), "even": torch.zeros(140)}
+    yield from kv.open()
+    yield from kv.init(zeros)
+    yield from kv.set_optimizer("sgd", lr=1.0)
+    begin = yield from kv.resume(["hot", "even"])
+    for step in range(begin, job.steps):
+        hot = torch.zeros(size)
+        hot[rank * job.steps + step :: job.workers * job.steps] = -1
+        yield from kv.push({"hot": hot, "even": -torch.ones(140)})
+        if job.ways[step] == "pull":
+            pulled = yield from kv.pull(zeros)
+            # Nobody waits for the rest of a push whose worker is lost.
+            assert job.kills or len(pulled["even"].unique()) == 1, f"torn: {pulled['even']}"
+            assert pulled["hot"].max() <= 1, "an element was pushed to twice"
+    # Barriers do not wait for the replacement of a lost worker here; this pull does.
+    return (yield from kv.pull(zeros, min_version=job.workers * job.steps))
+
+
 def patient(call: Callable[..., Script], *args: Any, **options: Any) -> Script:
     """Make a call again until it does not time out."""
     while True:
