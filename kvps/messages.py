@@ -306,6 +306,8 @@ class Open(Message):
     """How much travels, and is updated, at once; the first OPEN decides."""
     bundles: bool = False
     """Workers of one machine add up their gradients before these leave it."""
+    on_nonfinite: str = "apply"
+    """What becomes of an update by NaN or infinity: ``apply``, ``skip`` or ``error``."""
 
 
 class Entry(NamedTuple):
@@ -479,6 +481,19 @@ class Pull(Message):
     """Of how many broadcasts of the store the asker wants to see the values."""
 
 
+class Dropped(NamedTuple):
+    """The last update of a key that was not made, since its gradient was not finite."""
+
+    start: int
+    """Where the key's piece begins in the chunk."""
+    number: int
+    """Of the round; or, where each push is applied by itself, of the asking rank's push."""
+    values: int
+    """How many of the whole key were not finite."""
+    ranks: tuple[int, ...]
+    """Among whose pushes they were; empty where all pushes were finite and their sum was not."""
+
+
 @_tag(34)
 @dataclass(frozen=True, slots=True)
 class Pulled(Message):
@@ -489,6 +504,8 @@ class Pulled(Message):
     dtype: int
     values: bool
     runs: tuple[Stand, ...]
+    dropped: tuple[Dropped, ...] = ()
+    """Only of a store that makes errors of them."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame, the elements of all runs side by side, or none."""
@@ -526,7 +543,7 @@ class Rate(Message):
 @_tag(42)
 @dataclass(frozen=True, slots=True)
 class Norms(Message):
-    """Server to server: my part of a whole tensor's sums of squares, for one update of it."""
+    """Server to server: what I measured of my part of a tensor, for one update of it."""
 
     store: str
     key: str
@@ -534,9 +551,15 @@ class Norms(Message):
     """The pushing rank where each push is applied by itself; None for a round."""
     number: int
     sums: tuple[float, ...]
-    """Empty where the sender has none yet and asks for the receiver's."""
+    """Where the store drops what is not finite, first how many values are not; then the sums of
+    squares that the optimizer needs, -1 for one that is no number. Empty where the sender has not
+    measured yet and asks for what the receiver has."""
     reply: bool
     """The receiver should answer with its own."""
+    culprits: tuple[int, ...] = ()
+    """Among whose pushes the values are that are not finite."""
+    call: int = 0
+    """The DECLARE that gave the key its place: another key may have had the name before."""
 
 
 class Field(NamedTuple):
@@ -622,6 +645,8 @@ class StatusIs(Message):
     seq: int
     rounds: tuple[OpenRound, ...]
     clocks: tuple[Clock, ...]
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By key, how many updates were dropped, as they were not finite."""
 
 
 # --- memory that is shared on one host ----------------------------------------------------------

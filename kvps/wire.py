@@ -294,6 +294,7 @@ _BY_FIELD: dict[str, Check] = {
     "role": _role,
     "rank": _natural_32,
     "ranks": _natural_32,
+    "culprits": _natural_32,
     "View.number": _natural_32,
     "exit_code": _int,
     "numbers": _int,

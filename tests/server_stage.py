@@ -298,15 +298,18 @@ class ServerStage:
         return torch.cat(rows).tolist()
 
     def snapshot(self) -> object:
-        """All that a request could change, apart from which session it came along."""
+        """All that a request could change, apart from which session it came along.
+
+        Values are told as text: memory that nobody has loaded yet may hold NaN, which equals nothing.
+        """
         requests = self.server.requests
         chunks = [
             (
                 one.number,
                 one.keys,
                 one.bounds,
-                one.buffer.tensor[: one.used].tolist(),
-                {n: t[: one.used].tolist() for n, t in (one.state or {}).items()},
+                str(one.buffer.tensor[: one.used].tolist()),
+                {n: str(t[: one.used].tolist()) for n, t in (one.state or {}).items()},
                 sorted(one._blank),
                 one._retired,
                 # How spans are cut means nothing; what they say of each key does.

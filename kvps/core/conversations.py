@@ -18,6 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue
+from kvps.core.drops import complain
 from kvps.core.link import Request
 from kvps.core.placement import home
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
@@ -292,11 +293,18 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     if sink is not None:
         after = alike([number + 1 for number in each])
         yield from even_out(book, tally, sink, after, call.priority)
+        _complain(book, tally)
     return _views(book, plan, sink)
 
 
 def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor] | None:
     return sink.views(plan.keys, book.memory) if isinstance(sink, Pieces) else None
+
+
+def _complain(book: Catalogue, tally: Tally) -> None:
+    """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
+    if tally.dropped and not tally.is_unwanted:
+        complain(book.opened.store, book.ordered, book.keys, tally.dropped)
 
 
 def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
@@ -332,7 +340,8 @@ def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
-    yield from read(book, plan, sink, after, call.min_version, call.priority)
+    tally = yield from read(book, plan, sink, after, call.min_version, call.priority)
+    _complain(book, tally)
     return _views(book, plan, sink)
 
 
@@ -360,6 +369,7 @@ def resume(book: Catalogue, names: tuple[str, ...]) -> Conversation:
         owed = 0  # of a key that is not there yet, all pushes are owed
     for key in plan.keys:
         key.number, key.is_refused = owed, False
+        key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
     return owed
 
 

@@ -8,21 +8,24 @@ closes. In an asynchronous one each push moves them. What moves weights is writt
 after each version it yields the readings that waited there, to be looked at again before the next
 version comes. So who waits for a version gets exactly this one.
 
-A rule that needs norms of whole tensors (LARS, LAMB) makes a detour: a summed gradient becomes
-*due*, each server measures its part of the tensor, and the update happens when the sums of squares
-of all parts are known (:mod:`kvps.core.norms`). Spans are then never wider than a piece.
+Some updates make a detour: a summed gradient becomes *due*, each server measures its part of the
+tensor, and the update happens when the sums of all parts are known (:mod:`kvps.core.norms`). So do
+those of a rule that needs norms of whole tensors (LARS, LAMB). And where a store drops what is not
+finite (:mod:`kvps.core.drops`), those of every key that is more than one piece: such an update must
+not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
+from kvps.core.drops import Flaw, count_nonfinite
 from kvps.core.hyper import Hyper
 from kvps.core.namespace import Namespace, Shard
-from kvps.core.norms import Norm, NormId
+from kvps.core.norms import Norm, NormId, Told
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
@@ -58,11 +61,15 @@ class Engine:
         self.chunks = Chunks(memory, server, servers)
         self.norms: dict[NormId, Norm] = {}
         """Of the updates that are not made yet."""
-        self._told: dict[NormId, tuple[float, ...]] = {}
+        self._told: dict[NormId, Told] = {}
         """This server's sums for updates that are made, for one who has missed them: the last
         WINDOW of each (store, key, rank)."""
         self._untold: list[Norm] = []
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        """Memory for the sums of a span that is looked at before it is applied."""
+        self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        """Of each chunk, for how many keys that is, where pieces lie that are not all of their key."""
         self._block_count = BLOCK_COUNT * threads
 
     def chunk(self, number: int) -> Chunk:
@@ -140,10 +147,32 @@ class Engine:
             )
 
     def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
-        """Return the spans that tile a run; one for each piece where norms are needed."""
+        """Return the spans that tile a run; each that makes the detour is one piece."""
         if space.updater is not None and space.updater.needs_norms:
             return chunk.cut_by_piece(start, stop)
-        return chunk.cut(start, stop)
+        if not _drops(space, chunk.dtype):
+            return chunk.cut(start, stop)
+        edges = [start]
+        for begin, end in self._pieces_apart(space, chunk):
+            edges += [edge for edge in (begin, end) if edges[-1] < edge < stop]
+        edges.append(stop)
+        return [span for begin, end in pairwise(edges) for span in chunk.cut(begin, end)]
+
+    def _pieces_apart(self, space: Namespace, chunk: Chunk) -> list[tuple[int, int]]:
+        """Return where pieces lie in ``chunk`` that are not all of their key, in order."""
+        known, apart = self._apart.get(chunk.number, (0, []))
+        if known < len(chunk.keys):
+            apart = apart + [
+                (start, stop)
+                for key, start, stop in chunk.pieces(chunk.bounds[known], chunk.used)
+                if self._is_apart(space.shards[key])
+            ]
+            self._apart[chunk.number] = len(chunk.keys), apart
+        return apart
+
+    def _is_apart(self, shard: Shard) -> bool:
+        """Whether a key is more than one piece, here or over all servers."""
+        return len(shard.pieces) > 1 or bool(self._holders(shard))
 
     def _take(
         self,
@@ -156,15 +185,15 @@ class Engine:
         lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
-        for span, number, _ in work:
-            span.take(ranks, number)
         for span, number, part in work:
+            span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
                 keep = space.opened.deterministic
                 span.round(number, now).add(ranks, part, lent=lent, keep=keep)
                 yield from self.close(space, chunk, span, quorum)
             else:
-                yield from self._due(space, chunk, span, Due(number, ranks, Sum((part,))))
+                due = Due(number, ranks, Sum((part,)), (ranks,))
+                yield from self._due(space, chunk, span, due)
 
     def close(
         self, space: Namespace, chunk: Chunk, span: Span, quorum: Quorum
@@ -172,16 +201,20 @@ class Engine:
         """Close the rounds of ``span`` that are complete; yield those who are woken."""
         required = quorum.required(space.opened.on_worker_lost)
         while required and span.closable(required):
-            closed = span.rounds.popleft()
-            total = closed.sum()
-            yield from self._due(space, chunk, span, Due(closed.number, (), total))
+            closed, stop = span.rounds.popleft(), span.stop
+            due = Due(closed.number, (), closed.sum(), closed.whose())
+            yield from self._due(space, chunk, span, due)
+            if span.stop < stop:  # it was cut on the way
+                for part in list(chunk.spans_in(span.stop, stop)):
+                    yield from self.close(space, chunk, part, quorum)
 
     # --- updates ----------------------------------------------------------------------------
 
     def optimize(self, space: Namespace, hyper: Hyper) -> Iterator[Reading]:
         """Install an optimizer; yield those who are woken.
 
-        What waits for norms of the old rule is applied without, if the new one needs none.
+        What waits for norms of the old rule is applied without, if the new one needs none; what has
+        to be known to be finite waits on.
 
         Raises:
             ConfigError: if it cannot update what is there; nothing is changed.
@@ -192,26 +225,105 @@ class Engine:
             for span in list(chunk.spans):
                 if space.updater.needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
-                while span.due and not space.updater.needs_norms:
+                while span.due and not space.updater.needs_norms and not _drops(space, chunk.dtype):
                     yield from self._update(space, chunk, span, span.due.popleft())
-        if not space.updater.needs_norms:
+        if not space.updater.needs_norms and space.drops is None:
             self._drop_norms(space.name)
 
     def replace(self, space: Namespace, shard: Shard) -> list[Reading]:
         """Give back the place of a key that has another one now; return who waited there."""
         self._drop_norms(space.name, shard.key)
+        if space.drops is not None:
+            space.drops.forget(shard.pieces)
         return self.chunks.retire(shard.pieces)
 
     def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
-        updater = space.updater
-        if updater is None or not updater.needs_norms:
-            yield from self._update(space, chunk, span, due)
-            return
-        due.sum = Sum((Strip([due.sum.whole()]),))  # it may be lent, and is used twice
+        needs_norms = space.updater is not None and space.updater.needs_norms
+        if not needs_norms:
+            if not _drops(space, chunk.dtype):
+                yield from self._update(space, chunk, span, due)
+                return
+            key, _, _ = next(chunk.pieces(span.start, span.stop))
+            if not self._is_apart(space.shards[key]):
+                yield from self._sift(space, chunk, span, due)
+                return
+        whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
+        if _drops(space, chunk.dtype):
+            due.flaw = self._look(space, chunk, due, whole)
+        else:
+            due.sum.into(whole, 0, len(whole))
+        due.sum, due.is_own = Sum((Strip([whole]),)), True
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
-        yield from self._measure(space, chunk, span, due, updater)
+        yield from self._measure(space, chunk, span, due)
+
+    def _sift(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+        """Update keys that lie here as a whole, but for those whose gradient is not finite."""
+        assert space.drops is not None
+        if self._passes(space, chunk, due) is None:
+            yield from self._update(space, chunk, span, due)
+            return
+        span.due.append(due)  # so that it is cut where the span is
+        for part in chunk.cut_by_piece(span.start, span.stop):
+            one = part.due.popleft()
+            flaw = self._passes(space, chunk, one)
+            if flaw is None:
+                yield from self._update(space, chunk, part, one)
+                continue
+            ((key, _, _),) = chunk.pieces(part.start, part.stop)
+            space.drops.add(key, space.shards[key].pieces, one.rank, one.number, flaw)
+            yield from self._skip(chunk, part, one)
+
+    def _passes(self, space: Namespace, chunk: Chunk, due: Due) -> Flaw | None:
+        """Return what is not finite in a gradient. If all is, it is added up by that."""
+        dtype = _summed_in(chunk)
+        parts = due.sum.parts
+        if len(parts) == 1 and parts[0].dtype == dtype:
+            return self._look(space, chunk, due, parts[0].joined(), is_sum=True)
+        if dtype not in self._sums or len(self._sums[dtype]) < len(due.sum):
+            self._sums[dtype] = self._new_sum(chunk, len(due.sum))
+        whole = self._sums[dtype][: len(due.sum)]
+        flaw = self._look(space, chunk, due, whole)
+        if flaw is None:
+            due.sum, due.is_own = Sum((Strip([whole]),)), True
+        return flaw
+
+    def _look(
+        self,
+        space: Namespace,
+        chunk: Chunk,
+        due: Due,
+        whole: torch.Tensor,
+        *,
+        is_sum: bool = False,
+    ) -> Flaw | None:
+        """Add a gradient up in ``whole``, unless it is the sum; return what is not finite in it."""
+        is_half = BY_NAME[chunk.dtype].kind == "half"
+        # Without an optimizer the sum is what the key becomes, and there it may overflow.
+        kept_as = TORCH[chunk.dtype] if is_half and space.updater is None else whole.dtype
+        count = 0
+        for begin in range(0, len(whole), self._block_count):
+            block = whole[begin : begin + self._block_count]
+            if not is_sum:
+                due.sum.into(block, begin, begin + len(block))
+            count += count_nonfinite(block.to(kept_as))
+        if not count:
+            return None
+        culprits: set[int] = set()
+        for ranks, part in zip(due.whose, due.sum.parts, strict=True):
+            if count_nonfinite(part.joined()):
+                culprits.update(ranks)
+        return Flaw(count, tuple(sorted(culprits)))
+
+    def _new_sum(self, chunk: Chunk, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=_summed_in(chunk))
+
+    def _skip(self, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+        """Leave ``span`` as it is: a round is closed by that, a push just taken in."""
+        if due.rank is None:
+            span.version += 1
+        yield from chunk.woken(span.start, span.stop)
 
     def _update(
         self,
@@ -257,13 +369,15 @@ class Engine:
         norms: torch.Tensor | None,
     ) -> None:
         weight, state = chunk.writable(), space.state_of(chunk)
-        is_half = BY_NAME[chunk.dtype].kind == "half"
-        scratch = self._scratch_for(torch.float32 if is_half else TORCH[chunk.dtype])
+        scratch = self._scratch_for(_summed_in(chunk))
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
-                gradient = scratch[: stop - start]
-                due.sum.into(gradient, start - span.start, stop - span.start)
+                if due.is_own:
+                    gradient = due.sum.parts[0].within(start - span.start, stop - span.start)
+                else:
+                    gradient = scratch[: stop - start]
+                    due.sum.into(gradient, start - span.start, stop - span.start)
                 updater.apply(
                     weight[start:stop],
                     gradient,
@@ -289,30 +403,46 @@ class Engine:
             alike = list(group)
             yield alike[0][1], alike[-1][2], lr, weight_decay
 
-    # --- norms of whole tensors ---------------------------------------------------------------
+    # --- what must be known of whole tensors ------------------------------------------------------
 
-    def _measure(
-        self, space: Namespace, chunk: Chunk, span: Span, due: Due, updater: Updater
-    ) -> Iterator[Reading]:
-        """Add this piece's sums of squares to those of its tensor."""
-        ((key, start, stop),) = chunk.pieces(span.start, span.stop)
+    def _measure(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+        """Add this piece's sums to those of its tensor."""
+        ((key, _, _),) = chunk.pieces(span.start, span.stop)
         shard = space.shards[key]
+        flaw = due.flaw
+        norm = self._norm(space, (space.name, key, due.rank, due.number))
+        counts = [0.0 if flaw is None else float(flaw.values)] if norm.counts else []
+        sums = torch.tensor(counts, dtype=torch.float64)
+        if flaw is None and space.updater is not None and space.updater.needs_norms:
+            sums = torch.cat((sums, self._squares(space, space.updater, chunk, span, due)))
+        culprits = () if flaw is None else flaw.ranks
+        norm.measure(sums, len(shard.pieces), self._holders(shard), culprits)
+        if norm.mine and norm.holders:
+            self._untold.append(norm)
+        yield from self._settle(space, norm)
+
+    def _squares(
+        self, space: Namespace, updater: Updater, chunk: Chunk, span: Span, due: Due
+    ) -> torch.Tensor:
+        """Return the sums of squares of a piece that the store's rule needs."""
         ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
         state = space.state_of(chunk)
-        sums = updater.partial_norms(
-            chunk.buffer.tensor[start:stop],
+        return updater.partial_norms(
+            chunk.buffer.tensor[span.start : span.stop],
             due.sum.parts[0].joined(),
-            {name: tensor[start:stop] for name, tensor in state.items()},
+            {name: tensor[span.start : span.stop] for name, tensor in state.items()},
             step=span.step + 1,
             lr=lr,
             weight_decay=weight_decay,
         )
-        number = (space.name, key, due.rank, due.number)
-        norm = self.norms.setdefault(number, Norm(number))
-        norm.measure(sums, len(shard.pieces), self._holders(shard))
-        if norm.mine and norm.holders:
-            self._untold.append(norm)
-        yield from self._settle(space, norm)
+
+    def _norm(self, space: Namespace, number: NormId) -> Norm:
+        """Return what is known for an update, from nothing on."""
+        norm = self.norms.get(number)
+        if norm is None:
+            norm = Norm(number, _drops(space, space.shards[number[1]].spec.dtype))
+            self.norms[number] = norm
+        return norm
 
     def _holders(self, shard: Shard) -> frozenset[int]:
         """The other servers that hold pieces of a key: all if it is cut, none if it is not."""
@@ -325,23 +455,21 @@ class Engine:
         untold, self._untold = self._untold, []
         return untold
 
-    def hear(
-        self, space: Namespace, number: NormId, server: int, sums: tuple[float, ...]
-    ) -> Iterator[Reading]:
+    def hear(self, space: Namespace, number: NormId, server: int, told: Told) -> Iterator[Reading]:
         """Another server told its part of a tensor's sums; yield those who are woken.
 
         Raises:
             KeyNotFound, Mismatch, ProtocolError: if that cannot be; nothing is changed.
         """
         ahead = number[3] - self._applied(space, number)
-        if number in self._told or not 0 <= ahead < WINDOW or not sums:
+        if number in self._told or not 0 <= ahead < WINDOW or not told.sums:
             return  # the update is made; or so far off that it will have to be told again
-        norm = self.norms.setdefault(number, Norm(number))
-        norm.hear(server, sums)
+        norm = self._norm(space, number)
+        norm.hear(server, *told)
         yield from self._settle(space, norm)
 
-    def sums(self, space: Namespace, number: NormId, width: int) -> tuple[float, ...]:
-        """Return this server's sums for an update; empty while they are unknown.
+    def told(self, space: Namespace, number: NormId, width: int) -> Told:
+        """Return this server's sums for an update; none while they are unknown.
 
         For an update that was made without, or so long ago that its sums are forgotten, they are
         ``width`` zeros: whoever still waits must not wait for ever.
@@ -349,8 +477,8 @@ class Engine:
         if number in self._told:
             return self._told[number]
         if number in self.norms:
-            return self.norms[number].mine
-        return (0.0,) * width if number[3] < self._applied(space, number) else ()
+            return self.norms[number].told
+        return Told((0.0,) * width if number[3] < self._applied(space, number) else ())
 
     def _applied(self, space: Namespace, number: NormId) -> int:
         """The lowest update (of this rank) of a tensor that is not made yet."""
@@ -368,22 +496,40 @@ class Engine:
         """Update a tensor's pieces here if all its norms are known; yield those who are woken."""
         if not norm.complete:
             return
-        updater = space.updater
-        assert updater is not None
         store, key, rank, number = norm.id
+        shard = space.shards[key]
         del self.norms[norm.id]
         if norm.holders:
-            self._told[norm.id] = norm.mine
+            self._told[norm.id] = norm.told
             self._told.pop((store, key, rank, number - WINDOW), None)
         sums = norm.total(self.server)
-        for piece in space.shards[key].pieces:
+        flaw = None
+        if norm.counts:
+            count, sums = int(sums[0]), sums[1:]
+            flaw = Flaw(count, norm.culprits) if count else None
+        if flaw is not None and space.drops is not None:
+            space.drops.add(key, shard.pieces, rank, number, flaw)
+        for piece in shard.pieces:
             chunk = self.chunk(piece.chunk)
             (span,) = chunk.cut(piece.start, piece.start + piece.size)
             due = next(one for one in span.due if (one.rank, one.number) == (rank, number))
             span.due.remove(due)
-            yield from self._update(space, chunk, span, due, sums)
+            if flaw is None:
+                norms = self._fitting(space, chunk, span, due, sums)
+                yield from self._update(space, chunk, span, due, norms)
+            else:
+                yield from self._skip(chunk, span, due)
             if rank is None and span.due:
-                yield from self._measure(space, chunk, span, span.due[0], updater)
+                yield from self._measure(space, chunk, span, span.due[0])
+
+    def _fitting(
+        self, space: Namespace, chunk: Chunk, span: Span, due: Due, sums: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``sums``; or if the rule has come later than they were measured, the piece's own."""
+        updater = space.updater
+        if updater is None or not updater.needs_norms or len(sums):
+            return sums
+        return self._squares(space, updater, chunk, span, due)
 
     def _drop_norms(self, store: str, key: str | None = None) -> None:
         """Forget the norms of one store, or of one key of it."""
@@ -405,3 +551,12 @@ class Engine:
             assert chunk.spans
             chunk.check()
         assert not self._untold
+
+
+def _drops(space: Namespace, dtype: str) -> bool:
+    """Whether updates of such elements are dropped that are not finite."""
+    return space.drops is not None and BY_NAME[dtype].kind != "int"
+
+
+def _summed_in(chunk: Chunk) -> torch.dtype:
+    return TORCH[summed_in(chunk.dtype)]

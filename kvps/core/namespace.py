@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvps.core.drops import ACTIONS, Drops
 from kvps.core.hyper import Hyper
 from kvps.core.rules import MASTER, State
 from kvps.core.slab import Chunk, Chunks, Slab
@@ -23,7 +24,15 @@ from kvps.specs import BY_ID, BY_NAME, Spec
 
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
-AGREED = ("mode", "staleness", "deterministic", "on_worker_lost", "bigarray_bound", "bundles")
+AGREED = (
+    "mode",
+    "staleness",
+    "deterministic",
+    "on_worker_lost",
+    "bigarray_bound",
+    "bundles",
+    "on_nonfinite",
+)
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
@@ -43,6 +52,8 @@ class Shard:
     """The DECLARE whose value is being loaded, and by which incarnation of rank 0."""
     empty: set[Piece] = field(default_factory=set)
     """Pieces that the value being loaded has not reached."""
+    born: int = 0
+    """The DECLARE that gave it its place."""
 
     @property
     def ready(self) -> bool:
@@ -60,6 +71,11 @@ class Namespace:
                 f"{opened.on_worker_lost!r:.40} must be of {', '.join(MODES)} and of "
                 f"{', '.join(POLICIES)}"
             )
+        if opened.on_nonfinite not in ACTIONS:
+            raise ConfigError(
+                f"store {opened.store!r}: on_nonfinite {opened.on_nonfinite!r:.40} must be one of "
+                f"{', '.join(ACTIONS)}"
+            )
         if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
             raise ConfigError(
                 f"store {opened.store!r}: chunk_bytes {opened.chunk_bytes} must be from "
@@ -69,6 +85,10 @@ class Namespace:
         self.name = opened.store
         self.ordered = opened.mode == "sync"
         """Whether push numbers are round numbers."""
+        self.drops: Drops | None = None
+        """The updates that were not finite; None where such are made."""
+        if opened.on_nonfinite != "apply":
+            self.drops = Drops(self.name, opened.on_nonfinite == "error")
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
         self.hyper: Hyper | None = None
@@ -136,7 +156,7 @@ class Namespace:
         for entry in new:
             if entry.key in self.shards:
                 replaced.append(self.shards[entry.key])
-            self._place(entry)
+            self._place(entry, call)
         return tuple(self._expect(self.shards[one.key], call, life) for one in entries), replaced
 
     def load(self, chunk: Chunk, message: Load, values: torch.Tensor) -> bool:
@@ -213,10 +233,11 @@ class Namespace:
                 "--memory-limit hold weights; add servers or raise the limit"
             )
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: Entry, call: int) -> None:
         spec = _spec(entry)
         pieces = self._slab(spec.dtype).place(entry.key, entry.size)
-        self.shards[entry.key] = Shard(entry.key, spec, entry.start, entry.size, pieces)
+        shard = Shard(entry.key, spec, entry.start, entry.size, pieces, born=call)
+        self.shards[entry.key] = shard
 
     def _slab(self, dtype: str) -> Slab:
         slab = self._slabs.get(dtype)

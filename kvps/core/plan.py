@@ -57,6 +57,8 @@ class Key:
     """A push was refused, so which number is owed next has to be asked."""
     broadcasts: int = 0
     """How many times this rank has broadcast it."""
+    heard: int = 0
+    """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
 
 
 class Segment(NamedTuple):

@@ -14,7 +14,7 @@ from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.slab import Buffer, Chunk
-from kvps.messages import Ask, Stand
+from kvps.messages import Ask, Dropped, Stand
 from kvps.specs import BY_NAME
 
 
@@ -49,7 +49,8 @@ def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> 
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
-            return f"round {span.version} waits for the norms of other servers"
+            what = "the norms" if space.drops is None else "word, if it is finite,"
+            return f"round {span.version} waits for {what} of other servers"
         missing = span.missing(quorum.required(space.opened.on_worker_lost))
         ranks = ", ".join(map(str, missing)) or "none that is left"
         return f"round {span.version} waits for a push of rank {ranks}"
@@ -64,6 +65,14 @@ def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> 
             f"staleness allows {space.opened.staleness}"
         )
     return ""
+
+
+def dropped(space: Namespace, chunk: Chunk, reading: Reading) -> tuple[Dropped, ...]:
+    """Return which updates of the asked elements were not made, for one who makes errors of them."""
+    if space.drops is None or not reading.values:
+        return ()
+    rank = None if space.ordered else reading.session.rank
+    return space.drops.among(chunk.number, rank, reading.asks)
 
 
 def read(

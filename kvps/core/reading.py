@@ -24,7 +24,7 @@ from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, make, of_key
 from kvps.errors import ProtocolError
-from kvps.messages import Packet, Pull, Pulled, Stand
+from kvps.messages import Dropped, Packet, Pull, Pulled, Stand
 from kvps.tensors import Memory, from_frame
 
 
@@ -132,10 +132,23 @@ class Tally:
 
     plan: Plan
     answers: list[tuple[Share, tuple[Stand, ...]]] = field(default_factory=list)
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    """By key, the last update that was not made, if the servers tell."""
+    is_unwanted: bool = False
+    """The caller stopped waiting, and will not learn of them."""
 
     def reader(self, share: Share, sink: Sink | None) -> Reader:
         """Return what takes the answer for one share in and its values out."""
         return Reader(self, share, sink)
+
+    def note(self, share: Share, dropped: tuple[Dropped, ...]) -> None:
+        """Take in which updates were not made, as one share's answer says."""
+        index_at = {segment.start: segment.key for segment in share.segments}
+        for one in dropped:
+            name = self.plan.keys[index_at[one.start]].name
+            known = self.dropped.get(name)
+            if known is None or known.number < one.number:
+                self.dropped[name] = one
 
     def by_key(self) -> list[Parts]:
         """Return how the parts of each key stood."""
@@ -182,6 +195,9 @@ class Reader:
         answer = packet.message
         assert isinstance(answer, Pulled)
         self.tally.answers.append((self.share, answer.runs))
+        self.tally.is_unwanted = self.tally.is_unwanted or not wanted
+        if answer.dropped:
+            self.tally.note(self.share, answer.dropped)
         if self.sink is not None and wanted:
             values = from_frame(packet.payload[0], self.share.dtype)
             if len(values) != self.share.size:  # memory is read by its address from here on
@@ -204,11 +220,12 @@ def read(
     after: Numbers,
     least: Numbers,
     priority: Numbers,
-) -> Steps:
+) -> Generator[Step, list[Packet], Tally]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
     tally = Tally(plan)
     yield _asked(book, plan, tally, sink, after, least, priority)
     yield from even_out(book, tally, sink, after, priority)
+    return tally
 
 
 def even_out(
@@ -229,12 +246,13 @@ def even_out(
             behind = tuple(held for held, (version, _) in parts.items() if version < newest)
             lagging.append(Key(keys[index].name, keys[index].spec, behind))
             least.append(newest)
-        again = Tally(make(lagging))
+        again = Tally(make(lagging), dropped=tally.dropped)
         conditions = [of_key(after, index) for index in torn]
         urgent = [of_key(priority, index) for index in torn]
         yield Lagging(_asked(book, again.plan, again, sink.only(torn), conditions, least, urgent))
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
+        tally.is_unwanted = tally.is_unwanted or again.is_unwanted
         torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
 
 

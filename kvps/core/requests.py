@@ -8,6 +8,7 @@ in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from kvps.core import pulls
 from kvps.core.effects import Effects, Send
@@ -15,7 +16,7 @@ from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
-from kvps.core.norms import Norm, NormId
+from kvps.core.norms import Norm, NormId, Told
 from kvps.core.rounds import Span, Verdict
 from kvps.core.sessions import Reading, Session, Waiting
 from kvps.core.slab import Chunk
@@ -211,7 +212,12 @@ class Requests:
         del session.pending[reading.seq]
         stands, values, hold = pulls.read(space, chunk, reading)
         answer = Pulled(
-            reading.seq, chunk.number, BY_NAME[chunk.dtype].id, values is not None, stands
+            reading.seq,
+            chunk.number,
+            BY_NAME[chunk.dtype].id,
+            values is not None,
+            stands,
+            pulls.dropped(space, chunk, reading),
         )
         payload = () if values is None else (to_frame(values),)
         packet = Packet(self.member.envelope(), answer, payload)
@@ -402,7 +408,10 @@ class Requests:
                     missing = span.missing(required)
                     age_s = max(0.0, now - oldest.opened_at)
                     rounds.append(OpenRound(key, oldest.number, missing, age_s))
-        return StatusIs(seq, tuple(rounds), tuple(clocks))
+        dropped = {} if space.drops is None else space.drops.counts
+        return StatusIs(
+            seq, tuple(rounds), tuple(clocks), dict(islice(dropped.items(), STATUS_MAX))
+        )
 
     # --- the optimizer's state ------------------------------------------------------------------------
 
@@ -441,18 +450,30 @@ class Requests:
             KvpsError: if there is no such update; nothing was changed.
         """
         space = self._space(message.store)
+        shard = space.shards.get(message.key)
+        if shard is not None and shard.born != message.call:
+            return  # another key of this name; who holds the newer one tells again
         number = (message.store, message.key, message.rank, message.number)
-        ours = self.engine.sums(space, number, len(message.sums))
-        woken = self.engine.hear(space, number, server, message.sums)
+        ours = self.engine.told(space, number, len(message.sums))
+        woken = self.engine.hear(space, number, server, Told(message.sums, message.culprits))
         yield from self._wake(woken)
-        if message.reply and ours:
-            yield self._norms(number, ours, server, reply=False)
+        if message.reply and ours.sums:
+            yield from self._norms(number, ours, server, reply=False)
         yield from self._tell_norms()
 
     def _tell_norms(self) -> Effects:
-        """Tell the sums that were just completed here."""
+        """Tell the sums that were just completed here, and the log of updates that were dropped."""
         for norm in self.engine.untold():
             yield from self._tell(norm, norm.holders)
+        for space in self.spaces.values():
+            if space.drops is not None:
+                yield from space.drops.report()
+
+    def look_at_drops(self) -> Effects:
+        """Say which updates were dropped since the last line about that; called now and then."""
+        for space in self.spaces.values():
+            if space.drops is not None:
+                yield from space.drops.look()
 
     def tell_again(self) -> Effects:
         """Tell the sums again to those who may have missed them, and ask for theirs."""
@@ -461,10 +482,16 @@ class Requests:
 
     def _tell(self, norm: Norm, servers: Iterable[int]) -> Effects:
         for server in sorted(servers):
-            yield self._norms(norm.id, norm.mine, server, reply=server in norm.unheard)
+            yield from self._norms(norm.id, norm.told, server, reply=server in norm.unheard)
 
-    def _norms(self, number: NormId, sums: tuple[float, ...], server: int, reply: bool) -> Send:
-        return Send(f"server {server}", self.member.packet(Norms(*number, sums, reply)))
+    def _norms(self, number: NormId, told: Told, server: int, reply: bool) -> Effects:
+        """Tell one server; not before a view has named it, as there is no way to it."""
+        if self.member.view is None:
+            return
+        store, key, _, _ = number
+        born = self.spaces[store].shards[key].born
+        message = Norms(*number, told.sums, reply, told.culprits, born)
+        yield Send(f"server {server}", self.member.packet(message))
 
     # --- small things ---------------------------------------------------------------------------------
 

@@ -28,10 +28,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvps.core.drops import Flaw
 from kvps.core.strip import Strip, Sum
 from kvps.tensors import accumulator
 
@@ -68,8 +69,8 @@ class Round:
     ranks: set[int] = field(default_factory=set)
     total: torch.Tensor | None = None
     """What is added up so far."""
-    kept: dict[int, Strip] = field(default_factory=dict)
-    """What is not, by lowest rank, as it came."""
+    kept: dict[tuple[int, ...], Strip] = field(default_factory=dict)
+    """What is not, as it came, by the ranks whose it is."""
 
     def add(self, ranks: tuple[int, ...], gradient: Strip, *, lent: bool, keep: bool) -> None:
         """Count ``ranks`` in.
@@ -86,7 +87,7 @@ class Round:
             return
         if not keep and len(self.kept) >= (LENT_MAX if lent else 1):
             self._add_up()
-        self.kept[min(ranks)] = gradient
+        self.kept[tuple(sorted(ranks))] = gradient
 
     def _add_up(self) -> None:
         """Add what is kept to the total."""
@@ -99,28 +100,40 @@ class Round:
 
     def sum(self) -> Sum:
         """Return the sum; in rank order where all pushes were kept."""
-        kept = [self.kept[rank] for rank in sorted(self.kept)]
+        kept = [self.kept[ranks] for ranks in sorted(self.kept)]
         return Sum((*([] if self.total is None else [Strip([self.total])]), *kept))
+
+    def whose(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each part of the sum."""
+        kept = sorted(self.kept)
+        added_up = self.ranks.difference(*kept)
+        return (*([] if self.total is None else [tuple(sorted(added_up))]), *kept)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
         right = Round(self.number, self.opened_at, set(self.ranks))
         if self.total is not None:
             self.total, right.total = self.total[:at], self.total[at:]
-        for rank, gradient in self.kept.items():
-            self.kept[rank] = gradient.part(0, at)
-            right.kept[rank] = gradient.part(at, len(gradient))
+        for ranks, gradient in self.kept.items():
+            self.kept[ranks] = gradient.part(0, at)
+            right.kept[ranks] = gradient.part(at, len(gradient))
         return right
 
 
 @dataclass(slots=True)
 class Due:
-    """A summed gradient that waits to be applied (for the norms of the whole tensor)."""
+    """A summed gradient that waits to be applied (for what must be known of the whole tensor)."""
 
     number: int
     ranks: tuple[int, ...]
     """Who pushed it; empty where it is the sum of a round."""
     sum: Sum
+    whose: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each part of the sum, as it was when the round was closed."""
+    is_own: bool = False
+    """The sum is added up, in memory that may be used up."""
+    flaw: Flaw | None = None
+    """What is not finite in this part of the tensor, if the store looks."""
 
     @property
     def rank(self) -> int | None:
@@ -165,7 +178,11 @@ class Span:
         return min(waiting, default=self.pushed.get(rank, 0))
 
     def judge(self, ranks: tuple[int, ...], number: int, ordered: bool) -> Verdict:
-        """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds."""
+        """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds.
+
+        So much may wait for other servers, and no more: they remember what they told of the last
+        WINDOW updates.
+        """
         owed = [self.owed(rank, ordered) for rank in ranks]
         if all(number < one for one in owed):
             return Verdict.DUPLICATE
@@ -173,7 +190,8 @@ class Span:
             return Verdict.EARLY
         if any(number < one for one in owed):
             return Verdict.CONFLICT
-        if ordered and number - self.version >= WINDOW:
+        first = self.version if ordered else min([self.applied(rank) for rank in ranks])
+        if number - first >= WINDOW:
             return Verdict.EARLY
         return Verdict.COUNTED
 
@@ -230,7 +248,7 @@ class Span:
             dict(self.pushed),
             dict(self.head_start),
             deque(one.cut(length) for one in self.rounds),
-            deque(Due(one.number, one.ranks, halves[1]) for one, halves in due),
+            deque(replace(one, sum=halves[1]) for one, halves in due),
         )
         for one, halves in due:
             one.sum = halves[0]

@@ -100,6 +100,7 @@ class Server:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             yield from self._stalls.look(self.requests.oldest(now))
+            yield from self.requests.look_at_drops()
         if now > self._rang_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
         self._rang_at = now

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvps import config
+from kvps.core.drops import ACTIONS
 from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.core.placement import BIGARRAY_BOUND
 from kvps.errors import ConfigError, SchedulerLost
@@ -49,6 +50,7 @@ def create(
     deterministic: bool = False,
     bigarray_bound: int | None = None,
     host_aggregation: bool | None = None,
+    on_nonfinite: str = ACTIONS[0],
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -73,6 +75,12 @@ def create(
         host_aggregation: in ``dist_sync``, whether workers of one host add up what they push to
             servers on other hosts, and pull it, once for all; True unless
             ``KVPS_HOST_AGGREGATION=0``. Without effect with ``deterministic``.
+        on_nonfinite: what becomes of a round (or, where each push is applied by itself, of a push)
+            whose sum for a key holds NaN or infinity: ``"apply"`` it like any other; ``"skip"``
+            it, so that the key and its optimizer state stay as they are, on all servers; or
+            ``"error"``, which skips it and raises :class:`~kvps.NonFinite` at every worker (or
+            at the one that pushed), once, from the pull or pushpull of the key that waits for it or
+            comes next. See :meth:`~kvps.KVStore.dropped_rounds`.
 
     Raises:
         ConfigError: for an unknown store or option, or half a description of a cluster.
@@ -93,10 +101,18 @@ def create(
             f"create({store!r}) has no option {', '.join(sorted(options))}; see help(kvps.create)"
         )
     timeout_s = seconds("timeout", timeout)
+    if on_nonfinite not in ACTIONS:
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
     if not kind.is_distributed:
-        return LocalStore(kind, name or "local", timeout_s)
+        return LocalStore(kind, name or "local", timeout_s, on_nonfinite)
     opened = _opened(
-        kind, staleness, on_worker_lost, deterministic, bigarray_bound, host_aggregation
+        kind,
+        staleness,
+        on_worker_lost,
+        deterministic,
+        bigarray_bound,
+        host_aggregation,
+        on_nonfinite,
     )
     grace_s = seconds("worker_grace", worker_grace)
     session = _session(timeout_s)
@@ -116,7 +132,7 @@ def create_own(store: str, owner: str) -> Any:
     if kind is None or not kind.is_distributed:
         return create(store)
     session = _session(TIMEOUT_S)
-    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None)
+    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None, ACTIONS[0])
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
@@ -129,6 +145,7 @@ def _opened(
     deterministic: bool,
     bigarray_bound: int | None,
     host_aggregation: bool | None,
+    on_nonfinite: str,
 ) -> Open:
     if staleness is not None and kind.mode != "ssp":
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
@@ -149,6 +166,7 @@ def _opened(
         bundles=config.host_aggregation(host_aggregation)
         and kind.mode == "sync"
         and not deterministic,
+        on_nonfinite=on_nonfinite,
     )
 
 

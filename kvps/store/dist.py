@@ -150,6 +150,23 @@ class DistStore(KVStore):
                         found[rank] = Straggler(rank, one.key, one.number, one.age_s)
         return sorted(found.values(), key=lambda one: -one.age_s)
 
+    def dropped_rounds(self) -> dict[str, int]:
+        """Return of how many rounds of each key nothing came, as their sums were not finite.
+
+        Where each push is applied by itself they are pushes. Keys without any are left out. Needs
+        a store that was created with ``on_nonfinite="skip"`` or ``"error"``.
+
+        Example:
+            >>> kv.dropped_rounds()  # doctest: +SKIP
+            {'fc.weight': 2}
+        """
+        self._begin()
+        dropped: dict[str, int] = {}
+        for answer in self._status():
+            for key, count in answer.dropped.items():
+                dropped[key] = max(dropped.get(key, 0), count)  # every server of it says the same
+        return dropped
+
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of every key to a safetensors file.
 

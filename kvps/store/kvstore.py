@@ -593,6 +593,14 @@ class KVStore(KVStoreBase, abc.ABC):
         """Return the ranks that open rounds wait for, oldest round first."""
 
     @abc.abstractmethod
+    def dropped_rounds(self) -> dict[str, int]:
+        """Return of how many rounds of each key nothing came, as their sums were not finite.
+
+        Where each push is applied by itself they are pushes. Keys without any are left out; see
+        ``on_nonfinite`` of :func:`kvps.create`.
+        """
+
+    @abc.abstractmethod
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of every key to a safetensors file."""
 

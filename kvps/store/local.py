@@ -7,15 +7,17 @@ optimizer. It is also the plainest statement of what a store does.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from kvps.core.calls import Sinks, Views
+from kvps.core.drops import ACTIONS, count_nonfinite
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers
-from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store.arguments import names_of
 from kvps.store.handle import Ticket
@@ -23,12 +25,20 @@ from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
 
+log = logging.getLogger("kvps")
+
 
 class LocalStore(KVStore):
     """A store within this process; make it with :func:`kvps.create`."""
 
-    def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, kind: Kind, name: str, timeout_s: float, on_nonfinite: str = ACTIONS[0]
+    ) -> None:
         super().__init__(kind, name, timeout_s)
+        self._on_nonfinite = on_nonfinite
+        self._dropped: dict[str, int] = {}
+        self._untold: dict[str, str] = {}
+        """By key, what is to be raised by its next pull."""
         self._rows_by_key: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._rules: Rules | None = None
@@ -77,6 +87,11 @@ class LocalStore(KVStore):
         """Return nobody."""
         return []
 
+    def dropped_rounds(self) -> dict[str, int]:
+        """Return of how many pushes of each key nothing came, as they were not finite."""
+        self._begin()
+        return dict(self._dropped)
+
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of every key to a safetensors file."""
         self._begin()
@@ -120,7 +135,9 @@ class LocalStore(KVStore):
         for name in names:
             self._check_update(name)
         for name, row in zip(names, rows, strict=True):
-            self._update(name, row.view(-1))
+            flat = row.view(-1)
+            if self._on_nonfinite == ACTIONS[0] or self._is_finite(name, flat):
+                self._update(name, flat)
             self._versions[name] += 1
         if sinks is not None:
             return self._pull(names, sinks, priority, 0, limit_s)
@@ -141,11 +158,17 @@ class LocalStore(KVStore):
                     f"key {name!r} stands at version {self._versions[name]}; in a local store "
                     f"nobody else will bring it to min_version={least}"
                 )
+        found = None
         if isinstance(sinks, Views):  # a copy never changes under its reader
-            return _over([self._like(name).copy_(self._shaped(name)) for name in names])
-        for name, sink in zip(names, sinks or (), strict=True):
-            sink.copy_(self._shaped(name))
-        return _over()
+            found = [self._like(name).copy_(self._shaped(name)) for name in names]
+        else:
+            for name, sink in zip(names, sinks or (), strict=True):
+                sink.copy_(self._shaped(name))
+        untold = [text for name in names if (text := self._untold.pop(name, ""))]
+        if untold:
+            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
+            raise NonFinite(untold[0] + more)
+        return _over(found)
 
     def _broadcast(
         self,
@@ -196,6 +219,24 @@ class LocalStore(KVStore):
         self._versions.setdefault(name, 0)
         if self._rules is not None:
             self._rules.forget(name)
+
+    def _is_finite(self, name: str, row: torch.Tensor) -> bool:
+        """Whether a gradient may be used; if not, it is counted."""
+        count = count_nonfinite(row)
+        if not count:
+            return True
+        self._dropped[name] = self._dropped.get(name, 0) + 1
+        text = (
+            f"store {self._name!r}: push {self._versions[name]} of key {name!r} was dropped: {count} "
+            f"of its {len(row)} values are not finite. The weights and the optimizer's state are as "
+            "they were before it; go on with the next push, and look at the loss and the learning "
+            "rate if this comes again"
+        )
+        if self._on_nonfinite == "error":
+            self._untold[name] = text
+        elif self._dropped[name] == 1:
+            log.warning("%s (told once for each key)", text)
+        return False
 
     def _check_update(self, name: str) -> None:
         weight = self._rows_by_key[self._known(name)]

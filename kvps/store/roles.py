@@ -7,6 +7,7 @@ in :mod:`kvps.store.serving`.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -14,14 +15,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.scheduler import Scheduler, Settings
-from kvps.errors import KvpsError, SchedulerLost, StorageError
+from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net.driver import Inbox, drive
 from kvps.net.locality import machine
 from kvps.net.zeromq import ZmqTransport
@@ -36,11 +37,36 @@ RESOLVE_EVERY_S = 0.5
 
 
 class StateFile:
-    """Keeps the scheduler's state where a restart finds it."""
+    """Keeps the scheduler's state where a restart finds it, and others from its folder."""
 
     def __init__(self, folder: str) -> None:
+        """Take ``folder`` for this process, until :meth:`close` or its end, however that comes.
+
+        Raises:
+            ConfigError: if another process has it: two schedulers would overwrite each other's state.
+            StorageError: if it cannot be made or opened.
+        """
         self._folder = Path(folder)
         self._path = self._folder / STATE_FILE
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder, os.O_RDONLY)
+        except OSError as error:
+            raise StorageError(f"cannot use --state {self._folder}: {error}") from error
+        try:
+            # On the folder itself: there is no file that a kill could leave behind.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(self._lock)
+            os.close(self._lock)
+            raise ConfigError(
+                f"--state {self._folder} is in use by {holder}: a job has one scheduler. "
+                "End that one first, or choose another folder for another job"
+            ) from error
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        os.close(self._lock)
 
     def read(self) -> bytes | None:
         """Return the state that is there.
@@ -49,7 +75,6 @@ class StateFile:
             StorageError: if it cannot be read.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             return self._path.read_bytes() if self._path.exists() else None
         except OSError as error:
             raise StorageError(f"cannot read --state {self._folder}: {error}") from error
@@ -77,6 +102,17 @@ class StateFile:
 
     def copied(self, effect: Copied) -> None:
         """The scheduler has no calls."""
+
+
+def _holder(lock: int) -> str:
+    """Return who holds the lock on a file that is open as ``lock``, as far as the kernel tells."""
+    with suppress(OSError):
+        inode = os.fstat(lock).st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and words[4] != "0":
+                return f"process {words[4]}"  # 0 is one of another container
+    return "another process"
 
 
 @contextmanager
@@ -117,11 +153,22 @@ def run_scheduler(
         on_ready: told where it listens, once it does.
 
     Raises:
-        ConfigError: if that cannot be, or the port is busy.
+        ConfigError: if that cannot be, or the port or ``state`` is another's.
         StorageError: if ``state`` cannot be read.
     """
     config.demand_loopback(bind, insecure)
-    kept = StateFile(state) if state is not None else None
+    with nullcontext() if state is None else closing(StateFile(state)) as kept:
+        return _run_scheduler(workers, servers, bind, keep_alive, kept, on_ready)
+
+
+def _run_scheduler(
+    workers: int,
+    servers: int,
+    bind: str,
+    keep_alive: bool,
+    kept: StateFile | None,
+    on_ready: Callable[[str], None] | None,
+) -> int:
     settings = Settings(workers, servers, keep_alive=keep_alive, persist=kept is not None)
     transport = ZmqTransport(bind, watch=True)
     try:

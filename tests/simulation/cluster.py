@@ -60,6 +60,7 @@ class Store:
     worker_grace_s: float = 240.0
     timeout_s: float = 10_000.0
     bundles: bool = False
+    on_nonfinite: str = "apply"
 
     def open(self) -> Script:
         opened = Open(
@@ -71,6 +72,7 @@ class Store:
             self.bigarray_bound,
             CHUNK_BYTES,
             self.bundles,
+            self.on_nonfinite,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 

@@ -219,9 +219,9 @@ def befall_each_packet(job: Job, fate: Sequence[float], play: Play = TRAINING) -
             )  # type: ignore[misc]
 
 
-def lose_each_packet(job: Job) -> None:
+def lose_each_packet(job: Job, play: Play = TRAINING) -> None:
     """Play a job as often as it has packets, each time without another one."""
-    befall_each_packet(job, LOST)
+    befall_each_packet(job, LOST, play)
 
 
 def end_at_each_packet(

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core import calls, conversations
 from kvps.core.hyper import resolve
-from kvps.errors import ConfigError, KeyNotFound, Mismatch, Timeout
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout
 from kvps.messages import (
     ENTRIES_MAX,
     Ask,
@@ -15,6 +15,7 @@ from kvps.messages import (
     Declare,
     Declared,
     Done,
+    Dropped,
     Entry,
     Error,
     Field,
@@ -807,3 +808,69 @@ class TestTogether:
 def test_every_call_has_a_conversation() -> None:
     with pytest.raises(TypeError, match="no conversation for Call"):
         conversations.start(bench().core.books["kv"], calls.Call("kv"), [])
+
+
+def told(one: Bench, seq: int, server: int, version: int, *rounds: int) -> None:
+    """Answer a pull of ``w``, and name the last of these rounds as dropped."""
+    size = (16, 24)[server]
+    dropped = tuple(Dropped(0, number, 2, (3,)) for number in rounds[-1:])
+    runs = (Stand(0, size, version, version),)
+    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs, dropped)
+    one.server(server, answer, torch.full((size,), 5.0))
+
+
+class TestDropped:
+    @pytest.mark.spec("R107")
+    def test_a_pushpull_raises_for_its_round_and_the_next_ones_go_on(self) -> None:
+        one = ready()
+        for number, rounds in enumerate([(), (1,), (1,), (1, 3)]):
+            sink = torch.zeros(40)
+            ticket = one.call(push({"w": HOT}, sinks=(sink,)))
+            for server in (1, 0):
+                assert one.finish(ticket) is None
+                told(one, one.seqs(Push, server)[-1], server, number + 1, *rounds)
+            if number in (1, 3):
+                text = f"round {number} of key 'w' was dropped: 2 values of key 'w' are not finite"
+                assert isinstance(one.error(ticket), NonFinite)
+                assert text in str(one.error(ticket))
+            else:
+                assert one.is_done(ticket)
+            assert sink.unique().tolist() == [5.0]  # what was kept is there all the same
+        assert one.core.books["kv"].key("w").is_refused is False
+
+    @pytest.mark.spec("R107")
+    def test_a_pull_that_nobody_waits_for_any_more_tells_nobody(self) -> None:
+        one = ready()
+        first = one.call(push({"w": HOT}, sinks=(torch.zeros(40),)), timeout_s=3.0)
+        told(one, one.seqs(Push, 0)[-1], 0, 1, 0)
+        one.wait(4.0)
+        assert isinstance(one.error(first), Timeout)
+        told(one, one.seqs(Push, 1)[-1], 1, 1, 0)
+        for is_new in (True, False):
+            ticket = one.call(pull({"w": torch.zeros(40)}))
+            for server in (0, 1):
+                told(one, one.seqs(Pull, server)[-1], server, 1, 0)
+            assert isinstance(one.error(ticket), NonFinite) if is_new else one.is_done(ticket)
+
+    @pytest.mark.spec("R107")
+    def test_of_what_was_dropped_before_a_replacement_came_it_is_not_told(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Resume("kv", ("w",)))
+        for server, owed in enumerate((4, 5)):
+            stood(one, one.seqs(Pull, server)[-1], server, 4, owed)
+        assert one.is_done(ticket)
+        for number in (3, 4):
+            ticket = one.call(pull({"w": torch.zeros(40)}))
+            for server in (0, 1):
+                told(one, one.seqs(Pull, server)[-1], server, 5, number)
+            assert isinstance(one.error(ticket), NonFinite) if number == 4 else one.is_done(ticket)
+
+    @pytest.mark.spec("R107")
+    def test_parts_that_lag_behind_may_be_the_first_to_tell(self) -> None:
+        one = ready()
+        ticket = one.call(pull({"w": torch.zeros(40)}))
+        told(one, one.seqs(Pull, 0)[-1], 0, 1)
+        told(one, one.seqs(Pull, 1)[-1], 1, 2)
+        told(one, one.seqs(Pull, 0)[-1], 0, 3, 2)
+        told(one, one.seqs(Pull, 1)[-1], 1, 3, 2)
+        assert "round 2 of key 'w'" in str(one.error(ticket))

@@ -438,6 +438,17 @@ def test_and_gets_no_later_one_when_several_rounds_close_at_once() -> None:
 
 @pytest.mark.spec("R59")
 @pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_pull_that_overtook_its_push_gets_all_of_it(mode: str) -> None:
+    one = stage(1, mode, "test")
+    one.push(0, "b", [1], 0)  # so that it is a span of its own
+    assert one.pull(0, ["a", "c"], after=1, seq=50) == []
+    runs = (Run(0, 2, 0), Run(2, 1, 1), Run(3, 3, 0))
+    said = one.say(0, Push(1, 1, (0,), 1.0, False, runs), torch.ones(6))
+    assert pulled(said) == {50: [1, 1, 1, 1, 1]}
+
+
+@pytest.mark.spec("R59")
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_pull_waits_for_a_version(mode: str) -> None:
     one = stage(2, mode, "test")
     assert one.pull(1, "a", least=2, seq=50) == []

@@ -39,8 +39,8 @@ def test_parts_on_other_servers_may_be_told_before_and_after() -> None:
 
 
 def test_all_add_in_one_order() -> None:
-    """1 + 1e16 - 1e16 is 0 in float64, and 1e16 - 1e16 + 1 is 1."""
-    parts = {0: 1e16, 1: -1e16, 2: 1.0}
+    """In float64 1e16 + 1 + 1 is 1e16, and 1 + 1 + 1e16 is more."""
+    parts = {0: 1.0, 1: 1.0, 2: 1e16}
     totals = set()
     for me in parts:
         norm = Norm(ID)
@@ -48,7 +48,7 @@ def test_all_add_in_one_order() -> None:
             norm.hear(server, (parts[server],))
         norm.measure(sums(parts[me]), 1, frozenset(parts) - {me})
         totals.add(norm.total(me).item())
-    assert totals == {1.0}
+    assert totals == {1e16 + 2}
 
 
 def test_sums_of_another_optimizer() -> None:
@@ -66,3 +66,25 @@ def test_measuring_a_piece_twice_is_a_bug() -> None:
     norm.measure(sums(1), 1, OTHERS)
     with pytest.raises(AssertionError, match="more pieces measured"):
         norm.measure(sums(1), 1, OTHERS)
+
+
+def test_sums_that_are_no_numbers_travel_as_minus_one() -> None:
+    one, other = Norm(ID), Norm(ID)
+    one.measure(sums(float("inf"), 2), 1, frozenset({2}))
+    other.measure(sums(1, float("nan")), 1, frozenset({1}))
+    assert (one.mine, other.mine) == ((-1, 2), (1, -1))
+    one.hear(2, other.mine)
+    other.hear(1, one.mine)
+    assert one.total(1).isnan().all()
+    assert other.total(2).isnan().all()
+
+
+def test_counts_are_what_sums_under_two_rules_have_in_common() -> None:
+    norm = Norm(ID, counts=True)
+    norm.hear(0, (2, 5, 6), (7,))
+    norm.measure(sums(0, 1, 1), pieces=2, holders=OTHERS)
+    norm.measure(sums(1), pieces=2, holders=OTHERS, culprits=(4, 3))
+    norm.hear(2, (0, 1, 1, 1, 1))
+    assert norm.complete
+    assert norm.total(1).tolist() == [3]
+    assert norm.told == ((1,), (3, 4, 7))

@@ -135,7 +135,7 @@ def test_few_that_are_lent_are_left_where_they_lie() -> None:
     for rank, gradient in enumerate(lent):
         add(one, rank, gradient, lent=True)
     assert one.total is None
-    assert [one.kept[rank].joined().data_ptr() for rank in range(LENT_MAX)] == [
+    assert [one.kept[(rank,)].joined().data_ptr() for rank in range(LENT_MAX)] == [
         gradient.data_ptr() for gradient in lent
     ]
     assert one.sum().whole().tolist() == [36.0, 36.0]

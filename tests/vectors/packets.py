@@ -64,7 +64,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Done(42), ()),
         (WORKER, m.Probe((40, 41)), ()),
         (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),)), ()),
-        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23, True), ()),
+        (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23, True, "skip"), ()),
         (
             CREATOR,
             m.Declare(
@@ -92,10 +92,14 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
         (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),
         (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),), 3), ()),
-        (SERVER, m.Pulled(42, 0, 1, True, (m.Stand(0, 2, 6, 6),)), (floats(0.25, 4.0),)),
+        (
+            SERVER,
+            m.Pulled(42, 0, 1, True, (m.Stand(0, 2, 6, 6),), (m.Dropped(0, 5, 12, (3,)),)),
+            (floats(0.25, 4.0),),
+        ),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
-        (SERVER, m.Norms("weights", "w", None, 5, (1.5, 0.25), True), ()),
+        (SERVER, m.Norms("weights", "w", None, 5, (2.0, 1.5, 0.25), True, (3,), 1), ()),
         (WORKER, m.GetState(0, 0, 2), ()),
         (
             SERVER,
@@ -106,7 +110,12 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Status("weights"), ()),
         (
             SERVER,
-            m.StatusIs(42, (m.OpenRound("w", 6, (1, 2), 0.75),), (m.Clock("w", {"0": 7, "3": 6}),)),
+            m.StatusIs(
+                42,
+                (m.OpenRound("w", 6, (1, 2), 0.75),),
+                (m.Clock("w", {"0": 7, "3": 6}),),
+                {"w": 2},
+            ),
             (),
         ),
         (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),

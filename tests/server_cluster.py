@@ -1,0 +1,98 @@
+"""Several servers that hold one key together, and a post office between them that may lose what it likes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvps.core.placement import parts
+from kvps.core.server import TELL_NORMS_EVERY_S
+from kvps.messages import Error, Norms, Push, Run
+from tests.server_stage import Said, ServerStage, heard
+
+COUNT = 1000
+RULES = {
+    "lars": {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1},
+    "lamb": {"lr": 0.1},
+    "sgd": {"lr": 0.5, "momentum": 0.9},
+}
+
+
+@dataclass
+class Cluster:
+    """Servers that hold one key, w, together; a push of it goes to each of them by itself."""
+
+    servers: int
+    mode: str = "sync"
+    workers: int = 2
+    rule: str | None = "lars"
+    """None lets the sum be assigned."""
+    policy: str = "wait"
+    on_nonfinite: str = "apply"
+    post: list[tuple[int, Said]] = field(default_factory=list)
+    """What servers have said to each other and was not delivered: (sender, what)."""
+
+    def __post_init__(self) -> None:
+        self.where = parts("w", COUNT, self.servers, bound=1)
+        self.stages = [ServerStage(self.workers, self.servers, part.server) for part in self.where]
+        weight = torch.linspace(-1, 1, COUNT)
+        for part, stage in zip(self.where, self.stages, strict=True):
+            stage.open(
+                self.mode,
+                bigarray_bound=1,
+                on_worker_lost=self.policy,
+                on_nonfinite=self.on_nonfinite,
+            )
+            row = weight[part.start : part.start + part.size]
+            stage.declare("w", row, start=part.start, shape=(COUNT,))
+            stage.load("w", row)
+            if self.rule is not None:
+                stage.optimizer(self.rule, **RULES[self.rule])
+
+    def push(
+        self, server: int, rank: int, number: int, whole: torch.Tensor | None = None
+    ) -> list[Said]:
+        """One server gets its part of a push; what it tells others is posted."""
+        part, stage = self.where[server], self.stages[server]
+        whole = gradient(rank, number) if whole is None else whole
+        row = whole[part.start : part.start + part.size]
+        (piece,) = stage.pieces["w"]
+        run = (Run(piece.start, piece.size, number),)
+        return self.hand_over(
+            server, stage.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
+        )
+
+    def hand_over(self, server: int, said: list[Said]) -> list[Said]:
+        assert not heard(said, Error), said
+        to_servers = [one for one in said if isinstance(one.message, Norms)]
+        self.post.extend((server, one) for one in to_servers)
+        return [one for one in said if one not in to_servers]
+
+    def deliver(self, index: int = 0, *, keep: bool = False) -> list[Said]:
+        """Deliver one letter."""
+        sender, letter = self.post[index] if keep else self.post.pop(index)
+        to = int(str(letter.to).removeprefix("server "))
+        return self.hand_over(to, self.stages[to].other(sender, letter.message))
+
+    def deliver_all(self) -> list[Said]:
+        said = []
+        while self.post:
+            said += self.deliver()
+        return said
+
+    def tick(self) -> None:
+        """Let the second pass after which servers tell again."""
+        for server, stage in enumerate(self.stages):
+            stage.now += TELL_NORMS_EVERY_S
+            self.hand_over(server, stage.take(stage.server.on_timer(stage.now)))
+
+    def values(self) -> torch.Tensor:
+        return torch.tensor([number for stage in self.stages for number in stage.values("w")])
+
+    def versions(self) -> list[int]:
+        return [stage.span("w").version for stage in self.stages]
+
+
+def gradient(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * rank + number))

@@ -1,0 +1,149 @@
+"""What is not finite: found, counted, logged, and told to each worker once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.drops import RANKS_MAX, Drops, Flaw, complain, count_nonfinite
+from kvps.core.plan import Key
+from kvps.errors import NonFinite
+from kvps.messages import Ask, Dropped, Piece
+from kvps.specs import Spec
+
+NAN, INF = float("nan"), float("inf")
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FLAW = Flaw(2, (3,))
+
+
+# --- to find ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [[], [NAN], [INF], [-INF], [INF, -INF], [NAN, INF, NAN]])
+@pytest.mark.parametrize("count", [5, 1001])
+def test_each_is_counted(dtype: torch.dtype, bad: list[float], count: int) -> None:
+    values = torch.linspace(-3, 3, count).to(dtype)
+    for index, value in enumerate(bad):
+        values[(index * 7) % count] = value
+    assert count_nonfinite(values) == len(bad)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_values_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
+    assert count_nonfinite(torch.full((100,), torch.finfo(dtype).max, dtype=dtype)) == 0
+
+
+def test_nothing_and_integers_are_finite() -> None:
+    assert count_nonfinite(torch.empty(0)) == 0
+    assert count_nonfinite(torch.full((9,), 2**62)) == 0
+
+
+# --- to remember ------------------------------------------------------------------------------------
+
+
+def drops(is_error: bool = True) -> Drops:
+    return Drops("kv", is_error)
+
+
+def test_only_a_store_that_makes_errors_keeps_which_was_the_last() -> None:
+    for is_error in (False, True):
+        one = drops(is_error)
+        for number in (4, 9):
+            one.add("w", [Piece(7, 10, 5)], None, number, FLAW)
+        assert one.counts == {"w": 2}
+        found = one.among(7, None, [Ask(0, 100, 0, 0)])
+        assert found == ((Dropped(10, 9, 2, (3,)),) if is_error else ())
+
+
+def test_what_is_asked_for_is_found_by_where_it_lies_and_whose_it_is() -> None:
+    one = drops()
+    one.add("b", [Piece(7, 10, 5)], 2, 4, FLAW)
+    one.add("a", [Piece(7, 0, 5), Piece(8, 0, 5)], 2, 5, FLAW)
+    asks = [Ask(0, 5, 0, 0), Ask(10, 5, 0, 0)]
+    assert [drop.number for drop in one.among(7, 2, asks)] == [5, 4]
+    assert [drop.number for drop in one.among(8, 2, asks)] == [5]
+    assert [drop.number for drop in one.among(7, 2, asks[1:])] == [4]
+    assert one.among(7, 2, [Ask(5, 5, 0, 0)]) == ()
+    assert one.among(7, 1, asks) == one.among(9, 2, asks) == ()
+    one.forget([Piece(7, 0, 5), Piece(8, 0, 5)])
+    assert [drop.number for drop in one.among(7, 2, asks)] == [4]
+    assert one.among(8, 2, asks) == ()
+    assert one.counts == {"a": 1, "b": 1}
+
+
+# --- to log -----------------------------------------------------------------------------------------
+
+
+def texts(notes) -> list[str]:  # type: ignore[no-untyped-def]
+    return [f"{one.level}: {one.text}" for one in notes]
+
+
+def test_the_first_is_logged_at_once_and_the_next_ones_together() -> None:
+    one = drops()
+    assert texts(one.report()) == texts(one.look()) == []
+    one.add("fc.w", [], None, 118, Flaw(12, (3,)))
+    assert texts(one.report()) == [
+        "warning: store 'kv': round 118 dropped: 12 values of key 'fc.w' are not finite (from "
+        "rank 3)"
+    ]
+    for number in range(119, 124):
+        one.add("fc.w", [], None, number, Flaw(1, ()))
+        assert texts(one.report()) == []
+    assert texts(one.look()) == [
+        "warning: store 'kv': round 119 dropped: 1 value of key 'fc.w' is not finite (every push is "
+        "finite, their sum is not); and 4 more"
+    ]
+    one.add("b", [], 2, 7, Flaw(1, (2,)))
+    assert texts(one.report()) == []  # there was a line a short while ago
+    assert len(texts(one.look())) == 1
+    assert texts(one.look()) == []
+    one.add("b", [], 2, 8, Flaw(1, (2,)))
+    assert texts(one.report()) == [
+        "warning: store 'kv': push 8 of rank 2 dropped: 1 value of key 'b' is not finite (from rank 2)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ((1, 5), "(from ranks among 1, 5, or from their sum)"),
+        (
+            tuple(range(RANKS_MAX + 2)),
+            f"{RANKS_MAX - 2}, {RANKS_MAX - 1} and 2 more, or from their sum)",
+        ),
+    ],
+)
+def test_several_ranks_are_named(ranks: tuple[int, ...], says: str) -> None:
+    one = drops()
+    one.add("w", [], None, 0, Flaw(2, ranks))
+    (note,) = one.report()
+    assert note.text.endswith(says)
+
+
+# --- to tell ----------------------------------------------------------------------------------------
+
+
+def keys(*names: str) -> dict[str, Key]:
+    return {name: Key(name, Spec("float32", (4,))) for name in names}
+
+
+@pytest.mark.spec("R107")
+def test_a_worker_is_told_of_each_round_once() -> None:
+    known = keys("a", "b", "c")
+    for _ in range(2):
+        complain("kv", True, known, {})
+    with pytest.raises(NonFinite) as caught:
+        complain("kv", True, known, {"a": Dropped(0, 4, 2, (3,)), "b": Dropped(4, 4, 1, ())})
+    assert str(caught.value) == (
+        "store 'kv': round 4 of key 'a' (and of 1 more) was dropped: 2 values of key 'a' are "
+        "not finite (from rank 3). The weights and the optimizer's state are as they were before "
+        "it, on every server; go on with the next push, and look at the loss and the learning rate "
+        "if this comes again"
+    )
+    complain("kv", True, known, {"a": Dropped(0, 4, 2, (3,)), "b": Dropped(4, 4, 1, ())})
+    complain("kv", True, known, {"a": Dropped(0, 3, 2, (3,))})
+    with pytest.raises(NonFinite, match="round 5 of key 'b' was dropped"):
+        complain("kv", True, known, {"a": Dropped(0, 4, 2, (3,)), "b": Dropped(4, 5, 1, ())})
+    with pytest.raises(NonFinite, match="push 0 of this rank of key 'c' was dropped"):
+        complain("kv", False, known, {"c": Dropped(0, 0, 1, (0,))})

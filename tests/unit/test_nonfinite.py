@@ -1,0 +1,486 @@
+"""What a server does with NaN and infinity: it updates what is finite, and leaves the rest as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import engine, namespace
+from kvps.core.rounds import Due, Round
+from kvps.core.strip import Strip
+from kvps.messages import (
+    Ask,
+    Dropped,
+    Error,
+    Open,
+    Piece,
+    Pull,
+    Pulled,
+    Push,
+    Run,
+    Status,
+    StatusIs,
+)
+from tests.server_stage import ServerStage, acked, heard, opening, optimizing, pulled, refusal
+
+NAN, INF = float("nan"), float("inf")
+ABC = ["a", "b", "c"]
+
+
+def stage(
+    workers: int = 2,
+    mode: str = "sync",
+    optimizer: str = "test",
+    action: str = "error",
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> ServerStage:
+    """A store with keys a (2 elements), b (1) and c (3), all ones, side by side."""
+    one = ServerStage(workers)
+    one.open(mode, on_nonfinite=action, **options)
+    for key, count in (("a", 2), ("b", 1), ("c", 3)):
+        one.init(key, torch.ones(count, dtype=dtype))
+    if optimizer:
+        one.optimizer(optimizer)
+    return one
+
+
+def notes(one: ServerStage) -> list[str]:
+    return [note.text for note in one.notes if hasattr(note, "text") and "dropped" in note.text]
+
+
+def dropped(one: ServerStage, rank: int, keys: str | list[str], **conditions: int) -> list[Dropped]:
+    (answer,) = heard(one.pull(rank, keys, **conditions), Pulled)
+    return list(answer.dropped)
+
+
+def bad(value: float = NAN) -> torch.Tensor:
+    """A gradient of ones for all keys; that of b is not finite."""
+    return torch.tensor([1, 1, value, 1, 1, 1])
+
+
+@pytest.mark.spec("R101")
+def test_an_action_that_is_none_is_refused() -> None:
+    one = ServerStage(2)
+    said = refusal(one.say(0, opening(on_nonfinite="ignore")))
+    assert "ConfigError: store 'kv': on_nonfinite 'ignore' must be one of apply, skip, err" in said
+
+
+@pytest.mark.spec("R42")
+def test_workers_must_agree_on_it() -> None:
+    one = stage()
+    said = refusal(one.say(1, opening(on_nonfinite="skip")))
+    assert "Mismatch: store 'kv' was opened with on_nonfinite='error' and is now" in said
+
+
+def test_one_who_does_not_say_it_applies() -> None:
+    assert Open("kv", "sync", 0, False, "wait", 1).on_nonfinite == "apply"
+    one = stage(1, action="apply")
+    one.push(0, ABC, bad(), 0)
+    assert one.values("a") == [2, 2]
+    assert one.values("b") != one.values("b")  # it is NaN
+    assert notes(one) == []
+
+
+# --- rounds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R102", "R103")
+@pytest.mark.parametrize("optimizer", ["test", "adam", "lars", ""])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("action", ["skip", "error"])
+def test_what_is_finite_is_applied_and_the_rest_left(
+    action: str, value: float, optimizer: str
+) -> None:
+    """All weights and states are those of a store that never got the round of b."""
+    one, other = (stage(2, optimizer=optimizer, action=action) for _ in range(2))
+    for number in range(3):
+        one.push(0, ABC, torch.ones(6), number)
+        one.push(1, ABC, bad(value) if number == 1 else torch.ones(6), number)
+        for rank in (0, 1):
+            other.push(rank, ["a", "c"], torch.ones(5), number)
+            if number != 1:
+                other.push(rank, "b", [1], number - (number > 1))
+    for key in ABC:
+        assert one.values(key) == other.values(key)
+        assert (one.span(key).version, other.span(key).version) == (3, 3 - (key == "b"))
+        assert one.span(key).step == other.span(key).step
+    state, expected = one.chunk().state or {}, other.chunk().state or {}
+    assert {n: t[:6].tolist() for n, t in state.items()} == {
+        n: t[:6].tolist() for n, t in expected.items()
+    }
+    assert notes(one) == [
+        "store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"
+    ]
+
+
+@pytest.mark.spec("R102")
+def test_none_of_a_round_is_applied_if_none_is_finite() -> None:
+    one = stage(1)
+    said = one.push(0, ABC, torch.full((6,), NAN), 0, pull=True)
+    assert pulled(said) == {one.seqs[0]: [1.0] * 6}
+    assert [span.version for span in one.chunk().spans] == [1, 1, 1]
+    assert notes(one) == [
+        "store 'kv': round 0 dropped: 2 values of key 'a' are not finite (from rank 0); and 2 more"
+    ]
+    one.say(0, Push(one.chunk().number, 1, (0,), 1.0, False, (Run(0, 6, 1),)), torch.ones(6))
+    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]  # one history again
+
+
+def test_the_last_block_is_looked_at_before_the_first_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "BLOCK_COUNT", 10)
+    one = ServerStage(2)
+    one.open("sync", on_nonfinite="skip")
+    one.init("w", torch.zeros(95))
+    one.optimizer("test")
+    for number, at in enumerate((94, 0, None)):
+        row = torch.ones(95)
+        if at is not None:
+            row[at] = NAN
+        one.push(0, "w", row, number)
+        one.push(1, "w", torch.ones(95), number)
+        assert one.values("w") == [0.0 if at is not None else 2.0] * 95
+
+
+def push_one_by_one(one: ServerStage, values: tuple[float, ...], lent: bool) -> str:
+    """Each rank pushes b; return what the log says of it."""
+    place = one.pieces["b"][0]
+    for rank, value in enumerate(values):
+        message = Push(place.chunk, 1, (rank,), 1.0, False, (Run(place.start, 1, 0),))
+        one.say(rank, message, torch.tensor([float(value)]), lent=lent)
+    (note,) = notes(one)
+    return note
+
+
+@pytest.mark.parametrize(("lent", "deterministic"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((NAN, 1, 1, 1), "(from rank 0)"),
+        ((1, 1, 1, -INF), "(from rank 3)"),
+        ((1, INF, -INF, 1), "(from ranks among 1, 2, or"),
+        ((3e38, 3e38, 1, 1), "(every push is finite, their sum is not)"),
+    ],
+)
+def test_the_ranks_are_named(
+    values: tuple[float, ...], says: str, lent: bool, deterministic: bool
+) -> None:
+    assert says in push_one_by_one(stage(4, deterministic=deterministic), values, lent)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((NAN, 1, 1, 1), "(from ranks among 0, 1, 2, or from their sum)"),
+        ((1, 1, 1, -INF), "(from rank 3)"),
+        ((1, INF), "(from rank 1)"),
+        ((INF, 1), "(from rank 0)"),
+    ],
+)
+def test_those_that_came_in_frames_are_added_up_as_they_come(
+    values: tuple[float, ...], says: str
+) -> None:
+    assert says in push_one_by_one(stage(len(values)), values, lent=False)
+
+
+def test_a_push_for_several_ranks_names_them() -> None:
+    one = stage(3)
+    one.push(0, "b", [NAN], 0, ranks=(2, 0))
+    one.push(1, "b", [1], 0)
+    assert "(from ranks among 0, 2, or" in notes(one)[0]
+
+
+def test_whose_the_parts_of_a_sum_are() -> None:
+    one = Round(0, 0.0)
+    for ranks in ((4,), (1, 0), (2,)):
+        one.add(ranks, Strip([torch.ones(2)]), lent=False, keep=False)
+    assert one.whose() == ((0, 1, 4), (2,))
+    assert len(one.sum().parts) == 2
+    assert Due(0, (), one.sum(), one.whose()).rank is None
+
+
+@pytest.mark.spec("R102", "R103")
+def test_several_rounds_that_close_at_once() -> None:
+    """The first is cut on the way, and each of its parts closes the others."""
+    one = stage(2, on_worker_lost="shrink")
+    for number in range(3):
+        one.push(0, ABC, bad() if number == 0 else torch.ones(6), number)
+    one.show(w1="lost")
+    assert [one.span(key).version for key in ABC] == [3, 3, 3]
+    assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
+
+
+@pytest.mark.spec("R102")
+def test_the_parts_of_a_span_that_shrinks_close_their_later_rounds() -> None:
+    """A loss closes several rounds of one span at once, the first of which cuts it."""
+    one = stage(2, on_worker_lost="shrink")
+    whole = (Run(0, 6, 0), Run(0, 6, 1), Run(0, 6, 2))
+    for run in whole:
+        row = bad() if run.number == 0 else torch.ones(6)
+        one.say(0, Push(one.chunk().number, 1, (0,), 1.0, False, (run,)), row)
+    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]
+    one.show(w1="lost")
+    assert [one.span(key).version for key in ABC] == [3, 3, 3]
+    assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
+    assert sorted(one.span(key).step for key in ABC) == [2, 3, 3]
+
+
+@pytest.mark.spec("R102")
+@pytest.mark.parametrize("lent", [False, True])
+def test_rates_of_single_keys_hold_for_what_is_looked_at(lent: bool) -> None:
+    one = stage(2)
+    one.say(0, optimizing("sgd", call=2, lr=1.0, lr_mult={"b": 10.0}))
+    for number in (0, 1):
+        for rank in (0, 1):
+            run = (Run(0, 6, number),)
+            row = bad() if number == rank == 1 else torch.arange(6.0)
+            one.say(rank, Push(one.chunk().number, 1, (rank,), 1.0, False, run), row, lent=lent)
+    assert [one.values(key) for key in ABC] == [[0, -3], [-39], [-9, -12, -15]]
+
+
+def test_64_rounds_may_be_open_and_who_waits_is_answered() -> None:
+    one = stage(2)
+    for number in range(3):
+        one.push(0, "b", [INF if number == 1 else 1], number)
+        one.pull(0, "b", after=number + 1, seq=50 + number)
+    answers = [pulled(one.push(1, "b", [1], number)) for number in range(3)]
+    assert answers == [{50: [3.0]}, {51: [3.0]}, {52: [5.0]}]
+
+
+# --- element types ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", ""])
+def test_a_sum_of_halves_is_looked_at_as_it_is_used(optimizer: str) -> None:
+    """60000 + 60000 is a number for an optimizer, in float32, and none for a float16."""
+    one = stage(2, optimizer="", dtype=torch.float16)
+    if optimizer:
+        one.optimizer(optimizer, lr=1, rescale_grad=2**-10)
+    for rank in (0, 1):
+        one.push(rank, "b", torch.tensor([60000.0], dtype=torch.float16), 0)
+    if optimizer:
+        assert notes(one) == []
+        assert one.values("b") == [pytest.approx(1 - 120000 / 2**10, rel=1e-3)]
+    else:
+        assert "(every push is finite, their sum is not)" in notes(one)[0]
+        assert one.values("b") == [1]
+    assert one.span("b").version == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
+    one = stage(1, dtype=dtype)
+    one.push(0, ABC, bad().to(dtype), 0)
+    assert [one.values(key) for key in ABC] == [[2, 2], [1], [2, 2, 2]]
+
+
+@pytest.mark.spec("R104")
+def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "count_nonfinite", None)
+    one = ServerStage(1, servers=2)
+    one.open("sync", on_nonfinite="error", bigarray_bound=1)
+    row = torch.full((6,), 2**31 - 1, dtype=torch.int32)
+    one.declare("n", row, shape=(12,))
+    one.load("n", row)
+    one.push(0, "n", row, 0)
+    assert one.span("n").version == 1
+
+
+# --- keys of several pieces on one server -------------------------------------------------------------
+
+
+def cut(workers: int = 1, mode: str = "sync", optimizer: str = "test") -> ServerStage:
+    """A key of three pieces, each in a chunk of its own, and a small one."""
+    one = ServerStage(workers)
+    one.open(mode, on_nonfinite="error", chunk_bytes=namespace.CHUNK_BYTES_MIN)
+    one.init("big", torch.zeros(3 << 14))
+    one.init("small", torch.zeros(3))
+    one.optimizer(optimizer)
+    assert len(one.pieces["big"]) == 3
+    return one
+
+
+def push_piece(one: ServerStage, index: int, number: int, value: float, rank: int = 0):  # type: ignore[no-untyped-def]
+    piece = one.pieces["big"][index]
+    row = torch.ones(piece.size)
+    row[index] = value
+    run = (Run(piece.start, piece.size, number),)
+    return one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
+
+
+def versions(one: ServerStage) -> list[int]:
+    return [one.chunk(piece.chunk).spans[0].version for piece in one.pieces["big"]]
+
+
+@pytest.mark.spec("R104")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_piece_is_updated_before_all_are_known(mode: str) -> None:
+    one = cut(mode=mode)
+    for index in (2, 0):
+        assert acked(push_piece(one, index, 0, 1))
+        assert versions(one) == [0, 0, 0]
+    push_piece(one, 1, 0, 1)
+    assert versions(one) == [1, 1, 1]
+    for index in (0, 1, 2):
+        push_piece(one, index, 1, INF if index == 1 else 1)
+    assert versions(one) == ([2, 2, 2] if mode == "sync" else [1, 1, 1])
+    assert set(one.values("big")) == {1.0}
+    whose = "round 1" if mode == "sync" else "push 1 of rank 0"
+    assert notes(one) == [
+        f"store 'kv': {whose} dropped: 1 value of key 'big' is not finite (from rank 0)"
+    ]
+    for piece in one.pieces["big"]:
+        (answer,) = heard(one.say(0, ask(piece)), Pulled)
+        assert answer.dropped == (Dropped(0, 1, 1, (0,)),)
+
+
+def ask(piece: Piece) -> Pull:
+
+    return Pull(piece.chunk, True, (Ask(piece.start, piece.size, 2, 0),))
+
+
+@pytest.mark.spec("R105")
+def test_64_pushes_may_wait_and_no_more() -> None:
+    one = cut(mode="async")
+    for number in range(64):
+        assert acked(push_piece(one, 0, number, 1))
+    assert push_piece(one, 0, 64, 1) == []
+    for index in (1, 2):
+        push_piece(one, index, 0, 1)
+    assert acked(push_piece(one, 0, 64, 1))
+
+
+def test_a_small_part_among_small_keys_is_a_span_of_its_own() -> None:
+    one = ServerStage(1, servers=2)
+    one.open("sync", on_nonfinite="error", bigarray_bound=10)
+    one.init("a", torch.zeros(3))
+    one.declare("part", torch.zeros(8), shape=(16,))
+    one.load("part", torch.zeros(8))
+    one.init("b", torch.zeros(3))
+    one.init("c", torch.zeros(3))
+    one.optimizer("test")
+    said = one.push(0, ["a", "part", "b", "c"], torch.ones(17), 0)
+    assert acked(said)
+    assert [(span.start, span.stop) for span in one.chunk().spans] == [
+        (0, 3),
+        (3, 11),
+        (11, 14),
+        (14, 17),
+    ]
+    assert [one.span(key).version for key in ("a", "part", "b", "c")] == [1, 0, 1, 1]
+    one.init("d", torch.zeros(3))  # a chunk that grows is looked at again
+    assert acked(one.push(0, ["b", "c"], torch.ones(6), 1))
+    assert one.span("c").version == 2
+
+
+def test_a_key_is_left_in_peace_by_what_was_dropped_of_another_in_its_place() -> None:
+    one = cut()
+    for index in range(3):
+        push_piece(one, index, 0, NAN)
+    one.push(0, "small", [NAN, 0, 0], 0)
+    one.declare("small", torch.zeros(2), call=1)
+    one.load("small", torch.zeros(2), call=1)
+    assert dropped(one, 0, "small") == []
+    assert len(one.server.requests.spaces["kv"].shards) == 2
+
+
+# --- each push by itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R102", "R103")
+def test_a_push_that_is_not_finite_is_taken_in_and_dropped() -> None:
+    one = stage(2, "async")
+    assert acked(one.push(0, ABC, bad(), 0))
+    assert [one.values(key) for key in ABC] == [[2, 2], [1], [2, 2, 2]]
+    assert [one.span(key).version for key in ABC] == [1, 0, 1]
+    assert one.span("b").pushed == {0: 1}
+    assert acked(one.push(0, ABC, bad(), 0))  # again
+    assert acked(one.push(0, ABC, torch.ones(6), 1))
+    assert [one.values(key) for key in ABC] == [[3, 3], [2], [3, 3, 3]]
+
+
+@pytest.mark.spec("R106")
+def test_only_who_pushed_it_hears_of_it() -> None:
+    one = stage(2, "async")
+    one.push(0, ABC, bad(), 0)
+    assert dropped(one, 0, ABC, after=1) == [Dropped(2, 0, 1, (0,))]
+    assert dropped(one, 1, ABC) == []
+    assert notes(one) == [
+        "store 'kv': push 0 of rank 0 dropped: 1 value of key 'b' is not finite (from rank 0)"
+    ]
+
+
+# --- to tell ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R106")
+def test_every_answer_with_values_tells_the_last_drop_of_each_key() -> None:
+    one = stage(2)
+    answers: list[Pulled] = []
+    for number in range(3):
+        for rank in (0, 1):
+            row = bad() if (number, rank) in ((0, 0), (1, 1)) else torch.ones(6)
+            answers += heard(one.push(rank, ABC, row, number, pull=True), Pulled)
+    assert [[drop.number for drop in one.dropped] for one in answers] == [[0]] * 2 + [[1]] * 4
+    for _ in range(2):  # one that was lost is given again
+        assert dropped(one, 0, ABC, after=3) == [Dropped(2, 1, 1, (1,))]
+    assert dropped(one, 0, ["a", "c"], after=3) == []
+    assert dropped(one, 0, "b", after=3, values=False) == []
+
+
+@pytest.mark.spec("R106")
+def test_nobody_hears_of_what_is_skipped() -> None:
+    one = stage(1, action="skip")
+    one.push(0, ABC, bad(), 0)
+    assert dropped(one, 0, ABC, after=1) == []
+
+
+@pytest.mark.spec("R68")
+def test_status_counts_them() -> None:
+    one = stage(1)
+    for number in range(3):
+        one.push(0, ABC, bad() if number else torch.full((6,), NAN), number)
+    (answer,) = heard(one.say(0, Status("kv")), StatusIs)
+    assert answer.dropped == {"a": 1, "b": 3, "c": 1}
+    one.open(store="other")
+    (answer,) = heard(one.say(0, Status("other")), StatusIs)
+    assert answer.dropped == {}
+
+
+def test_the_log_sums_up_what_comes_after_the_first() -> None:
+    one = stage(1)
+    one.open(store="other")
+    for number in range(5):
+        one.push(0, ABC, bad(), number)
+    assert len(notes(one)) == 1
+    one.now += 10
+    one.take(one.server.on_timer(one.now))
+    assert notes(one)[1] == (
+        "store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 0); and 3 more"
+    )
+
+
+# --- changes on the way -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "then"), [("sgd", "lars"), ("lars", "sgd"), ("lars", "lamb")])
+def test_what_waits_to_be_known_finite_waits_for_that_under_another_rule(
+    first: str, then: str
+) -> None:
+    one = cut(optimizer=first)
+    push_piece(one, 0, 0, 1)
+    said = one.say(0, optimizing(then, call=2))
+    assert not heard(said, Error)
+    assert versions(one) == [0, 0, 0]
+    for index in (1, 2):
+        push_piece(one, index, 0, 1)
+    assert versions(one) == [1, 1, 1]
+    assert all(torch.tensor(one.values("big")).isfinite())
+    push_piece(one, 0, 1, NAN)
+    one.say(0, optimizing(first, call=3))
+    for index in (1, 2):
+        push_piece(one, index, 1, 1)
+    assert versions(one) == [2, 2, 2]
+    assert all(torch.tensor(one.values("big")).isfinite())
