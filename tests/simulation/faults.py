@@ -3,7 +3,8 @@
 Swarm testing: a seed first draws *which kinds* of fault there are, and then when and whom they hit. A run
 with every kind at once meets few states; runs of two or three kinds meet those between them.
 
-All that is drawn here can be survived: no server is silent for as long as the scheduler waits.
+All that is drawn here can be survived: no server is silent for as long as the scheduler waits, and
+what ends is started again, as a guardian, systemd or Kubernetes would (:func:`supervise`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvps.core.effects import Save
 from kvps.core.seats import State
 from kvps.messages import Node, Packet, Role
 from tests.simulation.cluster import Client, Cluster
@@ -22,19 +22,11 @@ from tests.simulation.training import LOST, ON_TIME
 SILENCE_S = 12.0
 """After that the scheduler takes a member for lost."""
 PAUSES = (0.5 * SILENCE_S, 1.5 * SILENCE_S, 10 * SILENCE_S)
-KINDS = (
-    "lose",
-    "double",
-    "overtake",
-    "far",
-    "cut",
-    "slow",
-    "pause",
-    "usurp",
-    "clocks",
-    "kill",
-    "restart",
-)
+LOOK_EVERY_S = 5.0
+"""How often it is looked who has ended and must be started again."""
+HARMLESS = ("double", "overtake", "far", "slow", "clocks", "kill")
+"""Kinds of fault after which every process still ends with exit code 0."""
+KINDS = (*HARMLESS, "lose", "cut", "reset", "pause", "usurp", "restart", "full")
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,15 @@ class Restart:
     at: float
     after_s: float
     is_torn: bool
-    """It ends while it writes, so that what it saved before is read."""
+    """It ends in the midst of its next write, so that what it saved before is read."""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The connections between two processes break, and are made again."""
+
+    at: float
+    names: tuple[str, str]
 
 
 @dataclass
@@ -91,12 +91,16 @@ class Trouble:
     rates: dict[str, float] = field(default_factory=dict)
     kills: list[tuple[float, int, bool]] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
+    resets: list[Reset] = field(default_factory=list)
+    full: tuple[float, float] | None = None
+    """Since and until when nothing can be written."""
 
     @property
     def silences_the_scheduler(self) -> bool:
         """Whether some member may hear nothing from the scheduler for long."""
         is_cut = any("scheduler" in (cut.source, cut.target) for cut in self.cuts)
-        return is_cut or bool(self.restarts) or any(one.name == "scheduler" for one in self.pauses)
+        is_stopped = any(one.name == "scheduler" for one in self.pauses)
+        return is_cut or is_stopped or bool(self.restarts) or self.full is not None
 
     def befall(self, cluster: Cluster) -> list[Client]:
         """Let all of this happen to ``cluster``; return those who will be usurped, once they are."""
@@ -111,6 +115,10 @@ class Trouble:
         supervise(cluster)
         for one in self.restarts:
             network.at(one.at, lambda it=one: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
+        for reset in self.resets:
+            network.at(reset.at, lambda one=reset: _reset(cluster, one))  # type: ignore[misc]
+        for at, is_full in zip(self.full or (), (True, False), strict=False):
+            network.at(at, lambda it=is_full: setattr(cluster.disk, "is_full", it))  # type: ignore[misc]
         return usurped
 
 
@@ -136,28 +144,17 @@ class Links:
 
 
 def restart(cluster: Cluster, after_s: float, is_torn: bool = False) -> None:
-    """End the scheduler, now or while it saves next, and start it again ``after_s`` later."""
-    scheduler = cluster.scheduler
+    """End the scheduler and start it again ``after_s`` later; or end it while it writes next."""
+    if is_torn:
+        cluster.disk.tear(cluster.scheduler.name)
+    elif cluster.scheduler.alive:
+        cluster.network.kill(cluster.scheduler)
+        cluster.network.at(cluster.network.now + after_s, lambda: _start_scheduler(cluster))
 
-    def start() -> None:
-        if cluster.saved != b"":  # else the job is over
-            cluster.start_scheduler()
 
-    def end() -> None:
-        cluster.network.kill(scheduler)
-        cluster.network.at(cluster.network.now + after_s, start)
-
-    def tear(effect: Save) -> None:
-        if effect.state == b"":
-            write(effect)
-        else:
-            end()
-
-    write = scheduler.on_save
-    if scheduler.alive and is_torn:
-        scheduler.on_save = tear
-    elif scheduler.alive:
-        end()
+def _start_scheduler(cluster: Cluster) -> None:
+    if not cluster.scheduler.alive and not cluster.is_over:
+        cluster.start_scheduler()
 
 
 def replace_when_lost(cluster: Cluster, rank: int) -> None:
@@ -172,16 +169,21 @@ def replace_when_lost(cluster: Cluster, rank: int) -> None:
 
 
 def supervise(cluster: Cluster) -> None:
-    """Start workers again that ended before their script did, as their guardian does.
+    """Start again whoever ended before its time, as guardians and systemd do.
 
-    One that cannot join for a minute ends as *temporary*. One whose WELCOME comes after it has said
-    HELLO to a restarted scheduler has two, and is fenced.
+    Such are a scheduler that could not save; a worker whose script was not done (one that cannot
+    join for a minute ends as *temporary*; one whose WELCOME comes after it has said HELLO to a
+    restarted scheduler has two, and is fenced); and a server that could not join for a minute.
     """
+    _start_scheduler(cluster)
     for rank, client in list(cluster.clients.items()):
         if client.process.exit is not None and client.done_at is None:
             replace_when_lost(cluster, rank)
-    if not cluster.is_done:
-        cluster.network.at(cluster.network.now + 5, lambda: supervise(cluster))
+    for server in cluster.servers:
+        if server.exit is not None and server.core.member.welcome is None:  # type: ignore[attr-defined]
+            cluster.start_server(rank_of(server.name))
+    if not cluster.is_over:
+        cluster.network.at(cluster.network.now + LOOK_EVERY_S, lambda: supervise(cluster))
 
 
 def may_be_taken(cluster: Cluster, rank: int) -> bool:
@@ -190,12 +192,23 @@ def may_be_taken(cluster: Cluster, rank: int) -> bool:
     return cluster.scheduler.alive and seat.state in (State.LOST, State.EMPTY)
 
 
+def rank_of(name: str) -> int:
+    """Return the rank of the process that is called ``name``."""
+    return int(name.split()[1])
+
+
+def _reset(cluster: Cluster, reset: Reset) -> None:
+    one, other = ([it for it in cluster.processes if it.name == name] for name in reset.names)
+    if one and other:
+        cluster.network.reset(one[0], other[0])
+
+
 def _pause(cluster: Cluster, pause: Pause, usurped: list[Client]) -> None:
     named = [one for one in cluster.processes if one.name == pause.name and one.alive]
     for process in named:
         cluster.network.pause(process, pause.seconds)
     if named and pause.is_usurped:
-        rank = int(pause.name.split()[1])
+        rank = rank_of(pause.name)
         at = cluster.network.now + pause.seconds / 2
         cluster.network.at(at, lambda: _usurp(cluster, cluster.clients[rank], rank, usurped))
 
@@ -236,6 +249,19 @@ def drawn(dice: random.Random, workers: int, servers: int) -> Trouble:
             until = since + dice.choice([1.0, 5.0, 20.0])
             cut = Cut(ends[0], ends[1], dice.random() < 0.5, since, until, dice.random() < 0.5)
             trouble.cuts.append(cut)
+        if "pause" not in kinds:  # both together may be more than the scheduler waits for
+            ends = [dice.choice(others), "scheduler"]
+            dice.shuffle(ends)
+            since, seconds = moment(), dice.choice([1.0, 5.0])
+            cut = Cut(ends[0], ends[1], dice.random() < 0.5, since, since + seconds, False)
+            trouble.cuts.append(cut)
+    if "reset" in kinds:
+        for _ in range(dice.randint(1, 6)):
+            names = dice.choice(some), dice.choice([*some, *others, "scheduler"])
+            trouble.resets.append(Reset(moment(), names))
+        if {"lose", "overtake", "far", "clocks", "pause", "cut"}.isdisjoint(kinds):
+            # Its next beat, of which there is one a second, has to come within a second.
+            trouble.resets.append(Reset(moment(), (dice.choice(others), "scheduler")))
     if "slow" in kinds:
         for _ in range(dice.randint(1, 2)):
             ends = [dice.choice(some), dice.choice(others)]
@@ -259,4 +285,7 @@ def drawn(dice: random.Random, workers: int, servers: int) -> Trouble:
         for _ in range(dice.randint(1, 2)):
             after_s = dice.choice([0.05, 3.0, 15.0])
             trouble.restarts.append(Restart(moment(), after_s, dice.random() < 0.4))
+    if "full" in kinds:
+        since = moment()
+        trouble.full = since, since + dice.choice([1.0, 12.0])
     return trouble
