@@ -211,6 +211,14 @@ class Seats:
             lost.append(seat)
         return lost
 
+    def excuse(self, now: float) -> None:
+        """Nobody could be heard until ``now``: count everybody's silence from here on."""
+        for seat in self.by_node.values():
+            if seat.state is State.HELD:
+                seat.heard_at = now
+                if seat.dropped_at is not None:
+                    seat.dropped_at = now
+
     def due(self, formed: bool) -> float | None:
         """When :meth:`expire` or :func:`assess` may say something new; a beat makes it later."""
         limits = self.settings

@@ -100,6 +100,8 @@ class Network:
         """Losses besides the random ones."""
         self.delays: Callable[[Process, Process, Packet], Sequence[float]] = lambda *_: (0.0,)
         """How much later than usual each copy of a packet arrives; one of none is lost."""
+        self.overhears: Callable[[Process, Packet], None] = lambda source, packet: None
+        """Sees each packet as its sender has it, in the order in which it says them."""
         self.checks = True
         """Whether every core checks itself after every event."""
         self.rates: dict[str, float] = {}
@@ -155,12 +157,36 @@ class Network:
         if is_noticed:
             for connection in process.routes.values():
                 if connection.owner is process:
-                    self.at(self.now + 0.01, lambda one=connection: self._break(one))  # type: ignore[misc]
+                    self._break(connection)
+
+    def reset(self, one: Process, other: Process) -> None:
+        """Break the connections between two processes. What is under way there is lost.
+
+        They are whole again at once, but under other routing ids.
+        """
+        for source, target in ((one, other), (other, one)):
+            for connection in source.routes.values():
+                if connection.owner is source and self._other_end(source, connection) is target:
+                    self._break(connection)
+                    connection.back = self._back()
+
+    def _back(self) -> bytes:
+        return next(self._backs).to_bytes(4, "big")
 
     def _break(self, connection: Connection) -> None:
-        peer = self._by_endpoint.get(connection.endpoint)
-        if peer is not None and connection.back in peer.routes:
-            self.perform(peer, peer.core.on_drop(connection.back, self.time(peer.name)))
+        """Tell the one to whom a connection was opened, a little later, that it is broken."""
+        back = connection.back
+
+        def tell() -> None:
+            peer = self._by_endpoint.get(connection.endpoint)
+            if peer is None or back not in peer.routes:
+                return
+            if self.now < peer.wakes_at:
+                self.at(peer.wakes_at, tell)
+            else:
+                self.perform(peer, peer.core.on_drop(back, self.time(peer.name)))
+
+        self.at(self.now + 0.01, tell)
 
     def perform(self, process: Process, effects: Effects) -> None:
         """Do what a core asks for."""
@@ -169,9 +195,8 @@ class Network:
                 case Send():
                     self._send(process, effect.to, effect.packet, effect.hold)
                 case Connect():
-                    back = next(self._backs).to_bytes(4, "big")
                     process.routes[effect.to] = Connection(
-                        process, effect.to, effect.endpoint, back
+                        process, effect.to, effect.endpoint, self._back()
                     )
                 case Listen():
                     process.more_endpoints.append(effect.endpoint)
@@ -231,6 +256,7 @@ class Network:
         assert connection is not None, f"{source.name} knows no way to {route!r}"
         head, *payload = wire.encode(packet)
         self.carried[type(packet.message).__name__] += 1
+        self.overhears(source, packet)
         delay = 1.0 if self.faults.in_order else self.random.random()
         leaves = self.now + delay * self.faults.latency_s
         is_lost = self.random.random() < self.faults.lose
@@ -246,12 +272,15 @@ class Network:
             target = self._other_end(source, connection)
             if target is None or is_lost or self.lose(source, target, packet):
                 return
+            back = connection.back
+            if route not in (connection.name, back):
+                return  # to a routing id that is nobody's any more
             for late_s in [*self.delays(source, target, packet)] * copies:
                 jitter = self.random.random() * self.faults.jitter_s
                 arrives = self.now + self.faults.latency_s + jitter + late_s
                 if self.faults.in_order and not late_s:
                     arrives = connection.busy_until = max(arrives, connection.busy_until + 1e-9)
-                self.at(arrives, lambda: self._arrive(source, connection, frames))
+                self.at(arrives, lambda: self._arrive(source, connection, frames, back))
 
         self.at(leaves, leave)
 
@@ -261,12 +290,14 @@ class Network:
         owner = connection.owner
         return owner if owner.alive and owner.routes.get(connection.name) is connection else None
 
-    def _arrive(self, source: Process, connection: Connection, frames: list[bytes]) -> None:
+    def _arrive(
+        self, source: Process, connection: Connection, frames: list[bytes], back: bytes
+    ) -> None:
         target = self._other_end(source, connection)
-        if target is None or not target.alive:
+        if target is None or not target.alive or back != connection.back:
             return
         if self.now < target.wakes_at:
-            self.at(target.wakes_at, lambda: self._arrive(source, connection, frames))
+            self.at(target.wakes_at, lambda: self._arrive(source, connection, frames, back))
             return
         route: Route = connection.name
         if connection.owner is source:

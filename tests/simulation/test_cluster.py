@@ -33,6 +33,7 @@ from tests.simulation.training import (
     faults_of,
     kill_at_each_packet,
     lose_each_packet,
+    one_hot,
     outlive,
     patient,
     reference,
@@ -137,27 +138,6 @@ def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
         assert client.error is None, client.error
         assert not client.later, client.later
     return cluster
-
-
-def one_hot(job: Job, rank: int) -> Script:
-    """Push to each element once, over all ranks; and to ``even`` everywhere at once."""
-    kv, size = job.store, job.workers * job.steps * 3
-    zeros = {"hot": torch.zeros(size), "even": torch.zeros(140)}
-    yield from kv.open()
-    yield from kv.init(zeros)
-    yield from kv.set_optimizer("sgd", lr=1.0)
-    begin = yield from kv.resume(["hot", "even"])
-    for step in range(begin, job.steps):
-        hot = torch.zeros(size)
-        hot[rank * job.steps + step :: job.workers * job.steps] = -1
-        yield from kv.push({"hot": hot, "even": -torch.ones(140)})
-        if job.ways[step] == "pull":
-            pulled = yield from kv.pull(zeros)
-            # Nobody waits for the rest of a push whose worker is lost.
-            assert job.kills or len(pulled["even"].unique()) == 1, f"torn: {pulled['even']}"
-            assert pulled["hot"].max() <= 1, "an element was pushed to twice"
-    # Barriers do not wait for the replacement of a lost worker here; this pull does.
-    return (yield from kv.pull(zeros, min_version=job.workers * job.steps))
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
