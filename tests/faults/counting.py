@@ -35,14 +35,16 @@ class Proxy(Protocol):
 
 @contextmanager
 def behind(
-    monkeypatch: pytest.MonkeyPatch, proxy: Callable[[str], Proxy], workers: int = 2
+    monkeypatch: pytest.MonkeyPatch,
+    proxy: Callable[[str], Proxy],
+    control: Callable[[str], Proxy] | None = None,
 ) -> Iterator[kvps.LocalCluster]:
-    """A cluster of two servers, each of which is known to the others as the endpoint of a proxy.
+    """A cluster of two servers and two workers, who know of a proxy in place of each server.
 
     Args:
         monkeypatch: of the test.
         proxy: makes one, for the endpoint of a server.
-        workers: how many.
+        control: makes another, which the workers take for the scheduler.
     """
     proxies: list[Proxy] = []
 
@@ -59,7 +61,10 @@ def behind(
     for module in ("link", "worker"):
         monkeypatch.setattr(f"kvps.core.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
     try:
-        with kvps.LocalCluster(workers=workers, servers=2) as cluster:
+        with kvps.LocalCluster(workers=2, servers=2) as cluster:
+            if control is not None:
+                proxies.append(control(cluster.scheduler))
+                cluster.scheduler = proxies[-1].endpoint
             yield cluster
     finally:
         for one in proxies:
