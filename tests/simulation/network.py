@@ -30,6 +30,7 @@ from kvps.core.effects import (
     Save,
     Send,
 )
+from kvps.errors import ProtocolError
 from kvps.messages import Loan, Packet, View
 
 EVENTS_MAX = 300_000
@@ -44,7 +45,8 @@ class Faults:
 
     lose: float = 0.0
     double: float = 0.0
-    """Probabilities, for each packet."""
+    flip: float = 0.0
+    """Probabilities, for each packet; that one of its bits changes on the way."""
     latency_s: float = 0.001
     jitter_s: float = 0.0
     """Over the latency, packets overtake each other."""
@@ -96,6 +98,8 @@ class Network:
         self.now = 0.0
         self.carried: Counter[str] = Counter()
         """Packets that were sent, by the name of their message."""
+        self.damaged = 0
+        """Of those, how many were changed on the way."""
         self.lose: Callable[[Process, Process, Packet], bool] = lambda source, target, packet: False
         """Losses besides the random ones."""
         self.delays: Callable[[Process, Process, Packet], Sequence[float]] = lambda *_: (0.0,)
@@ -267,6 +271,11 @@ class Network:
                 self.at(source.wakes_at, leave)
                 return
             frames = [bytes(head), *(bytes(one) for one in payload)]
+            if self.faults.flip:
+                now = replace(packet, payload=tuple([memoryview(one) for one in frames[1:]]))
+                frames = [bytes(one) for one in wire.encode(now, checked=True)]
+                if self.random.random() < self.faults.flip:
+                    self._flip_bit_of(frames)
             if hold is not None:
                 hold.release()
             target = self._other_end(source, connection)
@@ -283,6 +292,13 @@ class Network:
                 self.at(arrives, lambda: self._arrive(source, connection, frames, back))
 
         self.at(leaves, leave)
+
+    def _flip_bit_of(self, frames: list[bytes]) -> None:
+        place = self.random.choice([at for at, one in enumerate(frames) if one])
+        frame = bytearray(frames[place])
+        frame[self.random.randrange(len(frame))] ^= 1 << self.random.randrange(8)
+        frames[place] = bytes(frame)
+        self.damaged += 1
 
     def _other_end(self, source: Process, connection: Connection) -> Process | None:
         if connection.owner is source:
@@ -307,7 +323,11 @@ class Network:
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            packet = wire.decode([memoryview(one) for one in memory])
+            try:
+                packet = wire.decode([memoryview(one) for one in memory])
+            except ProtocolError:
+                assert self.faults.flip, "what was sent is a packet"
+                return
         if isinstance(packet.message, View):
             self._view = frames[0], packet
         if self.faults.lent and packet.payload:

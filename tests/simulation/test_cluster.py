@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def test_all_weights_are_those_of_one_process(seed: int, request: pytest.Fixture
         for client in cluster.clients.values():
             assert client.error is None, client.error
             assert all(isinstance(one, Timeout) for one in client.later), client.later
+            check(job.steps, client.result, reference(job)[-1])
+
+
+@pytest.mark.spec("R111")
+@pytest.mark.parametrize("seed", FEWER)
+def test_bits_may_change_on_the_way(seed: int, request: pytest.FixtureRequest) -> None:
+    job = job_of(seed)
+    job.faults = replace(job.faults, flip=0.05)
+    with replayable(request, job):
+        cluster = play(job)
+        assert cluster.network.damaged
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
             check(job.steps, client.result, reference(job)[-1])
 
 
