@@ -36,8 +36,8 @@ def lateness(
     requests = list(waiting)
     who = f"worker {member.rank}: {name_of(call)} of store {call.store!r}"
     silent = member.silent_for(now)
-    barriers = [one.message for one in requests if isinstance(one.message, Barrier)]
-    if barriers and silent > member.identity.silence_max_s:
+    asked = [one for one in requests if one.server is None]
+    if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
             f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
             "Pushes and pulls go on without it; barriers and joins wait. Start it again at the same "
@@ -46,11 +46,8 @@ def lateness(
     view = member.view
     if view is not None and view.phase == "returning":
         why = [view.reason]
-    elif barriers:
-        why = [
-            f"not every worker stands at number {one.number} of {one.name!r} ({member.reason})"
-            for one in barriers
-        ]
+    elif asked:
+        why = [_of_scheduler(one, member) for one in asked]
     else:
         why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
     if isinstance(call, calls.REPEATED):
@@ -64,6 +61,18 @@ def lateness(
     return Timeout(
         f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {then}, or give a longer timeout="
     )
+
+
+def _of_scheduler(request: Request, member: Membership) -> str:
+    barrier = request.message
+    if not isinstance(barrier, Barrier):
+        return f"the scheduler has not answered ({member.reason})"
+    which = f"number {barrier.number} of {barrier.name!r}"
+    if barrier.resumed:
+        which = f"{barrier.name!r} after round {barrier.after}"
+    if request.waits_for:
+        return f"{which} {request.waits_for}"
+    return f"not every worker stands at {which} ({member.reason})"
 
 
 def _silence(link: Link | None, now: float) -> str:
@@ -94,6 +103,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.SetOptimizer: "set_optimizer()",
     calls.SetRate: "set_learning_rate()",
     calls.Stand: "barrier()",
+    calls.JoinStore: "join()",
     calls.Flush: "the flush of earlier pushes",
     calls.Ask: "status",
     calls.SaveState: "save_optimizer_states()",

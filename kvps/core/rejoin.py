@@ -54,5 +54,5 @@ def epoch_changed(
         "is void, and calls under way were not carried out. Pull the weights and go on from there",
         before,
         after,
-        has_optimizer=book.optimize_calls > 0,
+        has_optimizer=book.optimized.number > 0,
     )
