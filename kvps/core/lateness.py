@@ -108,4 +108,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.Ask: "status",
     calls.SaveState: "save_optimizer_states()",
     calls.LoadState: "load_optimizer_states()",
+    calls.TakeCheckpoint: "checkpoint()",
+    calls.RestoreCheckpoint: "restore()",
+    calls.Rejoin: "the return to a checkpoint",
 }

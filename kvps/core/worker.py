@@ -245,8 +245,7 @@ class Worker:
 
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
-        waiting = (name_of(one.call) for one in self._talks.values() if not one.finished)
-        self.member.waits_in = next(waiting, "")
+        self.member.waits_in = next((name_of(call) for call in self._waited_for()), "")
         yield from self.member.on_timer(now)
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
@@ -271,6 +270,12 @@ class Worker:
         yield from self._end_what_is_late(now)
         if self._standstill.is_impatient(self.member.heard_at, now):
             yield from self._make(self._standstill.go_on(), now)
+
+    def _waited_for(self) -> Iterator[calls.Call]:
+        """Yield the calls for which the user waits."""
+        held = [self._standstill.held, *(one.held for one in self._rejoins.values())]
+        yield from (one.call for some in held for one in some)
+        yield from (one.call for one in self._talks.values() if not one.finished)
 
     def deadline(self) -> float | None:
         """When something is due next."""
