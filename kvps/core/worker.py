@@ -53,7 +53,6 @@ from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
 from kvps.core.standstill import CREATING, Held, Standstill
 from kvps.errors import (
     ConfigError,
-    EpochChanged,
     Fenced,
     KvpsError,
     SchedulerLost,
@@ -153,7 +152,7 @@ class Worker:
         """The view in which it began."""
         self._rejoins: dict[str, Rejoin] = {}
         """The stores that do not know yet where their keys are in this epoch."""
-        self._untold: dict[str, EpochChanged] = {}
+        self._untold: dict[str, Rejoin] = {}
         """By store, what the next call is to be told."""
         self._own_tickets = 0
         """Of calls that nobody made but this core; they count down."""
@@ -189,7 +188,8 @@ class Worker:
             self._rejoins[call.store].held.append(Held(ticket, call, deadline))
             return
         if call.store in self._untold:
-            yield Finish(ticket, error=self._untold.pop(call.store))
+            error = epoch_changed(self.books[call.store], self._epoch, self._untold.pop(call.store))
+            yield Finish(ticket, error=error)
             return
         if call.store in self.books and self._standstill.holds(self.books[call.store], call):
             self._standstill.hold(ticket, call, deadline)
@@ -653,13 +653,9 @@ class Worker:
             if talk.ticket > 0 and not talk.finished:
                 held.append(Held(talk.ticket, talk.call, talk.deadline))
         for store, book in self.books.items():
-            if store in self._rejoins:
-                before = self._rejoins[store].before
-            elif store in self._untold:
-                before = self._untold.pop(store).before
-            else:
-                before = book.versions()
-            self._rejoins.setdefault(store, Rejoin(before))
+            if store not in self._rejoins:  # else this is the second loss in a row
+                new = Rejoin(book.versions(), book.optimized.number)
+                self._rejoins[store] = self._untold.pop(store, new)
             yield from self._rejoin(store, book, now)
         yield from self._make(held, now)
 
@@ -678,11 +674,11 @@ class Worker:
             return
         if error is None:
             assert isinstance(value, dict)
-            error = epoch_changed(self.books[store], self.member.view, one.before, value)
+            one.after = value
+            error = epoch_changed(self.books[store], self._epoch, one)
             yield Note("debug", str(error))
             if not one.held:
-                assert isinstance(error, EpochChanged)
-                self._untold[store] = error
+                self._untold[store] = one
         for held in one.held:
             yield Finish(held.ticket, error=error)
 
