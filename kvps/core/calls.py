@@ -183,5 +183,5 @@ class LoadState(Call):
 REPEATED = (Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
 """Calls that change nothing, or nothing more when they are made again."""
 
-TOGETHER = (SetOptimizer, SetRate, Stand)
+TOGETHER = (SetOptimizer, SetRate, Stand, TakeCheckpoint, RestoreCheckpoint)
 """Calls in which the k-th of one rank meets the k-th of another."""

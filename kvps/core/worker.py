@@ -132,8 +132,8 @@ class Worker:
         self.neighbours = Neighbours(self.member, memory, self.links, self)
         self.losses = Losses()
         self._talks: dict[int, Talk] = {}
-        self._late: list[calls.Call] = []
-        """Calls of all ranks that succeeded after their Timeout."""
+        self._late: list[tuple[calls.Call, object]] = []
+        """Calls of all ranks that succeeded after their Timeout, and their values."""
         self._unacked: dict[str, set[Request]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
@@ -186,8 +186,8 @@ class Worker:
             yield from self._say_where_it_stands()
             return
         if isinstance(call, calls.TOGETHER):
-            known = [*self._late, *(one.call for one in self._talks.values() if one.finished)]
-            if call in known:
+            late = [one for one, _ in self._late]
+            if call in [*late, *(one.call for one in self._talks.values() if one.finished)]:
                 yield from self._again(ticket, call, deadline)
                 return
         if isinstance(call, calls.OpenStore) and call.store not in self.books:
@@ -255,6 +255,7 @@ class Worker:
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
         if self._standstill.is_impatient(self.member.heard_at, now):
+            yield Send(SCHEDULER, self.member.packet(Proceeding(self._standstill.cut, False)))
             yield from self._make(self._standstill.go_on(), now)
 
     def deadline(self) -> float | None:
@@ -294,9 +295,12 @@ class Worker:
         for talk in self._talks.values():
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
-                grace = self.losses.deadline(self.books[talk.call.store])
-                if grace is not None:
-                    yield grace
+        waited_for = {talk.call.store for talk in self._talks.values() if _is_for_user(talk)}
+        waited_for.update(store for store, one in self._rejoins.items() if one.held)
+        for store in waited_for:
+            grace = self.losses.deadline(self.books[store])
+            if grace is not None:
+                yield grace
 
     def _due_on(self, links: Iterable[Link]) -> Iterator[float]:
         for link in links:
@@ -321,8 +325,10 @@ class Worker:
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
         if isinstance(message, Halt):
-            self._standstill.halt(message, self.books, now)
+            yield from self._make(self._standstill.halt(message, self.books, now), now)
             yield from self._say_where_it_stands()
+            if self._standstill.is_asked:
+                yield self._halted(stands=False)
             return
         if isinstance(message, Proceed):
             stood, held = self._standstill.proceed(message)
@@ -585,11 +591,17 @@ class Worker:
             is_pushing = isinstance(talk.call, calls.PushValues) and not talk.has_pushed
             if is_pushing or (rank == 0 and isinstance(talk.call, CREATING)):
                 return
-        numbers = self._standstill.numbers(self.books)
-        if numbers is not None:
+        is_at_rest = any(
+            isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished
+            for talk in self._talks.values()
+        )
+        if self._standstill.stands(self.books, is_at_rest):
             self._standstill.is_asked = False
-            halted = Halted(self._standstill.cut, numbers)
-            yield Send(SCHEDULER, self.member.packet(halted))
+            yield self._halted(stands=True)
+
+    def _halted(self, stands: bool) -> Send:
+        numbers = self._standstill.numbers(self.books)
+        return Send(SCHEDULER, self.member.packet(Halted(self._standstill.cut, numbers, stands)))
 
     def _make(self, held: Iterable[Held], now: float) -> Effects:
         """Make calls that were held back."""
@@ -675,7 +687,7 @@ class Worker:
         elif error is not None:
             yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
         elif isinstance(talk.call, calls.TOGETHER):
-            self._late = [*self._late[-LATE_MAX + 1 :], talk.call]
+            self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
 
     def _drop(self, talk: Talk) -> None:
         """Forget what was asked for this step and has no answer, unless it changes values."""
@@ -691,9 +703,10 @@ class Worker:
 
     def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
         """Give the same call, if it timed out before, to a new ticket."""
-        if call in self._late:
-            self._late.remove(call)
-            yield Finish(ticket)
+        late = next((one for one in self._late if one[0] == call), None)
+        if late is not None:
+            self._late.remove(late)
+            yield Finish(ticket, late[1])
             return
         talk = next(one for one in self._talks.values() if one.finished and one.call == call)
         del self._talks[talk.ticket]
@@ -734,11 +747,13 @@ class Worker:
         errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
         for talk in list(self._talks.values()):
             error = errors[talk.call.store]
-            if error is not None and talk.ticket in self._talks:
+            is_rejoin = isinstance(talk.call, calls.Rejoin)  # of use when the lost is replaced
+            if error is not None and talk.ticket in self._talks and not is_rejoin:
                 yield from self._finish(talk, now, error=error)
-        for one in [one for one in self._standstill.held if errors[one.call.store] is not None]:
-            self._standstill.held.remove(one)
-            yield Finish(one.ticket, error=errors[one.call.store])
+        for waiting in (self._standstill.held, *(one.held for one in self._rejoins.values())):
+            for held in [held for held in waiting if errors[held.call.store] is not None]:
+                waiting.remove(held)
+                yield Finish(held.ticket, error=errors[held.call.store])
 
     def _end_all(self, error: KvpsError, now: float) -> Effects:
         for talk in list(self._talks.values()):
@@ -783,6 +798,10 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
+
+
+def _is_for_user(talk: Talk) -> bool:
+    return not talk.finished and not isinstance(talk.call, calls.Rejoin)
 
 
 def _talk_of(request: Request) -> Talk:
