@@ -11,7 +11,7 @@ from kvps.core import calls
 from kvps.core.link import Link, Request
 from kvps.core.member import Membership
 from kvps.errors import KvpsError, SchedulerLost, Timeout
-from kvps.messages import Barrier
+from kvps.messages import Barrier, Checkpoint
 
 REASONS_MAX = 3
 """How many reasons one text gives."""
@@ -36,21 +36,18 @@ def lateness(
     requests = list(waiting)
     who = f"worker {member.rank}: {name_of(call)} of store {call.store!r}"
     silent = member.silent_for(now)
-    barriers = [one.message for one in requests if isinstance(one.message, Barrier)]
-    if barriers and silent > member.identity.silence_max_s:
+    asked = [one.message for one in requests if isinstance(one.message, Barrier | Checkpoint)]
+    if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
             f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
-            "Pushes and pulls go on without it; barriers and joins wait. Start it again at the same "
-            "address with the same --state"
+            "Pushes and pulls go on without it; barriers, checkpoints and joins wait. Start it again at "
+            "the same address with the same --state"
         )
     view = member.view
     if view is not None and view.phase == "returning":
         why = [view.reason]
-    elif barriers:
-        why = [
-            f"not every worker stands at number {one.number} of {one.name!r} ({member.reason})"
-            for one in barriers
-        ]
+    elif asked:
+        why = [f"{_undone(one)} ({member.reason})" for one in asked]
     else:
         why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
     if isinstance(call, calls.REPEATED):
@@ -64,6 +61,12 @@ def lateness(
     return Timeout(
         f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {then}, or give a longer timeout="
     )
+
+
+def _undone(message: Barrier | Checkpoint) -> str:
+    if isinstance(message, Checkpoint):
+        return "not every server has written its image"
+    return f"not every worker stands at number {message.number} of {message.name!r}"
 
 
 def _silence(link: Link | None, now: float) -> str:
@@ -98,4 +101,6 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.Ask: "status",
     calls.SaveState: "save_optimizer_states()",
     calls.LoadState: "load_optimizer_states()",
+    calls.TakeCheckpoint: "checkpoint()",
+    calls.RestoreCheckpoint: "restore()",
 }

@@ -33,11 +33,13 @@ class Rejoin:
     """Calls that were under way, and that came since."""
 
 
-def rejoin(book: Catalogue) -> Conversation:
-    """Open the store anew, and count from what this rank owes; return the version of each key."""
-    yield [Request(server, book.opened) for server in range(book.servers)]
-    names = tuple(book.keys)
+def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
+    """Open the store anew, and count from what this rank owes; return the version of each key.
+
+    ``names`` are the keys that this rank knew; another epoch may begin before they are found again.
+    """
     book.forget()
+    yield [Request(server, book.opened) for server in range(book.servers)]
     return (yield from recount(book, names))
 
 
@@ -50,8 +52,9 @@ def epoch_changed(
     more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was pushed since "
-        "is void, and calls under way were not carried out. Pull the weights and go on from there",
+        f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
+        "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
+        "from there",
         before,
         after,
         has_optimizer=book.optimize_calls > 0,

@@ -641,14 +641,14 @@ class Worker:
                 before = self._untold.pop(store).before
             else:
                 before = book.versions()
-            self._rejoins.setdefault(store, Rejoin(before))
-            yield from self._rejoin(store, book, now)
+            names = tuple(self._rejoins.setdefault(store, Rejoin(before)).before)
+            yield from self._rejoin(store, book, names, now)
         yield from self._make(held, now)
 
-    def _rejoin(self, store: str, book: Catalogue, now: float) -> Effects:
+    def _rejoin(self, store: str, book: Catalogue, names: tuple[str, ...], now: float) -> Effects:
         self._own_tickets -= 1
         call = calls.Rejoin(store)
-        talk = Talk(self._own_tickets, call, rejoin(book), [], math.inf)
+        talk = Talk(self._own_tickets, call, rejoin(book, names), [], math.inf)
         self._talks[talk.ticket] = talk
         yield from self._go_on(talk, None, now)
 

@@ -10,6 +10,7 @@ import torch
 from kvps.core import calls, dispatch
 from kvps.core.catalogue import Catalogue
 from kvps.core.hyper import resolve
+from kvps.core.lateness import name_of
 from tests.workbench import opened
 
 ROW = torch.zeros(4)
@@ -49,6 +50,11 @@ def test_no_call_is_left_out() -> None:
         if issubclass(cls, calls.Call) and cls not in (calls.Call, calls.Rejoin)
     }
     assert {type(one) for one in CALLS.values()} == every
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_has_a_name_for_its_user(name: str) -> None:
+    assert name_of(CALLS[name])
 
 
 def test_what_the_core_makes_for_itself_has_none() -> None:
