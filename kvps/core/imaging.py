@@ -19,6 +19,7 @@ from kvps.core.slab import Chunks
 from kvps.core.updaters import create
 from kvps.errors import Mismatch, StorageError
 from kvps.messages import Piece
+from kvps.specs import BY_NAME
 
 
 def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
@@ -69,12 +70,14 @@ def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
     Raises:
         Mismatch: if a key or the optimizer is another here; nothing is changed.
         StorageError: if a key cannot be put where it lies; nothing is changed.
+        Overload: if there is no room; nothing is changed.
     """
     for key in image.keys:
         _check(space, key)
+    new = [key for key in image.keys if key.name not in space.shards]
+    space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
     if image.hyper is not None:
         _optimize(space, image)
-    new = [key for key in image.keys if key.name not in space.shards]
     for dtype, count in _counts(new).items():
         space.slab(dtype).expect(count)
     written: list[Piece] = []

@@ -153,7 +153,7 @@ class Keeper:
 
     def _written(self, written: Written) -> Effects:
         taking = self._taking
-        if taking.cut != written.cut:
+        if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
         self._let_go()
         if written.error is not None:

@@ -8,7 +8,7 @@ repeats a call that is through changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -148,7 +148,7 @@ class Namespace:
         if len({entry.key for entry in entries}) != len(entries):
             raise ProtocolError("a DECLARE names a key twice")
         new = [entry for entry in entries if self._is_new(entry, call)]
-        self._check_room(new)
+        self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
         replaced: list[Shard] = []
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
@@ -220,14 +220,21 @@ class Namespace:
                 f"elements from {shard.start}, not {entry.size} from {entry.start}"
             )
 
-    def _check_room(self, new: Sequence[Entry]) -> None:
-        need = sum(entry.size * BY_ID[entry.dtype].itemsize for entry in new)
+    def check_room(self, new: Mapping[str, int]) -> None:
+        """Check that these keys have room, each of so many bytes.
+
+        Raises:
+            Overload: if they have not.
+        """
+        need = sum(new.values())
         used = self._chunks.weight_bytes
-        for entry in new:
-            old = self.shards.get(entry.key)
+        for key in new:
+            old = self.shards.get(key)
             used -= old.count * BY_NAME[old.spec.dtype].itemsize if old else 0
         if self._limit_bytes is not None and used + need > self._limit_bytes:
-            keys = f"key {new[0].key!r}" + (f" and {len(new) - 1} more" if new[1:] else "")
+            keys = f"key {next(iter(new))!r}" + (
+                f" and {len(new) - 1} more" if len(new) > 1 else ""
+            )
             raise Overload(
                 f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
                 "--memory-limit hold weights; add servers or raise the limit"

@@ -684,11 +684,11 @@ class TestHalting:
         """Also where a key came late, and is one push behind at the end of every step."""
         one = two_keys()
         step(one, "a")
-        ticket = one.call(calls.TakeCheckpoint("kv", ""), timeout_s=20.0)
+        ticket = one.call(calls.TakeCheckpoint("kv", ""), timeout_s=5.0)
         one.scheduler(Halt(3, {}))
         assert one.sent(Halted) == [Halted(3, {"kv": 1}, True)]
         one.scheduler(Proceed(3))
-        one.wait(20.0)
+        one.wait(5.0)
         assert isinstance(one.error(ticket), Timeout)
         one.scheduler(Halt(4, {}))
         assert one.sent(Halted)[1:] == [Halted(4, {"kv": 1}, False)]
