@@ -188,7 +188,7 @@ class Namespace:
         for shard, piece, part in work:
             stop = piece.start + piece.size
             target[piece.start : stop].copy_(part)
-            self._forget_state(chunk, piece.start, stop)
+            self.forget_state(chunk, piece.start, stop)
             chunk.fill(piece.start)
             shard.empty.discard(piece)
             if not shard.empty:
@@ -348,7 +348,7 @@ class Namespace:
         for span in chunk.cut(start, stop):
             span.step = step
 
-    def _forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
+    def forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
         """Begin the optimizer's state of these elements anew: their weights are new."""
         if chunk.state is None:
             return
