@@ -719,11 +719,13 @@ class Halt(Message):
 @_tag(81)
 @dataclass(frozen=True, slots=True)
 class Halted(Message):
-    """Worker to scheduler: I have halted, and nothing that I began is under way."""
+    """Worker to scheduler: I stand, and nothing that I began is under way; or I go on to there."""
 
     cut: int
     numbers: dict[str, int]
     """By synchronous store, how many pushes of a key were made."""
+    stands: bool = True
+    """False in one who is in the middle of a step, and may need others to come along."""
 
 
 @_tag(82)
@@ -856,6 +858,7 @@ class Restored(Message):
     """Server to scheduler: I hold it; or I cannot, and why."""
 
     epoch: int
+    cut: int
     error: str = ""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from kvps import wire
-from kvps.core.effects import Effect, Effects, Send
+from kvps.core.effects import Disk, Effect, Effects, Send
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.server import Server
@@ -50,6 +50,7 @@ from kvps.tensors import TORCH, dtype_of, from_frame, to_frame
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kvps.core.disk import Answer, Order
     from kvps.core.rounds import Span
     from kvps.core.slab import Buffer, Chunk
 
@@ -93,12 +94,14 @@ class ServerStage:
     job: bytes = JOB
     view: int = 0
     seats: list[Seat] = field(default_factory=list)
+    every_s: float | None = None
+    """How often it wants cuts; None if it has no place for them."""
     notes: list[Effect] = field(default_factory=list)
     """All effects that are no Send, in order."""
 
     def __post_init__(self) -> None:
         identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
-        self.server = Server(identity, self.now, self.memory_limit)
+        self.server = Server(identity, self.now, self.memory_limit, checkpoint_every_s=self.every_s)
         self.seqs = [0] * self.workers
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.seats = [Seat("held", 10 + rank) for rank in range(self.workers)]
@@ -115,7 +118,15 @@ class ServerStage:
         envelope = Envelope(self.job, self.view, Role.SCHEDULER, 0, 0, 0)
         return self.take(self.server.on_packet("scheduler", over(envelope, message), self.now))
 
-    def show(self, *, servers: Sequence[Seat] | None = None, **states: str) -> list[Said]:
+    def show(
+        self,
+        *,
+        servers: Sequence[Seat] | None = None,
+        phase: str = "running",
+        epoch: int = 0,
+        since: int = 0,
+        **states: str,
+    ) -> list[Said]:
         """Show a new view, after these changes: ``w1="lost"``."""
         for name, state in states.items():
             self.seats[int(name[1:])].state = state
@@ -129,13 +140,25 @@ class ServerStage:
             listed.append(
                 Member(Role.SERVER, rank, seat.incarnation, seat.state, endpoint, "host", 0.0, "")
             )
-        return self.scheduler(View(self.view, "running", "", tuple(listed)))
+        return self.scheduler(View(self.view, phase, "", tuple(listed), epoch, since))
 
     def replace(self, rank: int) -> list[Said]:
         """A new process takes worker ``rank``'s seat, and all learn it."""
         self.seats[rank] = Seat("held", self.seats[rank].incarnation + 100)
         said = self.show()
         return said + self.hello(rank)
+
+    # --- the disk ---------------------------------------------------------------------------
+
+    def orders(self) -> list[Order]:
+        """What the disk is asked for, since the last time."""
+        orders = [one.order for one in self.notes if isinstance(one, Disk)]
+        self.notes = [one for one in self.notes if not isinstance(one, Disk)]
+        return orders
+
+    def disk(self, answer: Answer) -> list[Said]:
+        """The disk has done something."""
+        return self.take(self.server.on_disk(answer, self.now))
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -154,6 +177,7 @@ class ServerStage:
         role: Role = Role.WORKER,
         job: bytes | None = None,
         lent: bool = False,
+        view: int | None = None,
     ) -> list[Said]:
         """Worker ``rank`` says something; its newest incarnation along its usual route.
 
@@ -164,7 +188,8 @@ class ServerStage:
         if seq is None:
             self.seqs[rank] += 1
             seq = self.seqs[rank]
-        envelope = Envelope(job or self.job, self.view, role, rank, incarnation, seq)
+        seen = self.view if view is None else view
+        envelope = Envelope(job or self.job, seen, role, rank, incarnation, seq)
         packet = (lending if lent else over)(envelope, message, *payload)
         return self.take(self.server.on_packet(route or b"w%d" % rank, packet, self.now))
 

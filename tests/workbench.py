@@ -114,6 +114,8 @@ class Bench:
             memory,
         )
         self.effects: list[Effect] = []
+        self.number = 1
+        """Of the newest view; peers have seen it, too."""
         self.views = itertools.count(1)
         self._tickets = itertools.count(1)
         self._chunks = itertools.count(1)
@@ -136,13 +138,22 @@ class Bench:
         envelope = Envelope(job, 0, Role.SCHEDULER, 0, 0, 0)
         return self.take(self.core.on_packet("scheduler", Packet(envelope, message), self.now))
 
-    def view(self, *changed: Member, phase: str = "running", reason: str = "") -> list[Effect]:
+    def view(
+        self,
+        *changed: Member,
+        phase: str = "running",
+        reason: str = "",
+        epoch: int = 0,
+        since: int = 0,
+        cut: int = 0,
+    ) -> list[Effect]:
         """Show a view in which all seats are held, but for those ``changed``."""
         nodes = [Node(Role.SERVER, rank) for rank in range(self.servers)]
         nodes += [Node(Role.WORKER, rank) for rank in range(self.workers)]
         other = {Node(Role(one.role), one.rank): one for one in changed}
         members = tuple(other.get(node) or self.seat(node) for node in nodes)
-        return self.scheduler(View(next(self.views), phase, reason, members))
+        self.number = next(self.views)
+        return self.scheduler(View(self.number, phase, reason, members, epoch, since, cut))
 
     def seat(self, node: Node, state: str = "held", **more: object) -> Member:
         """A seat, on its machine."""
@@ -175,15 +186,20 @@ class Bench:
         **more: object,
     ) -> list[Effect]:
         incarnation = 1 + 10 * Role.WORKER + rank
-        fields = {"job": JOB, "view": 1, "role": Role.WORKER, "rank": rank, "seq": 0}
+        fields = {"job": JOB, "view": self.number, "role": Role.WORKER, "rank": rank, "seq": 0}
         envelope = Envelope(**(fields | {"incarnation": incarnation} | more))  # type: ignore[arg-type]
         packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
         return self.take(self.core.on_packet(route, packet, self.now))
 
     def server(
-        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int = 0,
+        view: int | None = None,
     ) -> list[Effect]:
-        envelope = Envelope(JOB, 1, Role.SERVER, rank, 1, seq)
+        envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
         packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
         return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
 

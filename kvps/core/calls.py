@@ -188,5 +188,5 @@ class LoadState(Call):
 REPEATED = (Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
 """Calls that change nothing, or nothing more when they are made again."""
 
-TOGETHER = (SetOptimizer, SetRate, Stand, JoinStore)
+TOGETHER = (SetOptimizer, SetRate, Stand, JoinStore, TakeCheckpoint, RestoreCheckpoint)
 """Calls in which the k-th of one rank meets the k-th of another."""

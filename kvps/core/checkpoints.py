@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvps.core.barriers import Answer, Waiter
 from kvps.core.cuts import AGAIN_S, Cut, Letter, Stage
 from kvps.core.recovery import Recovery
-from kvps.errors import ConfigError, EpochChanged, KvpsError, StorageError
+from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.messages import (
     Checkpoint,
     Checkpointed,
@@ -23,6 +23,7 @@ from kvps.messages import (
     Message,
     Node,
     Recall,
+    Restored,
     Role,
     Shelf,
 )
@@ -55,6 +56,8 @@ class Checkpoints:
         """The newest cut of this job that is complete; 0 while there is none."""
         self.epoch = 0
         self.recovery: Recovery | None = None
+        self.failure = ""
+        """Why the servers could not return to a cut: what they hold is of no use from then on."""
         self.letters: list[Letter] = []
         self.answers: list[Answer] = []
         self.notes: list[tuple[str, str]] = []
@@ -79,6 +82,8 @@ class Checkpoints:
         self.begun, self.kept, self.epoch = begun, kept, epoch
         if is_returning:
             self.recovery = Recovery(epoch, self._count)
+        elif epoch and not kept:
+            self.failure = _hopeless("a former scheduler found none")
         elif begun > kept:  # workers may still stand for it
             everybody = frozenset(range(self._workers_count)), frozenset(range(self._count))
             self._cut = Cut(begun, "", epoch, *everybody, begun_at=0.0)
@@ -112,9 +117,7 @@ class Checkpoints:
         self.epoch += 1
         self.recovery = Recovery(self.epoch, self._count)
         self.has_changed = True
-        for asked in self._wishes.values():
-            self._refuse(asked, EpochChanged("the servers returned to an earlier cut"))
-        self._wishes.clear()
+        self._wishes.clear()  # who has them will see the epoch in the view, and ask no more
         self._granted.clear()
         self.notes.append(
             ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
@@ -134,11 +137,10 @@ class Checkpoints:
         if granted is not None and wish.number <= granted[0]:
             self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, granted[1])))
             return
-        if len(self._shelves) == self._count and not self._keeps:
-            raise ConfigError(
-                "no place for checkpoints: start every kvps-server with --checkpoint-dir, or set "
-                "KVPS_CHECKPOINT_DIR"
-            )
+        if self.failure:
+            raise StorageError(self.failure)
+        if self._knows_all and not self._keeps:
+            raise _no_place()
         asked = self._wishes.get(wish.store)
         if asked is None or asked.number < wish.number:
             asked = self._wishes[wish.store] = Asked(wish.store, wish.number, wish.tag)
@@ -153,6 +155,8 @@ class Checkpoints:
             self.begun = max(self.begun, message.highest)
             if self._knows_all and not knew_all:
                 self._next_at = now + self._every_s
+            if self._knows_all and not self._keeps:
+                self._refuse_all(_no_place())
         if self.recovery is not None:
             self._hear_of_return(node, message, now)
         elif self._cut is not None and getattr(message, "cut", 0) == self._cut.number:
@@ -167,9 +171,13 @@ class Checkpoints:
         assert recovery is not None
         before = recovery.cut
         recovery.hear(node.rank, message)
+        if isinstance(message, Restored) and message.error:
+            self.notes.append(("error", f"server {node.rank} cannot return: {message.error}"))
         if recovery.failure:
-            self.notes.append(("error", f"no server can return to a cut: {recovery.failure}"))
+            self.failure = _hopeless(recovery.failure)
+            self.notes.append(("error", self.failure))
             self.kept, self.recovery, self.has_changed = 0, None, True
+            self._refuse_all(StorageError(self.failure))
         elif recovery.is_over:
             self.notes.append(
                 ("warning", f"all servers hold cut {recovery.cut}; epoch {self.epoch} begins")
@@ -202,7 +210,8 @@ class Checkpoints:
     def _may_begin(self) -> bool:
         """Whether all that a cut needs is here."""
         is_whole = self._knows_all and self._keeps and len(self._servers) == self._count
-        return is_whole and self._is_running and self.recovery is None and self._cut is None
+        is_free = self.recovery is None and self._cut is None and not self.failure
+        return is_whole and self._is_running and is_free
 
     def _go_on(self, now: float) -> None:
         """End the cut that is over, and begin the next if it is time."""
@@ -236,7 +245,7 @@ class Checkpoints:
             self.notes.append(("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is Stage.GIVEN_UP:
-            if "worker" not in cut.reason:
+            if not cut.by_worker:
                 error = StorageError(f"checkpoint {cut.number} was given up: {cut.reason}")
                 for asked in self._take_served():
                     self._refuse(asked, error)
@@ -260,6 +269,11 @@ class Checkpoints:
             del self._wishes[one.store]
         self._served = {}
         return served
+
+    def _refuse_all(self, error: KvpsError) -> None:
+        for asked in self._wishes.values():
+            self._refuse(asked, error)
+        self._wishes.clear()
 
     def _refuse(self, asked: Asked, error: KvpsError) -> None:
         for waiter in asked.waiters.values():
@@ -288,3 +302,14 @@ class Checkpoints:
         """How often cuts are taken; 0 for only when asked."""
         wanted = [one.every_s for one in self._shelves.values() if one.every_s]
         return min(wanted, default=0.0)
+
+
+def _no_place() -> ConfigError:
+    return ConfigError(
+        "no place for checkpoints: start every kvps-server with --checkpoint-dir, or set "
+        "KVPS_CHECKPOINT_DIR"
+    )
+
+
+def _hopeless(why: str) -> str:
+    return f"the servers could not return to a checkpoint ({why})"

@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 A cut is of use only if every part of every key is in it at one version, and, where workers train in
 rounds, if it lies between two of their steps. So the workers make the moment: each halts where it
-begins a step, those who are behind go on to where the others are, and the servers take their images
+begins a step, those who are behind go on to where the others are (one who is in the middle of a step says so, as
+it may wait for them), and the servers take their images
 when all stand and nothing is under way. Taking one is instant (no value is copied), so the workers
 go on at once, while the servers write::
 
@@ -74,6 +75,8 @@ class Cut:
     begun_at: float
     reason: str = ""
     """Why it was given up."""
+    by_worker: bool = False
+    """It was given up for something that workers did: the next one may succeed."""
     least: dict[str, int] = field(default_factory=dict)
     """By synchronous store, where the workers meet."""
     halted: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -118,15 +121,14 @@ class Cut:
         rank = node.rank
         match message:
             case Halted() if rank in self.workers:
-                self.halted[rank] = message.numbers
-                if self.halted.keys() >= self.workers:
-                    for numbers in self.halted.values():
-                        for store, number in numbers.items():
-                            self.least[store] = max(number, self.least.get(store, 0))
+                for store, number in message.numbers.items():
+                    self.least[store] = max(number, self.least.get(store, 0))
+                if message.stands:
+                    self.halted[rank] = message.numbers
             case Proceeding() if rank in self.workers:
                 self.proceeding.add(rank)
                 if not message.stood:
-                    self.give_up(f"worker {rank} could not wait any longer")
+                    self.give_up(f"worker {rank} could not wait any longer", by_worker=True)
             case ImageTaken() if rank in self.servers:
                 self.taken.add(rank)
             case ImageKept() if rank in self.servers:
@@ -141,23 +143,23 @@ class Cut:
             case _:
                 pass
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, by_worker: bool = False) -> None:
         """There will be no such cut."""
-        if self.stage is not Stage.COMPLETE:
-            self.reason = self.reason or reason
+        if self.stage not in (Stage.COMPLETE, Stage.GIVEN_UP):
+            self.reason, self.by_worker = reason, by_worker
 
     def meet(self, workers: frozenset[int], servers: frozenset[int]) -> None:
         """These are the members now, each in its present life."""
         if servers != self.servers:
             self.give_up("a server came or went")
         elif workers != self.workers and not self.proceeding >= self.workers:
-            self.give_up("a worker came or went")
+            self.give_up("a worker came or went", by_worker=True)
         self.workers &= workers
 
     def on_time(self, now: float) -> None:
         """Give it up if the workers have stood for too long."""
         if self.stage in (Stage.HALTING, Stage.IMAGING) and now >= self.begun_at + HALT_MAX_S:
-            self.give_up(self._late())
+            self.give_up(self._late(), by_worker=self.stage is Stage.HALTING)
 
     def _late(self) -> str:
         if self.stage is Stage.IMAGING:

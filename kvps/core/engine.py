@@ -17,7 +17,7 @@ not begin anywhere before all of it is known to be finite. Their spans are never
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from itertools import groupby, pairwise
 
 import torch
@@ -243,10 +243,14 @@ class Engine:
 
     def replace(self, space: Namespace, shard: Shard) -> list[Reading]:
         """Give back the place of a key that has another one now; return who waited there."""
-        self._drop_norms(space.name, shard.key)
-        if space.drops is not None:
-            space.drops.forget(shard.pieces)
+        self.forget(space, [shard])
         return self.chunks.retire(shard.pieces)
+
+    def forget(self, space: Namespace, shards: Collection[Shard]) -> None:
+        """Forget what was told of updates of these keys: their numbers will be those of others."""
+        self._drop_norms(space.name, {shard.key for shard in shards})
+        if space.drops is not None:
+            space.drops.forget([piece for shard in shards for piece in shard.pieces])
 
     def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         needs_norms = space.updater is not None and space.updater.needs_norms
@@ -542,10 +546,11 @@ class Engine:
             return sums
         return self._squares(space, updater, chunk, span, due)
 
-    def _drop_norms(self, store: str, key: str | None = None) -> None:
-        """Forget the norms of one store, or of one key of it."""
+    def _drop_norms(self, store: str, keys: Collection[str] | None = None) -> None:
+        """Forget the norms of one store, or of some keys of it."""
         for norms in (self.norms, self._told):
-            for one in [one for one in norms if one[0] == store and key in (None, one[1])]:
+            ours = [one for one in norms if one[0] == store]
+            for one in [one for one in ours if keys is None or one[1] in keys]:
                 del norms[one]
 
     # --- members ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvps.core.slab import Chunks
 from kvps.core.updaters import create
 from kvps.errors import Mismatch, StorageError
 from kvps.messages import Piece
+from kvps.specs import BY_NAME
 
 
 def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
@@ -72,12 +73,14 @@ def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
     Raises:
         Mismatch: if a key or the optimizer is another here; nothing is changed.
         StorageError: if a key cannot be put where it lies; nothing is changed.
+        Overload: if there is no room; nothing is changed.
     """
     for key in image.keys:
         _check(space, key)
+    new = [key for key in image.keys if key.name not in space.shards]
+    space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
     if image.hyper is not None:
         _optimize(space, image)
-    new = [key for key in image.keys if key.name not in space.shards]
     for dtype, count in _counts(new).items():
         space.slab(dtype).expect(count)
     written: list[Piece] = []
@@ -146,10 +149,13 @@ def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None
         history = cuts[0].history
         chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
         chunk.fill(piece.start)
-        rows = {name: _joined([one.state[name] for one in cuts]) for name in cuts[0].state}
+        space.forget_state(chunk, piece.start, stop)
+        rows = _states(cuts)
         if space.updater is not None and rows:
             space.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):
+            span.rounds.clear()  # what was pushed to other values is void
+            span.due.clear()
             span.version, span.step = history.version, history.step
             span.pushed, span.head_start = dict(history.pushed), dict(history.head_start)
         offset += piece.size
@@ -165,6 +171,18 @@ def _cuts(key: KeyImage, start: int, stop: int) -> list[Portion]:
             state = {name: row[low:high] for name, row in one.state.items()}
             cuts.append(Portion(one.start + low, one.history, one.weight[low:high], state))
     return cuts
+
+
+def _states(cuts: list[Portion]) -> dict[str, torch.Tensor]:
+    """Return the optimizer's states of neighbours; nothing where one of them was never updated.
+
+    A chunk has states as soon as one of its keys was updated, so of two parts of a key that was not
+    one may have some; they are as new, then.
+    """
+    names = cuts[0].state.keys()
+    if any(one.state.keys() != names for one in cuts):
+        return {}
+    return {name: _joined([one.state[name] for one in cuts]) for name in names}
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

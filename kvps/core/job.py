@@ -103,6 +103,8 @@ class Job:
         phase, reason = assess(self.seats.by_node, self.settings, self.formed, now)
         if phase is Phase.RUNNING and self.checkpoints.recovery is not None:
             return Phase.RETURNING, f"the servers return to a cut; {reason}"
+        if phase is Phase.RUNNING and self.checkpoints.failure:
+            return phase, self.checkpoints.failure
         return phase, reason
 
     def settle(self, now: float) -> None:

@@ -13,8 +13,8 @@ answered with all that is known of its cut::
     RECALL     ──► (disk) ──► SHELF
     RESTORE    ──► (disk) ──► RESTORED
 
-From RESTORE on the server serves nobody until the view says that the epoch has begun: what was
-asked of it before belongs to values that are not there any more.
+From RESTORE on the server serves nobody until the view says that all have returned: what was asked of
+it before belongs to values that are not there any more.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Keeper:
 
     def _written(self, written: Written) -> Effects:
         taking = self._taking
-        if taking.cut != written.cut:
+        if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
         self._let_go()
         if written.error is not None:
@@ -217,6 +217,7 @@ class Keeper:
         """A job begins: nothing is held of any other."""
         yield from self._give_up(self._taking.cut)
         self.epoch, self._returning, self._restored = 0, None, None
+        self._taking = Taking(0)
 
     def _restore(self, order: Restore) -> Effects:
         if self._returning == order:
@@ -240,13 +241,14 @@ class Keeper:
             self.epoch = self._returning.epoch
         else:
             yield Note("error", str(error))
-        self._restored = Restored(self._returning.epoch, _text(error))
+        self._restored = Restored(self._returning.epoch, self._returning.cut, _text(error))
         yield self._say(self._restored)
 
     @property
     def is_returning(self) -> bool:
         """Whether what is held here is not what is to be held."""
-        return self._returning is not None and self._returning.epoch != self.epoch
+        has_returned = self._restored is not None and not self._restored.error
+        return self._returning is not None and not has_returned
 
     # --- small things -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from kvps.core import calls
 from kvps.core.link import Link, Request
 from kvps.core.member import Membership
 from kvps.errors import KvpsError, SchedulerLost, Timeout
-from kvps.messages import Barrier
+from kvps.messages import Barrier, Checkpoint
 
 REASONS_MAX = 3
 """How many reasons one text gives."""
@@ -40,8 +40,8 @@ def lateness(
     if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
             f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
-            "Pushes and pulls go on without it; barriers and joins wait. Start it again at the same "
-            "address with the same --state"
+            "Pushes and pulls go on without it; barriers, checkpoints and joins wait. Start it again at "
+            "the same address with the same --state"
         )
     view = member.view
     if view is not None and view.phase == "returning":
@@ -64,12 +64,14 @@ def lateness(
 
 
 def _of_scheduler(request: Request, member: Membership) -> str:
-    barrier = request.message
-    if not isinstance(barrier, Barrier):
+    message = request.message
+    if isinstance(message, Checkpoint):
+        return "not every server has written its image"
+    if not isinstance(message, Barrier):
         return f"the scheduler has not answered ({member.reason})"
-    which = f"number {barrier.number} of {barrier.name!r}"
-    if barrier.resumed:
-        which = f"{barrier.name!r} after round {barrier.after}"
+    which = f"number {message.number} of {message.name!r}"
+    if message.resumed:
+        which = f"{message.name!r} after round {message.after}"
     if request.waits_for:
         return f"{which} {request.waits_for}"
     return f"not every worker stands at {which} ({member.reason})"

@@ -2,7 +2,8 @@
 
 A lost server ends the calls of every store: a part of each key went with it. So does one that was
 replaced, since the new process holds nothing. Where there is a cut to which the servers can return,
-calls wait for that as long as for a worker. A lost worker ends the calls of those stores only whose
+calls wait for that as long as for a worker; servers that have tried to return to one, and could not, are
+lost. A lost worker ends the calls of those stores only whose
 rounds wait for it, according to their ``on_worker_lost``: at once (``fail``), when its grace is over or
 no replacement can come (``wait``), or not at all (``shrink``).
 """
@@ -63,6 +64,8 @@ class Losses:
                 if before is not None and before.member.incarnation == one.incarnation:
                     since = min(since, before.since)
                 self.workers[one.rank] = Lost(one, since)
+        if self.server is None and view.epoch and not view.cut:
+            self.server = LostServer(view.reason, now, 0)
 
     def error(self, book: Catalogue | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""

@@ -8,7 +8,7 @@ repeats a call that is through changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -152,7 +152,7 @@ class Namespace:
         if len({entry.key for entry in entries}) != len(entries):
             raise ProtocolError("a DECLARE names a key twice")
         new = [entry for entry in entries if self._is_new(entry, call)]
-        self._check_room(new)
+        self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
         replaced: list[Shard] = []
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
@@ -192,7 +192,7 @@ class Namespace:
         for shard, piece, part in work:
             stop = piece.start + piece.size
             target[piece.start : stop].copy_(part)
-            self._forget_state(chunk, piece.start, stop)
+            self.forget_state(chunk, piece.start, stop)
             chunk.fill(piece.start)
             shard.empty.discard(piece)
             if not shard.empty:
@@ -224,14 +224,21 @@ class Namespace:
                 f"elements from {shard.start}, not {entry.size} from {entry.start}"
             )
 
-    def _check_room(self, new: Sequence[Entry]) -> None:
-        need = sum(entry.size * BY_ID[entry.dtype].itemsize for entry in new)
+    def check_room(self, new: Mapping[str, int]) -> None:
+        """Check that these keys have room, each of so many bytes.
+
+        Raises:
+            Overload: if they have not.
+        """
+        need = sum(new.values())
         used = self._chunks.weight_bytes
-        for entry in new:
-            old = self.shards.get(entry.key)
+        for key in new:
+            old = self.shards.get(key)
             used -= old.count * BY_NAME[old.spec.dtype].itemsize if old else 0
         if self._limit_bytes is not None and used + need > self._limit_bytes:
-            keys = f"key {new[0].key!r}" + (f" and {len(new) - 1} more" if new[1:] else "")
+            keys = f"key {next(iter(new))!r}" + (
+                f" and {len(new) - 1} more" if len(new) > 1 else ""
+            )
             raise Overload(
                 f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
                 "--memory-limit hold weights; add servers or raise the limit"
@@ -345,7 +352,7 @@ class Namespace:
         for span in chunk.cut(start, stop):
             span.step = step
 
-    def _forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
+    def forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
         """Begin the optimizer's state of these elements anew: their weights are new."""
         if chunk.state is None:
             return

@@ -5,7 +5,8 @@ Theory of operation
 A server that takes the place of a lost one holds nothing. So a new *epoch* begins: every server says
 which cuts of this job it has, the newest that all have is chosen, and each returns to it, those too
 that had lost nothing, since values of two moments do not make a model. Workers learn of the epoch when
-all have returned, and of nothing before. A second loss on the way begins the next epoch.
+it begins, and are served when all have returned. A cut that cannot be read somewhere is passed over, for
+all. A second loss on the way begins the next epoch.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class Recovery:
                 self.shelves[rank] = frozenset(message.cuts)
                 if len(self.shelves) == self.servers and not self.cut:
                     self.failure = "no cut is complete on all servers"
-            case Restored() if message.epoch == self.epoch:
+            case Restored() if message.epoch == self.epoch and message.cut == self.cut:
                 if message.error:
-                    self.failure = f"server {rank}: {message.error}"
+                    self.shelves[rank] -= {message.cut}
+                    self.restored.clear()  # what they hold is of a cut that not all have
+                    self.failure = "" if self.cut else f"server {rank}: {message.error}"
                 else:
                     self.restored.add(rank)
             case _:

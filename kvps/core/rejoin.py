@@ -36,11 +36,13 @@ class Rejoin:
     """By key, the version that the servers have now."""
 
 
-def rejoin(book: Catalogue) -> Conversation:
-    """Open the store anew, and count from what this rank owes; return the version of each key."""
-    yield [Request(server, book.opened) for server in range(book.servers)]
-    names = tuple(book.keys)
+def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
+    """Open the store anew, and count from what this rank owes; return the version of each key.
+
+    ``names`` are the keys that this rank knew; another epoch may begin before they are found again.
+    """
     book.forget()
+    yield [Request(server, book.opened) for server in range(book.servers)]
     return (yield from recount(book, names))
 
 

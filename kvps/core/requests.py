@@ -225,7 +225,10 @@ class Requests:
                 f"the checkpoint has no store {store!r}; it has {names}. Create the store with that "
                 "name="
             )
-        for piece in imaging.revive(self._space(image.name), self.engine.chunks, image):
+        space = self._space(image.name)
+        pieces = imaging.revive(space, self.engine.chunks, image)
+        self.engine.forget(space, [space.shards[key.name] for key in image.keys])
+        for piece in pieces:
             chunk = self.engine.chunk(piece.chunk)
             yield from self._wake(chunk.woken(piece.start, piece.start + piece.size))
         yield from self._retry()

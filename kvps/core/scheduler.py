@@ -92,10 +92,10 @@ class Scheduler:
                     self._on_barrier(route, envelope, message, now)
                 case Checkpoint():
                     self._on_checkpoint(route, envelope, message, now)
-                case Halted() | Proceeding() | ImageTaken() | ImageKept() | Committed():
-                    self._on_cut(route, envelope, message, now)
-                case Shelf() | Restored():
-                    self._on_cut(route, envelope, message, now)
+                case Halted() | Proceeding():
+                    self._on_cut(route, envelope, message, Role.WORKER, now)
+                case ImageTaken() | ImageKept() | Committed() | Shelf() | Restored():
+                    self._on_cut(route, envelope, message, Role.SERVER, now)
                 case Resume():
                     self._on_resume(route, envelope, message, now)
                 case _:
@@ -208,8 +208,12 @@ class Scheduler:
                 self.job.withdraw(seat)
             self.job.settle(now)
 
-    def _on_cut(self, route: Route, envelope: Envelope, message: Message, now: float) -> None:
+    def _on_cut(
+        self, route: Route, envelope: Envelope, message: Message, role: Role, now: float
+    ) -> None:
         seat = self._recognise(route, envelope, now)
+        if seat.node.role is not role:
+            raise ProtocolError(f"{seat.node} says {type(message).__name__}; only a {role} does")
         self.job.revive(seat, now)
         self.job.take_in(seat.node, message, now)
 

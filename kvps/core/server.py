@@ -201,7 +201,9 @@ class Server:
     def _serves(self, packet: Packet) -> bool:
         """Whether what is held here is what the sender of ``packet`` may ask for."""
         view = self.member.view
-        if self.keeper.is_returning or (view is not None and view.epoch != self.keeper.epoch):
+        if self.keeper.is_returning:
+            return False
+        if view is not None and (view.phase == "returning" or view.epoch != self.keeper.epoch):
             return False
         is_hello = isinstance(packet.message, Hello)  # it knows no view
         return is_hello or view is None or packet.envelope.view >= view.since

@@ -2,8 +2,9 @@
 
 In a synchronous store a *step* is what happens between two rounds: all keys that move together have
 been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
-numbers: a worker stands when no key is one push behind the leading one, or when a push begins that
-would take the lead further. Where each push is applied by itself there are no steps, and a worker may
+numbers: a worker stands when no key is one push behind the leading one, when a push begins that
+would take the lead further, or when its script waits for the cut itself. One that does not stand says
+how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each push is applied by itself there are no steps, and a worker may
 stand at any time.
 
 Only rank 0's other calls change values (it creates, replaces and optimizes); they are held as pushes
@@ -32,7 +33,14 @@ SILENCE_MAX_S = 3.0
 PATIENCE_S = 1.0
 """A held call goes on so long before its deadline."""
 
-CREATING = (calls.Init, calls.Broadcast, calls.SetOptimizer, calls.SetRate, calls.LoadState)
+CREATING = (
+    calls.Init,
+    calls.Broadcast,
+    calls.SetOptimizer,
+    calls.SetRate,
+    calls.LoadState,
+    calls.RestoreCheckpoint,
+)
 """Calls by which rank 0 changes values."""
 
 
@@ -61,10 +69,13 @@ class Standstill:
         """By synchronous store, how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> None:
-        """Halt, or halt later than was said before; an order of a cut that is over is none."""
+    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> list[Held]:
+        """Halt, or halt later than was said before; an order of a cut that is over is none.
+
+        Returns what was held until now: it is to be made again, and may be held again.
+        """
         if order.cut < self.cut or (order.cut == self.cut and not self.is_on):
-            return
+            return []
         if order.cut > self.cut:
             self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
             free = any(not book.ordered for book in books.values())
@@ -74,6 +85,8 @@ class Standstill:
             if book.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
                 self._limits[name] = max(least, _lead(book))
+        held, self.held = self.held, []
+        return held
 
     def holds(self, book: Catalogue, call: calls.Call) -> bool:
         """Whether ``call`` has to wait."""
@@ -91,18 +104,20 @@ class Standstill:
         """Keep ``call`` until it may go on."""
         self.held.append(Held(ticket, call, deadline))
 
-    def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int] | None:
-        """Return where it stands, by synchronous store; None while it is in a step."""
-        ordered = {name: book for name, book in books.items() if book.ordered}
-        if not all(self._stands(name, book) for name, book in ordered.items()):
-            return None
-        return {name: _lead(book) for name, book in ordered.items()}
+    def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int]:
+        """Return how many pushes of the leading key were made, by synchronous store."""
+        return {name: _lead(book) for name, book in books.items() if book.ordered}
 
-    def _stands(self, name: str, book: Catalogue) -> bool:
+    def stands(self, books: Mapping[str, Catalogue], is_at_rest: bool) -> bool:
+        """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
+        ordered = [(name, book) for name, book in books.items() if book.ordered]
+        return all(self._stands(name, book, is_at_rest) for name, book in ordered)
+
+    def _stands(self, name: str, book: Catalogue, is_at_rest: bool = False) -> bool:
         limit = self._limits.get(name, 0)
         if _lead(book) < limit:
             return False
-        waits = any(one.call.store == name for one in self.held)
+        waits = is_at_rest or any(one.call.store == name for one in self.held)
         return waits or not any(key.number == limit - 1 for key in book.keys.values())
 
     def deadline(self, heard_at: float) -> float | None:

@@ -269,6 +269,7 @@ class Worker:
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
         if self._standstill.is_impatient(self.member.heard_at, now):
+            yield Send(SCHEDULER, self.member.packet(Proceeding(self._standstill.cut, False)))
             yield from self._make(self._standstill.go_on(), now)
 
     def _waited_for(self) -> Iterator[calls.Call]:
@@ -314,9 +315,12 @@ class Worker:
         for talk in self._talks.values():
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
-                grace = self.losses.deadline(self.books[talk.call.store])
-                if grace is not None:
-                    yield grace
+        waited_for = {talk.call.store for talk in self._talks.values() if _is_for_user(talk)}
+        waited_for.update(store for store, one in self._rejoins.items() if one.held)
+        for store in waited_for:
+            grace = self.losses.deadline(self.books[store])
+            if grace is not None:
+                yield grace
 
     def _due_on(self, links: Iterable[Link]) -> Iterator[float]:
         for link in links:
@@ -341,8 +345,10 @@ class Worker:
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
         if isinstance(message, Halt):
-            self._standstill.halt(message, self.books, now)
+            yield from self._make(self._standstill.halt(message, self.books, now), now)
             yield from self._say_where_it_stands()
+            if self._standstill.is_asked:
+                yield self._halted(stands=False)
             return
         if isinstance(message, Proceed):
             stood, held = self._standstill.proceed(message)
@@ -615,11 +621,17 @@ class Worker:
             is_pushing = isinstance(talk.call, calls.PushValues) and not talk.has_pushed
             if is_pushing or (rank == 0 and isinstance(talk.call, CREATING)):
                 return
-        numbers = self._standstill.numbers(self.books)
-        if numbers is not None:
+        is_at_rest = any(
+            isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished
+            for talk in self._talks.values()
+        )
+        if self._standstill.stands(self.books, is_at_rest):
             self._standstill.is_asked = False
-            halted = Halted(self._standstill.cut, numbers)
-            yield Send(SCHEDULER, self.member.packet(halted))
+            yield self._halted(stands=True)
+
+    def _halted(self, stands: bool) -> Send:
+        numbers = self._standstill.numbers(self.books)
+        return Send(SCHEDULER, self.member.packet(Halted(self._standstill.cut, numbers, stands)))
 
     def _make(self, held: Iterable[Held], now: float) -> Effects:
         """Make calls that were held back."""
@@ -656,13 +668,13 @@ class Worker:
             if store not in self._rejoins:  # else this is the second loss in a row
                 new = Rejoin(book.versions(), book.optimized.number)
                 self._rejoins[store] = self._untold.pop(store, new)
-            yield from self._rejoin(store, book, now)
+            yield from self._rejoin(store, book, tuple(self._rejoins[store].before), now)
         yield from self._make(held, now)
 
-    def _rejoin(self, store: str, book: Catalogue, now: float) -> Effects:
+    def _rejoin(self, store: str, book: Catalogue, names: tuple[str, ...], now: float) -> Effects:
         self._own_tickets -= 1
         call = calls.Rejoin(store)
-        talk = Talk(self._own_tickets, call, rejoin(book), [], math.inf)
+        talk = Talk(self._own_tickets, call, rejoin(book, names), [], math.inf)
         self._talks[talk.ticket] = talk
         yield from self._go_on(talk, None, now)
 
@@ -761,11 +773,13 @@ class Worker:
         errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
         for talk in list(self._talks.values()):
             error = errors[talk.call.store]
-            if error is not None and talk.ticket in self._talks:
+            is_rejoin = isinstance(talk.call, calls.Rejoin)  # of use when the lost is replaced
+            if error is not None and talk.ticket in self._talks and not is_rejoin:
                 yield from self._finish(talk, now, error=error)
-        for one in [one for one in self._standstill.held if errors[one.call.store] is not None]:
-            self._standstill.held.remove(one)
-            yield Finish(one.ticket, error=errors[one.call.store])
+        for waiting in (self._standstill.held, *(one.held for one in self._rejoins.values())):
+            for held in [held for held in waiting if errors[held.call.store] is not None]:
+                waiting.remove(held)
+                yield Finish(held.ticket, error=errors[held.call.store])
 
     def _end_all(self, error: KvpsError, now: float) -> Effects:
         for talk in list(self._talks.values()):
@@ -810,6 +824,10 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
+
+
+def _is_for_user(talk: Talk) -> bool:
+    return not talk.finished and not isinstance(talk.call, calls.Rejoin)
 
 
 def _talk_of(request: Request) -> Talk:

@@ -83,9 +83,7 @@ def train(job: Job, rank: int) -> Script:
 
 def where(error: EpochChanged) -> int:
     """Return the step at which the servers are now."""
-    (step,) = set(error.after.values())
-    for key, version in error.before.items():
-        assert step <= version + 1, f"key {key} is ahead of what was pushed"
+    (step,) = set(error.after.values())  # a model of two moments is none
     return step
 
 

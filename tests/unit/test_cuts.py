@@ -55,12 +55,24 @@ def test_first_all_workers_are_asked_to_halt() -> None:
 
 def test_who_stands_is_not_asked_again() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
-    assert list(cut.letters()) == [(W1, Halt(7, {}))]
+    assert list(cut.letters()) == [(W1, Halt(7, {"kv": 5}))]
 
 
+@pytest.mark.spec("R134")
 def test_who_is_behind_goes_on_to_where_the_others_are() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
     assert list(cut.letters()) == [(W1, Halt(7, {"kv": 6}))]
+    hear(cut, (W1, Halted(7, {"kv": 6})))
+    assert cut.stage is Stage.IMAGING
+
+
+@pytest.mark.spec("R134")
+def test_one_in_the_middle_of_a_step_takes_the_others_along() -> None:
+    """It may wait for a push of those who stand before it."""
+    cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})), (W1, Halted(7, {"kv": 6}, stands=False)))
+    assert list(cut.letters()) == [(W0, Halt(7, {"kv": 6})), (W1, Halt(7, {"kv": 6}))]
+    hear(cut, (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 6}, stands=False)))
+    assert cut.stage is Stage.HALTING
     hear(cut, (W1, Halted(7, {"kv": 6})))
     assert cut.stage is Stage.IMAGING
 
@@ -70,6 +82,7 @@ def test_a_worker_without_the_store_stands_anywhere() -> None:
     assert cut.stage is Stage.IMAGING
 
 
+@pytest.mark.spec("R134")
 def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> None:
     cut = stand(cut_of())
     assert list(cut.letters()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
@@ -84,6 +97,7 @@ def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> N
     }
 
 
+@pytest.mark.spec("R136")
 def test_it_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> None:
     cut = to_writing(cut_of())
     hear(cut, (S0, kept(1, StoreSum("kv", 2, 5, 5), StoreSum("a", 1, 9, 9))))
@@ -109,25 +123,28 @@ def test_an_image_that_is_on_the_disk_was_taken() -> None:
     assert cut.stage is Stage.WRITING
 
 
+@pytest.mark.spec("R137")
 @pytest.mark.parametrize(
-    ("node", "message", "reason"),
+    ("node", "message", "reason", "by_worker"),
     [
-        (W1, Proceeding(7, False), "worker 1 could not wait any longer"),
-        (S1, kept(0, error="disk full"), "server 1: disk full"),
-        (S0, Committed(7, "disk full"), "server 0: disk full"),
+        (W1, Proceeding(7, False), "worker 1 could not wait any longer", True),
+        (S1, kept(0, error="/workers: disk full"), "server 1: /workers: disk full", False),
+        (S0, Committed(7, "disk full"), "server 0: disk full", False),
     ],
 )
-def test_what_goes_wrong_anywhere_ends_it(node: Node, message: Message, reason: str) -> None:
+def test_what_goes_wrong_anywhere_ends_it(
+    node: Node, message: Message, reason: str, by_worker: bool
+) -> None:
     cut = hear(to_writing(cut_of()), (node, message))
     assert cut.stage is Stage.GIVEN_UP
-    assert cut.reason == reason
+    assert (cut.reason, cut.by_worker) == (reason, by_worker)
     letters = list(cut.letters())
     assert (S0, GiveUp(7)) in letters
     assert (W0, Proceed(7)) in letters
     hear(cut, (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
     assert cut.is_over
-    cut.give_up("something else")
-    assert cut.reason == reason
+    cut.give_up("something else", by_worker=not by_worker)
+    assert (cut.reason, cut.by_worker) == (reason, by_worker)
 
 
 def test_members_that_come_or_go_end_it() -> None:
@@ -148,6 +165,7 @@ def test_a_worker_that_has_said_that_it_stood_may_go() -> None:
     assert cut.stage is Stage.WRITING
 
 
+@pytest.mark.spec("R137")
 def test_nobody_stands_for_ever() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
     cut.on_time(10.0 + HALT_MAX_S - 1)

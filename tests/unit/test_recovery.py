@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvps.core.recovery import Recovery
 from kvps.messages import Node, Proceed, Recall, Restore, Restored, Role, Shelf
 
@@ -12,6 +14,7 @@ def shelf(*cuts: int, epoch: int = 4) -> Shelf:
     return Shelf(epoch, True, 60.0, cuts, max(cuts, default=0))
 
 
+@pytest.mark.spec("R140")
 def test_the_newest_cut_that_all_have_is_chosen() -> None:
     recovery = Recovery(4, 2)
     assert list(recovery.letters()) == [(S0, Recall(4)), (S1, Recall(4))]
@@ -19,14 +22,15 @@ def test_the_newest_cut_that_all_have_is_chosen() -> None:
     assert list(recovery.letters()) == [(S1, Recall(4))]
     recovery.hear(1, shelf(3, 5))
     assert list(recovery.letters()) == [(S0, Restore(4, 5)), (S1, Restore(4, 5))]
-    recovery.hear(1, Restored(4))
+    recovery.hear(1, Restored(4, 5))
     assert list(recovery.letters()) == [(S0, Restore(4, 5))]
     assert not recovery.is_over
-    recovery.hear(0, Restored(4))
+    recovery.hear(0, Restored(4, 5))
     assert recovery.is_over
     assert not recovery.failure
 
 
+@pytest.mark.spec("R140")
 def test_without_a_common_cut_there_is_no_return() -> None:
     recovery = Recovery(4, 2)
     recovery.hear(0, shelf(8))
@@ -35,16 +39,26 @@ def test_without_a_common_cut_there_is_no_return() -> None:
     assert not list(recovery.letters())
 
 
-def test_a_server_that_cannot_read_its_cut_ends_it() -> None:
-    recovery = Recovery(4, 1)
-    recovery.hear(0, shelf(8))
-    recovery.hear(0, Restored(4, "a bit is flipped"))
-    assert recovery.failure == "server 0: a bit is flipped"
+@pytest.mark.spec("R140")
+def test_a_cut_that_a_server_cannot_read_is_passed_over_by_all() -> None:
+    recovery = Recovery(4, 2)
+    recovery.hear(0, shelf(7, 8))
+    recovery.hear(1, shelf(7, 8))
+    recovery.hear(0, Restored(4, 8))
+    recovery.hear(1, Restored(4, 8, "a bit is flipped"))
+    recovery.hear(1, Restored(4, 8, "a bit is flipped"))
+    assert not recovery.failure
+    assert list(recovery.letters()) == [(S0, Restore(4, 7)), (S1, Restore(4, 7))]
+    recovery.hear(0, Restored(4, 8))  # said before it heard of the other
+    recovery.hear(1, Restored(4, 7))
+    assert not recovery.is_over
+    recovery.hear(0, Restored(4, 7, "this one, too"))
+    assert recovery.failure == "server 0: this one, too"
 
 
 def test_answers_of_another_epoch_do_not_count() -> None:
     recovery = Recovery(4, 1)
     recovery.hear(0, shelf(8, epoch=3))
-    recovery.hear(0, Restored(3))
+    recovery.hear(0, Restored(3, 8))
     recovery.hear(0, Proceed(1))
     assert recovery == Recovery(4, 1)

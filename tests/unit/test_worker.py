@@ -9,6 +9,7 @@ from kvps.core import calls, link
 from kvps.core.effects import Connect, Copied, Exit, Finish
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
+from kvps.core.rounds import WINDOW
 from kvps.core.worker import LATE_MAX, Worker
 from kvps.errors import (
     ConfigError,
@@ -28,6 +29,8 @@ from kvps.messages import (
     Declared,
     Done,
     Error,
+    Halt,
+    Halted,
     Hello,
     Join,
     Joined,
@@ -40,6 +43,8 @@ from kvps.messages import (
     Place,
     Probe,
     Probed,
+    Proceed,
+    Proceeding,
     Pull,
     Pulled,
     Push,
@@ -617,6 +622,135 @@ class TestRefusals:
         one.scheduler(Error(0, Fenced.code, "worker 0 was replaced"))
         assert isinstance(one.error(ticket), Fenced)
         assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+
+# --- cuts -----------------------------------------------------------------------------------------
+
+
+def two_keys(**options: object) -> Bench:
+    """One server, and keys ``a`` and ``b`` in chunks of their own."""
+    one = Bench(servers=1)
+    one.open(**options)
+    one.init({"a": torch.zeros(4)})
+    one.init({"b": torch.zeros(4)})
+    return one
+
+
+def step(one: Bench, *names: str) -> None:
+    """Push each of these keys, and let the server take it in."""
+    for name in names:
+        ticket = one.call(push({name: torch.ones(4)}))
+        one.ack(0, one.seqs(Push)[-1])
+        assert one.is_done(ticket)
+
+
+class TestHalting:
+    @pytest.mark.spec("R130", "R131", "R133")
+    def test_between_two_steps_the_next_one_waits(self) -> None:
+        one = two_keys()
+        step(one, "a", "b")
+        one.scheduler(Halt(3, {}))
+        assert one.sent(Halted) == [Halted(3, {"kv": 1}, True)]
+        ticket = one.call(push({"a": torch.ones(4)}))
+        assert len(one.sent(Push)) == 2
+        one.scheduler(Proceed(3))
+        assert one.sent(Proceeding) == [Proceeding(3, True)]
+        one.ack(0, one.seqs(Push)[-1])
+        assert one.is_done(ticket)
+        assert len(one.sent(Push)) == 3
+
+    @pytest.mark.spec("R131")
+    def test_it_stands_when_all_that_it_pushed_is_in(self) -> None:
+        one = two_keys()
+        step(one, "b")
+        one.call(push({"a": torch.ones(4)}))
+        one.scheduler(Halt(3, {}))
+        assert one.sent(Halted) == [Halted(3, {"kv": 1}, False)]
+        one.ack(0, one.seqs(Push)[-1])
+        assert one.sent(Halted)[1:] == [Halted(3, {"kv": 1}, True)]
+        one.scheduler(Halt(3, {}))  # the answer may be lost
+        assert one.sent(Halted)[2:] == [Halted(3, {"kv": 1}, True)]
+
+    @pytest.mark.spec("R131", "R132", "R134")
+    def test_what_another_waits_for_in_its_step_is_pushed(self) -> None:
+        """It has pushed ``a`` and waits for ours, before it pushes ``b``."""
+        one = two_keys()
+        one.scheduler(Halt(3, {}))
+        ticket = one.call(push({"a": torch.ones(4)}))
+        behind = one.call(pull({"a": torch.zeros(4)}))
+        assert not one.sent(Push)
+        one.scheduler(Halt(3, {"kv": 1}))
+        one.ack(0, *one.seqs(Push))
+        assert one.is_done(ticket)
+        assert len(one.sent(Pull)) == 1
+        assert one.sent(Halted)[-1] == Halted(3, {"kv": 1}, False)
+        step(one, "b")
+        assert one.sent(Halted)[-1] == Halted(3, {"kv": 1}, True)
+        assert one.finish(behind) is None
+
+    def test_one_in_the_middle_of_a_step_stands_at_its_end(self) -> None:
+        one = two_keys()
+        step(one, "a")
+        one.scheduler(Halt(3, {}))
+        step(one, "b")
+        assert one.sent(Halted) == [Halted(3, {"kv": 1}, False), Halted(3, {"kv": 1}, True)]
+
+    def test_what_rank_0_creates_is_done_before(self) -> None:
+        one = small()
+        ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+        one.scheduler(Halt(3, {}))
+        assert [said.stands for said in one.sent(Halted)] == [False]
+        one.server(0, Done(one.seqs(Optimize)[-1]))
+        assert one.is_done(ticket)
+        assert [said.stands for said in one.sent(Halted)] == [False, True]
+
+    def test_a_push_that_waits_for_room_is_no_standing(self) -> None:
+        one = small()
+        for _ in range(WINDOW):
+            step(one, "w")
+        one.call(push({"w": torch.ones(4)}))
+        assert len(one.sent(Push)) == WINDOW
+        one.scheduler(Halt(3, {}))
+        assert [said.stands for said in one.sent(Halted)] == [False]
+
+    @pytest.mark.spec("R131")
+    def test_one_that_waits_for_a_checkpoint_stands(self) -> None:
+        """Also where a key came late, and is one push behind at the end of every step."""
+        one = two_keys()
+        step(one, "a")
+        ticket = one.call(calls.TakeCheckpoint("kv", ""), timeout_s=5.0)
+        one.scheduler(Halt(3, {}))
+        assert one.sent(Halted) == [Halted(3, {"kv": 1}, True)]
+        one.scheduler(Proceed(3))
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        one.scheduler(Halt(4, {}))
+        assert one.sent(Halted)[1:] == [Halted(4, {"kv": 1}, False)]
+
+    @pytest.mark.spec("R133")
+    def test_nobody_loses_his_patience_for_a_checkpoint(self) -> None:
+        one = small()
+        one.scheduler(Halt(3, {}))
+        ticket = one.call(push({"w": torch.ones(4)}), timeout_s=2.5)
+        one.wait(1.4)
+        assert not one.sent(Push)
+        one.wait(0.1)
+        assert one.sent(Proceeding) == [Proceeding(3, False)]
+        one.ack(0, *one.seqs(Push))
+        assert one.is_done(ticket)
+        one.scheduler(Proceed(3))
+        assert one.sent(Proceeding)[1:] == [Proceeding(3, False)]
+
+    @pytest.mark.parametrize("error", [WorkerLost, SchedulerLost])
+    def test_a_held_call_ends_as_any_other(self, error: type[KvpsError]) -> None:
+        one = small(on_worker_lost="fail")
+        one.scheduler(Halt(3, {}))
+        ticket = one.call(push({"w": torch.ones(4)}))
+        if error is WorkerLost:
+            one.view(member(W1, "lost"))
+        else:
+            one.scheduler(Stop(0, "over"))
+        assert isinstance(one.error(ticket), error)
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Every call of a user finds its conversation."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from kvps.core import calls, dispatch
+from kvps.core.catalogue import Catalogue
+from kvps.core.hyper import resolve
+from kvps.core.lateness import name_of
+from tests.workbench import opened
+
+ROW = torch.zeros(4)
+CALLS = {
+    "open_store": calls.OpenStore("kv", opened(), 240.0),
+    "init": calls.Init("kv", (), ()),
+    "broadcast": calls.Broadcast("kv", (), (), ()),
+    "lookup": calls.Lookup("kv", ()),
+    "push": calls.PushValues("kv", (), (), None, 0, True),
+    "pull": calls.PullValues("kv", (), (), 0, 0),
+    "allocate": calls.Allocate("kv", ()),
+    "versions": calls.Versions("kv", ()),
+    "resume": calls.Resume("kv", ()),
+    "set_optimizer": calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})),
+    "set_rate": calls.SetRate("kv", 0.1),
+    "barrier": calls.Stand("kv", None),
+    "flush": calls.Flush("kv"),
+    "status": calls.Ask("kv"),
+    "save_state": calls.SaveState("kv"),
+    "load_state": calls.LoadState("kv", {}),
+    "checkpoint": calls.TakeCheckpoint("kv", ""),
+    "restore": calls.RestoreCheckpoint("kv", ""),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_has_its_conversation(name: str) -> None:
+    conversation = dispatch.start(Catalogue(opened(), 0, 1, 240.0), CALLS[name], [])
+    assert conversation.gi_code.co_name == name
+    conversation.close()
+
+
+def test_no_call_is_left_out() -> None:
+    every = {
+        cls
+        for _, cls in inspect.getmembers(calls, inspect.isclass)
+        if issubclass(cls, calls.Call) and cls not in (calls.Call, calls.Rejoin)
+    }
+    assert {type(one) for one in CALLS.values()} == every
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_has_a_name_for_its_user(name: str) -> None:
+    assert name_of(CALLS[name])
+
+
+def test_what_the_core_makes_for_itself_has_none() -> None:
+    with pytest.raises(TypeError, match="no conversation for Rejoin"):
+        dispatch.start(Catalogue(opened(), 0, 1, 240.0), calls.Rejoin("kv"), [])

@@ -1,0 +1,309 @@
+"""From a store on a server to its image, and back: on the same server, on others, and in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import imaging
+from kvps.core.image import Image
+from kvps.core.placement import parts
+from kvps.core.regroup import regroup
+from kvps.errors import Mismatch, Overload, StorageError
+from kvps.messages import Ask, Declare, Declared, Dropped, Entry, Piece, Pull, Push, Run
+from kvps.specs import BY_NAME
+from kvps.tensors import TORCH
+from tests.cuts import elements, same
+from tests.server_stage import ServerStage, acked, heard
+
+BOUND = 64
+
+
+def stage(server: int = 0, servers: int = 1, **more: object) -> ServerStage:
+    one = ServerStage(servers=servers, rank=server, every_s=0.0, **more)  # type: ignore[arg-type]
+    one.open(bigarray_bound=BOUND, chunk_bytes=65_536)
+    return one
+
+
+def image_of(one: ServerStage) -> Image:
+    image, release = one.server.requests.image()
+    release()
+    return image
+
+
+def push(one: ServerStage, key: str, rank: int, number: int, value: float = 1.0) -> None:
+    """Push to all pieces of a key."""
+    dtype = one.server.requests.spaces["kv"].shards[key].spec.dtype
+    for piece in one.pieces[key]:
+        runs = (Run(piece.start, piece.size, number),)
+        row = torch.full((piece.size,), value, dtype=TORCH[dtype])
+        one.say(rank, Push(piece.chunk, BY_NAME[dtype].id, (rank,), 1.0, False, runs), row)
+
+
+def trained(server: int = 0, servers: int = 1) -> ServerStage:
+    """Keys of several kinds, of which some have been pushed more often than others."""
+    one = stage(server, servers)
+    one.optimizer("adam", lr=0.5)
+    sizes = {"w": 40, "big": 40_000, "half": 30, "never": 100, "nothing": 0}
+    for key, count in sizes.items():
+        row = (torch.arange(count) % 100).to(torch.bfloat16 if key == "half" else torch.float32)
+        for part in parts(key, count, servers, BOUND):
+            if part.server == server:
+                some = row[part.start : part.start + part.size]
+                one.declare(key, some, start=part.start, shape=(count,))
+                one.load(key, some)
+    for key, pushes in (("w", 3), ("big", 2), ("half", 3)):
+        for number in range(pushes if key in one.pieces else 0):
+            for rank in (0, 1):
+                push(one, key, rank, number, 1.0 + number)
+    return one
+
+
+def fresh(image: Image) -> ServerStage:
+    """A server that holds what the image says."""
+    one = ServerStage(servers=image.servers, rank=image.server, every_s=0.0)
+    one.server.requests.restore(image)
+    one.server.check()
+    for name, shard in one.server.requests.spaces["kv"].shards.items():
+        one.pieces[name] = shard.pieces
+    return one
+
+
+def test_a_server_that_comes_back_holds_the_same() -> None:
+    image = image_of(trained())
+    assert {key.name: len(key.portions) for key in image.stores[0].keys}["big"] > 1
+    assert same(image_of(fresh(image)), image)
+
+
+def test_and_goes_on_alike() -> None:
+    one = trained()
+    other = fresh(image_of(one))
+    for each in (one, other):
+        for rank in (0, 1):
+            push(each, "w", rank, 2, 9.0)  # in the image: not applied again
+            push(each, "w", rank, 3, 4.0)
+            push(each, "never", rank, 0, 1.0)
+            push(each, "half", rank, 3, 1.0)
+    assert elements([image_of(one)]) == elements([image_of(other)])
+
+
+def test_the_keys_of_an_image_are_those_that_have_a_value() -> None:
+    one = stage()
+    one.init("a", [1.0])
+    one.declare("b", torch.zeros(4))
+    assert [key.name for key in image_of(one).stores[0].keys] == ["a"]
+
+
+@pytest.mark.spec("R148")
+@pytest.mark.parametrize("servers", [1, 3])
+def test_on_another_number_of_servers(servers: int) -> None:
+    images = [image_of(trained(server, 2)) for server in (0, 1)]
+    others = [fresh(regroup(images, server, servers)) for server in range(servers)]
+    assert _without_new_states(elements([image_of(one) for one in others])) == (
+        _without_new_states(elements(images))
+    )
+
+
+def _without_new_states(found: dict[tuple[str, str], list[object]]) -> object:
+    """A state that no update has touched may be there or not, by what else is in the chunk."""
+    return {
+        key: [
+            (start, weight, history, state if history.step else {})
+            for start, weight, history, state in rows  # type: ignore[misc]
+        ]
+        for key, rows in found.items()
+    }
+
+
+def test_parts_of_a_key_with_different_histories_get_pieces_of_their_own() -> None:
+    """As when a rank's push had reached one server and not the other."""
+    images = []
+    for server in (0, 1):
+        one = trained(server, 2)
+        if "big" in one.pieces and server == 0:
+            for rank in (0, 1):
+                push(one, "big", rank, 2)
+        images.append(image_of(one))
+    whole = fresh(regroup(images, 0, 1))
+    spans = [
+        next(whole.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+        for piece in whole.pieces["big"]
+    ]
+    assert {span.version for span in spans} == {2, 3}
+    assert elements([image_of(whole)])["kv", "big"] == elements(images)["kv", "big"]
+
+
+def test_a_part_without_states_beside_one_with_some_is_as_new() -> None:
+    """A frozen tensor on two servers: beside it in its chunk, one of them has updated another key."""
+    images = []
+    for server in (0, 1):
+        one = stage(server, 2)
+        one.optimizer("adam", lr=0.5)
+        for part in parts("frozen", 80, 2, BOUND):
+            if part.server == server:
+                row = torch.zeros(part.size)
+                one.declare("frozen", row, start=part.start, shape=(80,))
+                one.load("frozen", row)
+        if server == 0:
+            one.init("w", torch.zeros(4))
+            for rank in (0, 1):
+                push(one, "w", rank, 0)
+        images.append(image_of(one))
+    names = [
+        [set(portion.state) for portion in key.portions]
+        for image in images
+        for key in image.stores[0].keys
+        if key.name == "frozen"
+    ]
+    assert names == [[{"exp_avg", "exp_avg_sq"}], [set()]]
+    whole = fresh(regroup(images, 0, 1))
+    (portion,) = [key.portions[0] for key in image_of(whole).stores[0].keys if key.name == "frozen"]
+    assert all(not row.any() for row in portion.state.values())
+
+
+class TestInPlace:
+    """A store that is open, and in use, takes the values of a cut."""
+
+    def revive(self, one: ServerStage, image: Image, store: str = "kv") -> None:
+        one.take(one.server.requests.revive(store, image))
+
+    @pytest.mark.spec("R147")
+    def test_values_states_and_numbers_are_those_of_the_cut(self) -> None:
+        one = trained()
+        image = image_of(fresh(image_of(one)))  # nothing is written to its tensors
+        before = elements([image])
+        for key in ("w", "never", "half"):
+            first = 0 if key == "never" else 3
+            for rank in (0, 1):
+                push(one, key, rank, first, 7.0)
+        assert elements([image_of(one)]) != before
+        self.revive(one, image)
+        assert elements([image_of(one)]) == before
+        one.server.check()
+
+    @pytest.mark.spec("R147")
+    def test_keys_that_are_not_in_the_cut_are_left_as_they_are(self) -> None:
+        one = trained()
+        image = image_of(one)
+        one.init("later", [5.0])
+        self.revive(one, image)
+        assert one.values("later") == [5.0]
+
+    def test_what_was_pushed_and_not_applied_is_void(self) -> None:
+        one = trained()
+        image = image_of(one)
+        push(one, "w", 0, 3)
+        assert one.span("w").is_open
+        self.revive(one, image)
+        assert not one.span("w").is_open
+        piece = one.places("w")[0]
+        row = torch.ones(piece.size)
+        said = one.say(0, Push(piece.chunk, 1, (0,), 1.0, False, (Run(piece.start, 40, 3),)), row)
+        assert acked(said), "it may push that number again"
+
+    def test_who_waits_for_a_key_of_the_cut_is_answered(self) -> None:
+        whole = trained()
+        one = stage()
+        one.init("x", [1.0])
+        said = one.say(1, Declare("kv", False, 0, (Entry("w", 1, (40,), 0, 40),)))
+        assert said == []
+        effects = one.take(one.server.requests.revive("kv", image_of(whole)))
+        assert len(heard(effects, Declared)) == 1
+
+    def test_who_waits_for_a_version_of_it_is_answered(self) -> None:
+        one = trained()
+        image = image_of(one)
+        later = fresh(image)
+        for rank in (0, 1):
+            push(later, "w", rank, 3)
+        piece = one.places("w")[0]
+        one.say(1, Pull(piece.chunk, False, (Ask(piece.start, 40, 0, 4),)), seq=50)
+        said = one.take(one.server.requests.revive("kv", image_of(later)))
+        assert [each.message.seq for each in said] == [50]  # type: ignore[attr-defined]
+
+    def test_updates_that_were_dropped_later_have_not_been(self) -> None:
+        one = ServerStage(every_s=0.0)
+        one.open(on_nonfinite="error")
+        one.init("a", [1.0, 2.0])
+        image = image_of(one)
+        for rank in (0, 1):
+            one.push(rank, "a", [float("nan"), 1.0], 0)
+        (told,) = [each.message.dropped for each in one.pull(0, "a")]  # type: ignore[attr-defined]
+        assert [type(each) for each in told] == [Dropped]
+        self.revive(one, image)
+        (told,) = [each.message.dropped for each in one.pull(0, "a")]  # type: ignore[attr-defined]
+        assert told == ()
+
+    @pytest.mark.spec("R147")
+    @pytest.mark.parametrize("what", ["shape", "type", "optimizer"])
+    def test_another_model_is_refused_and_nothing_is_changed(self, what: str) -> None:
+        image = image_of(trained())
+        one = stage()
+        if what == "optimizer":
+            one.optimizer("sgd", lr=1.0)
+        one.init("aaa", [1.0])
+        row = torch.zeros(41 if what == "shape" else 40)
+        one.init("w", row.double() if what == "type" else row)
+        before = one.snapshot()
+        with pytest.raises(Mismatch, match="optimizer 'sgd'" if what == "optimizer" else "'w'"):
+            self.revive(one, image)
+        assert one.snapshot() == before
+
+    def test_with_the_same_optimizer_its_numbers_stay_those_that_were_set_here(self) -> None:
+        image = image_of(trained())
+        one = stage()
+        one.optimizer("adam", lr=0.25)
+        self.revive(one, image)
+        hyper = one.server.requests.spaces["kv"].hyper
+        assert hyper is not None
+        assert hyper.number("lr") == 0.25
+
+    def test_another_placement_is_refused(self) -> None:
+        """A store that was opened with another bound has its keys on other servers."""
+        image = image_of(trained())
+        one = stage()
+        one.declare("w", torch.zeros(20), shape=(40,))
+        one.load("w", torch.zeros(20))
+        with pytest.raises(StorageError, match=r"40 elements from 0 .* holds 20 from 0"):
+            self.revive(one, image)
+
+    def test_a_key_whose_parts_went_apart_is_refused_where_it_lies(self) -> None:
+        images = []
+        for server in (0, 1):
+            one = trained(server, 2)
+            if server == 0:
+                for rank in (0, 1):
+                    push(one, "big", rank, 2)
+            images.append(image_of(one))
+        one = stage()
+        one.init("big", torch.zeros(40_000))
+        with pytest.raises(StorageError, match="its parts have had different pushes"):
+            self.revive(one, regroup(images, 0, 1))
+
+    def test_keys_without_elements_need_no_place(self) -> None:
+        one = trained()
+        self.revive(one, image_of(one))
+        assert one.server.requests.spaces["kv"].shards["nothing"].pieces == ()
+
+    def test_too_much_is_refused(self) -> None:
+        one = stage(memory_limit=1000)
+        before = one.snapshot()
+        with pytest.raises(Overload, match="no room"):
+            self.revive(one, image_of(trained()))
+        assert one.snapshot() == before
+
+    def test_a_store_that_is_not_in_the_cut(self) -> None:
+        one = trained()
+        one.open(store="other")
+        with pytest.raises(StorageError, match=r"has no store 'other'; it has 'kv'\. Create"):
+            self.revive(one, image_of(trained()), "other")
+        with pytest.raises(StorageError, match="it has none"):
+            self.revive(one, Image(0, 1, ()), "kv")
+
+
+def test_pieces_that_were_written_are_named() -> None:
+    one = trained()
+    space = one.server.requests.spaces["kv"]
+    pieces = imaging.revive(space, one.server.requests.engine.chunks, image_of(one).stores[0])
+    assert all(isinstance(piece, Piece) for piece in pieces)
+    assert sum(piece.size for piece in pieces) == 40 + 40_000 + 30 + 100

@@ -1,0 +1,438 @@
+"""A server's part in cuts: what it answers to each order, and whom it serves while it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvps.core.disk import (
+    Complete,
+    Completed,
+    Found,
+    Loaded,
+    Look,
+    Order,
+    Read,
+    Remove,
+    Write,
+    Written,
+)
+from kvps.core.effects import Note
+from kvps.core.image import Image
+from kvps.core.keeper import Keeper
+from kvps.core.member import Identity
+from kvps.core.server import Server
+from kvps.errors import Overload, StorageError
+from kvps.messages import (
+    Ack,
+    Ask,
+    Beat,
+    Commit,
+    Committed,
+    Envelope,
+    Error,
+    GiveUp,
+    ImageKept,
+    ImageSum,
+    ImageTaken,
+    Message,
+    Packet,
+    Probe,
+    Probed,
+    Pull,
+    Pulled,
+    Push,
+    Recall,
+    Restore,
+    Restored,
+    Role,
+    Run,
+    Shelf,
+    Status,
+    StoreSum,
+    TakeImage,
+)
+from tests.server_stage import JOB, Said, Seat, ServerStage, acked, heard, pulled
+
+SHA256 = "ab" * 32
+FULL = StorageError("checkpoint 5 not written: no space left")
+
+
+def stage(every_s: float | None = 60.0, **more: object) -> ServerStage:
+    """A server with a place for cuts, and a key ``a``."""
+    one = ServerStage(every_s=every_s, **more)  # type: ignore[arg-type]
+    one.open()
+    one.init("a", [1.0, 2.0])
+    return one
+
+
+def order(one: ServerStage, message: Message) -> list[Message]:
+    """The scheduler wants something; return what it is told at once."""
+    return [each.message for each in one.scheduler(message)]
+
+
+def done(one: ServerStage, answer: object) -> list[Message]:
+    """The disk answers; return what is said."""
+    return [each.message for each in one.disk(answer)]  # type: ignore[arg-type]
+
+
+def values(order: Order) -> list[list[float]]:
+    """What the image that is to be written holds."""
+    assert isinstance(order, Write)
+    return [tensor.tolist() for tensor in order.image.tensors()]
+
+
+def kept(cut: int = 5, begins: int = 1, versions: tuple[int, int] = (0, 0)) -> ImageKept:
+    return ImageKept(cut, 900, SHA256, (StoreSum("kv", begins, *versions),), "")
+
+
+class TestRecall:
+    @pytest.mark.spec("R138")
+    def test_without_a_place_there_is_nothing_to_look_for(self) -> None:
+        one = stage(every_s=None)
+        assert order(one, Recall(0)) == [Shelf(0, False, 0.0, (), 0)]
+        assert one.orders() == []
+
+    @pytest.mark.spec("R136")
+    def test_with_one_it_says_which_are_complete_there(self) -> None:
+        one = stage()
+        assert order(one, Recall(2)) == []
+        assert one.orders() == [Look(0, 1, JOB)]
+        assert done(one, Found((3, 4), 9)) == [Shelf(2, True, 60.0, (3, 4), 9)]
+
+    def test_a_disk_that_cannot_be_read_has_none(self) -> None:
+        one = stage(every_s=0.0)
+        order(one, Recall(2))
+        assert done(one, Found(error=StorageError("cannot read /ckpt"))) == [
+            Shelf(2, True, 0.0, (), 0)
+        ]
+        assert Note("warning", "cannot read /ckpt") in one.notes
+
+
+class TestTakeImage:
+    @pytest.mark.spec("R135")
+    def test_at_once_if_nothing_waits(self) -> None:
+        one = stage()
+        assert order(one, TakeImage(5)) == [ImageTaken(5)]
+        (write,) = one.orders()
+        assert values(write) == [[1.0, 2.0]]
+        assert done(one, Written(5, 900, SHA256)) == [kept()]
+
+    @pytest.mark.spec("R135")
+    def test_or_as_soon_as_nothing_does(self) -> None:
+        one = stage()
+        one.push(0, "a", [1.0, 1.0], 0)
+        assert order(one, TakeImage(5)) == []
+        assert one.orders() == []
+        said = one.push(1, "a", [1.0, 1.0], 0)
+        assert heard(said, ImageTaken) == [ImageTaken(5)]
+        (write,) = one.orders()
+        assert values(write) == [[2.0, 2.0]]
+        assert done(one, Written(5, 900, SHA256)) == [kept(versions=(1, 1))]
+
+    @pytest.mark.spec("R135")
+    def test_what_is_pushed_later_is_not_in_it(self) -> None:
+        one = stage()
+        one.optimizer("sgd", lr=1.0, momentum=0.5)
+        for rank in (0, 1):
+            one.push(rank, "a", [1.0, 1.0], 0)
+        order(one, TakeImage(5))
+        (write,) = one.orders()
+        before = values(write)
+        assert len(before) == 2, "a weight and its momentum"
+        for number in (1, 2):
+            for rank in (0, 1):
+                one.push(rank, "a", [1.0, 1.0], number)
+        assert values(write) == before
+        assert one.values("a") != before[0]
+        done(one, Written(5, 900, SHA256))
+        for rank in (0, 1):
+            one.push(rank, "a", [1.0, 1.0], 3)
+        assert one.span("a").version == 4
+
+    @pytest.mark.spec("R138")
+    def test_one_who_asks_again_is_told_how_far_it_is(self) -> None:
+        one = stage()
+        order(one, TakeImage(5))
+        assert order(one, TakeImage(5)) == [ImageTaken(5)]
+        done(one, Written(5, 900, SHA256))
+        assert order(one, TakeImage(5)) == [kept()]
+        assert len(one.orders()) == 1
+
+    def test_a_key_counts_where_it_begins(self) -> None:
+        one = ServerStage(servers=2, rank=1, every_s=0.0)
+        one.open(bigarray_bound=4)
+        one.declare("big", torch.zeros(4), start=4, shape=(8,))
+        one.load("big", torch.zeros(4))
+        one.init("nothing", [])
+        order(one, TakeImage(5))
+        (written,) = done(one, Written(5, 900, SHA256))
+        assert written == kept(begins=1)
+
+    @pytest.mark.spec("R137")
+    def test_a_full_disk_is_told(self) -> None:
+        one = stage()
+        order(one, TakeImage(5))
+        assert done(one, Written(5, 0, "", FULL)) == [
+            ImageKept(5, 0, "", (StoreSum("kv", 1, 0, 0),), str(FULL))
+        ]
+        assert Note("error", str(FULL)) in one.notes
+
+    def test_the_next_one_takes_the_place_of_one_that_nobody_ended(self) -> None:
+        one = stage()
+        order(one, TakeImage(5))
+        assert order(one, TakeImage(6)) == [ImageTaken(6)]
+        first, remove, second = one.orders()
+        assert isinstance(first, Write)
+        assert remove == Remove(5, 0)
+        assert isinstance(second, Write)
+        assert done(one, Written(5, 900, SHA256)) == []
+        assert order(one, TakeImage(5)) == []
+        assert done(one, Written(6, 900, SHA256)) == [kept(6)]
+
+
+class TestCommit:
+    COMMIT = Commit(5, "best", 0, (ImageSum(900, SHA256),), (StoreSum("kv", 1, 0, 0),))
+
+    def written(self) -> ServerStage:
+        one = stage()
+        order(one, TakeImage(5))
+        done(one, Written(5, 900, SHA256))
+        one.orders()
+        return one
+
+    @pytest.mark.spec("R136", "R138")
+    def test_makes_it_complete_once(self) -> None:
+        one = self.written()
+        assert order(one, self.COMMIT) == []
+        assert order(one, self.COMMIT) == []
+        assert one.orders() == [Complete(JOB, 0, 2, self.COMMIT)]
+        assert done(one, Completed(5)) == [Committed(5)]
+        assert order(one, self.COMMIT) == [Committed(5)]
+        assert one.orders() == []
+
+    @pytest.mark.spec("R138")
+    def test_that_fails_is_told(self) -> None:
+        one = self.written()
+        order(one, self.COMMIT)
+        assert done(one, Completed(5, FULL)) == [Committed(5, str(FULL))]
+
+    def test_of_another_cut_than_the_one_in_hand(self) -> None:
+        one = stage()
+        assert order(one, self.COMMIT) == [Committed(5, "cut 5 is not the one in hand")]
+        assert done(one, Completed(5)) == []
+
+
+class TestGiveUp:
+    @pytest.mark.spec("R137")
+    def test_removes_what_was_written(self) -> None:
+        one = stage()
+        order(one, TakeImage(5))
+        assert order(one, GiveUp(5)) == []
+        assert one.orders()[1:] == [Remove(5, 0)]
+        assert done(one, Written(5, 900, SHA256)) == []
+        assert order(one, TakeImage(5)) == [ImageKept(5, 0, "", (), "it was given up")]
+
+    @pytest.mark.spec("R137")
+    def test_before_anything_was_taken(self) -> None:
+        one = stage()
+        one.push(0, "a", [1.0, 1.0], 0)
+        order(one, TakeImage(5))
+        order(one, GiveUp(5))
+        one.push(1, "a", [1.0, 1.0], 0)
+        assert one.orders() == []
+
+    def test_of_one_that_is_complete_or_of_another_does_nothing(self) -> None:
+        one = TestCommit().written()
+        order(one, GiveUp(4))
+        order(one, TestCommit.COMMIT)
+        done(one, Completed(5))
+        one.orders()
+        order(one, GiveUp(5))
+        assert one.orders() == []
+        assert order(one, TestCommit.COMMIT) == [Committed(5)]
+
+
+def image_of(one: ServerStage) -> Image:
+    image, release = one.server.requests.image()
+    release()
+    return image
+
+
+def trained(numbers: Sequence[int] = (0, 1, 2)) -> ServerStage:
+    one = stage()
+    one.optimizer("sgd", lr=1.0)
+    for number in numbers:
+        for rank in (0, 1):
+            one.push(rank, "a", [1.0, 1.0], number)
+    return one
+
+
+def returned(image: Image | None = None, one: ServerStage | None = None) -> ServerStage:
+    """A server that has just returned to cut 5, in epoch 1; the view shows that all have."""
+    here = one or stage()
+    order(here, Restore(1, 5))
+    (read,) = here.orders()
+    assert isinstance(read, Read)
+    done(here, Loaded(image or image_of(trained()), read.for_whom))
+    here.show(epoch=1, since=here.view + 1)
+    for rank in (0, 1):
+        here.hello(rank)
+    return here
+
+
+class TestRestore:
+    @pytest.mark.spec("R141", "R145")
+    def test_it_holds_what_it_held_and_nothing_else(self) -> None:
+        one = stage()
+        one.init("later", [9.0])
+        returned(one=one)
+        assert one.values("a") == [-5.0, -4.0]
+        assert set(one.server.requests.spaces["kv"].shards) == {"a"}
+        assert one.span("a").pushed == {0: 3, 1: 3}
+
+    @pytest.mark.spec("R145")
+    def test_pushes_that_are_in_the_cut_are_not_applied_again_and_others_are(self) -> None:
+        one = returned()
+        assert len(acked(one.push(0, "a", [1.0, 1.0], 2))) == 1
+        assert one.values("a") == [-5.0, -4.0]
+        for rank in (0, 1):
+            one.push(rank, "a", [1.0, 1.0], 3)
+        assert one.values("a") == [-7.0, -6.0]
+
+    @pytest.mark.spec("R138")
+    def test_one_who_orders_again_is_told_again(self) -> None:
+        one = stage()
+        order(one, Restore(1, 5))
+        assert order(one, Restore(1, 5)) == []
+        (read,) = one.orders()
+        assert read == Read(0, 1, 5, Restore(1, 5))
+        said = done(one, Loaded(image_of(trained()), read.for_whom))  # type: ignore[union-attr]
+        assert said == [Restored(1, 5)]
+        assert order(one, Restore(1, 5)) == [Restored(1, 5)]
+        assert one.orders() == []
+
+    @pytest.mark.spec("R140")
+    def test_a_file_that_cannot_be_read_is_told_and_another_cut_may_be_tried(self) -> None:
+        one = stage()
+        order(one, Restore(1, 5))
+        (first,) = one.orders()
+        bad = StorageError("a bit is flipped")
+        assert done(one, Loaded(None, first.for_whom, bad)) == [Restored(1, 5, str(bad))]  # type: ignore[union-attr]
+        assert Note("error", "a bit is flipped") in one.notes
+        order(one, Restore(1, 4))
+        (second,) = one.orders()
+        assert done(one, Loaded(image_of(trained()), first.for_whom)) == [], "it is late"  # type: ignore[union-attr]
+        assert done(one, Loaded(image_of(trained()), second.for_whom)) == [Restored(1, 4)]  # type: ignore[union-attr]
+
+    def test_what_has_no_room_here_is_told(self) -> None:
+        one = stage(memory_limit=9)
+        order(one, Restore(1, 5))
+        (read,) = one.orders()
+        whole = ServerStage(every_s=0.0)
+        whole.open()
+        whole.init("large", torch.zeros(100))
+        (said,) = done(one, Loaded(image_of(whole), read.for_whom))  # type: ignore[union-attr]
+        assert isinstance(said, Restored)
+        assert "no room for key 'large' (400 bytes)" in said.error
+
+    def test_a_cut_that_was_being_taken_is_given_up(self) -> None:
+        one = stage()
+        order(one, TakeImage(6))
+        order(one, Restore(1, 5))
+        write, remove, read = one.orders()
+        assert isinstance(write, Write)
+        assert (remove, type(read)) == (Remove(6, 0), Read)
+
+    def test_the_next_life_of_the_process_begins_with_nothing(self) -> None:
+        one = returned()
+        one.job, one.view = bytes(reversed(JOB)), 0
+        one.seats = [Seat("held", 1), Seat("held", 2)]
+        one.show()
+        one.hello(0)
+        assert isinstance(one.say(0, Status("kv"))[0].message, Error)
+        assert one.server.keeper.epoch == 0
+        assert order(one, TakeImage(1)) == [ImageTaken(1)], "numbers may begin anew"
+
+
+class TestServing:
+    def silent(self, one: ServerStage) -> bool:
+        """Whether nobody is answered."""
+        said: list[Said] = one.hello(0) + one.pull(0, "a") + one.push(1, "a", [1.0, 1.0], 9)
+        said += one.other(1, Beat(0, ""), 2) if one.servers > 1 else []
+        return said == []
+
+    @pytest.mark.spec("R141")
+    def test_nobody_is_served_from_the_order_on_until_all_have_returned(self) -> None:
+        one = stage()
+        order(one, Restore(1, 5))
+        assert self.silent(one)
+        one.show(phase="returning", epoch=1, since=one.view + 1)
+        assert self.silent(one)
+        (read,) = one.orders()
+        done(one, Loaded(image_of(trained()), read.for_whom))  # type: ignore[union-attr]
+        assert self.silent(one), "others may not be able to read that cut"
+        one.show(epoch=1, since=one.view)
+        one.hello(0)
+        assert pulled(one.pull(0, "a", seq=50)) == {50: [-5.0, -4.0]}
+
+    @pytest.mark.spec("R141")
+    def test_nor_by_one_that_does_not_know_of_the_return(self) -> None:
+        """It was replaced, or the view came first."""
+        one = stage()
+        one.show(epoch=1, since=one.view + 1)
+        assert self.silent(one)
+        one = returned(one=stage())
+        one.show(epoch=2, since=one.view + 1)
+        assert self.silent(one)
+
+    @pytest.mark.spec("R141")
+    def test_what_was_asked_before_the_epoch_is_not_answered(self) -> None:
+        one = returned()
+        assert one.pull(0, "a", seq=50) != [], "the new one is"
+        row = torch.ones(2)
+        old = one.view - 1
+        piece = one.places("a")[0]
+        pull = Pull(piece.chunk, True, (Ask(piece.start, 2, 0, 0),))
+        push = Push(piece.chunk, 1, (0,), 1.0, False, (Run(piece.start, 2, 3),))
+        assert one.say(0, pull, view=old) == []
+        assert one.say(0, push, row, view=old) == []
+        assert one.span("a").pushed[0] == 3
+        assert heard(one.say(0, push, row), Ack)
+
+    def test_requests_that_waited_are_gone(self) -> None:
+        one = stage()
+        one.pull(0, "a", least=9, seq=50)
+        returned(one=one)
+        assert heard(one.say(0, Probe((50,))), Probed) == [Probed((50,), ())]
+
+    def test_a_fence_holds_across_a_return(self) -> None:
+        one = stage()
+        one.replace(1)
+        returned(one=one)
+        said = one.pull(1, "a") + one.hello(1, incarnation=11)
+        assert isinstance(said[0].message, Pulled)
+        assert "was replaced by incarnation" in said[1].message.text  # type: ignore[union-attr]
+
+    def test_an_order_of_another_job_is_none(self) -> None:
+        one = stage()
+        one.job = bytes(reversed(JOB))
+        assert order(one, TakeImage(5)) == []
+        assert one.orders() == []
+
+    def test_nor_is_one_before_the_server_was_welcomed(self) -> None:
+        server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
+        packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), Recall(0))
+        (note,) = server.on_packet("scheduler", packet, 0.0)
+        assert note == Note("debug", "unexpected Recall from the scheduler")
+
+
+def test_what_is_no_order() -> None:
+    one = stage()
+    keeper: Keeper = one.server.keeper
+    with pytest.raises(AssertionError, match="Beat is no order"):
+        list(keeper.on_order(Beat(0, ""), one.server.requests))
+    with pytest.raises(AssertionError, match="it is the server's"):
+        list(keeper.on_disk(Loaded(None, None, Overload("x"))))

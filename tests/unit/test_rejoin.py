@@ -1,0 +1,318 @@
+"""A worker whose servers have returned to a cut: what was asked is void, and the user is told once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls
+from kvps.core.catalogue import Catalogue
+from kvps.core.effects import Connect, Effect
+from kvps.core.hyper import resolve
+from kvps.core.rejoin import epoch_changed
+from kvps.errors import EpochChanged, ServerLost, Timeout, WorkerLost
+from kvps.messages import (
+    Ack,
+    Barrier,
+    Declare,
+    Declared,
+    Done,
+    Find,
+    Found,
+    FoundAll,
+    Hello,
+    Node,
+    Open,
+    Optimize,
+    Piece,
+    Place,
+    Probe,
+    Pull,
+    Pulled,
+    Push,
+    Receipt,
+    Released,
+    Role,
+    Stand,
+    Welcome,
+)
+from kvps.specs import BY_NAME
+from tests.workbench import Bench, member, opened, pull, push, sends, spec
+
+FLOAT = BY_NAME["float32"].id
+S0, W1 = Node(Role.SERVER, 0), Node(Role.WORKER, 1)
+REPLACED = member(S0, incarnation=99, endpoint="tcp://new:1")
+CHUNK = 77
+ONES = torch.ones(4)
+
+
+def trained(pushes: int = 3, **options: object) -> Bench:
+    """One server, and a key ``w`` that has been pushed and pulled so often."""
+    one = Bench(servers=1)
+    one.open(**options)
+    one.init({"w": torch.zeros(4)})
+    for number in range(pushes):
+        ticket = one.call(push({"w": ONES}, sinks=(torch.zeros(4),)))
+        stands = (Stand(0, 4, number + 1, number + 1),)
+        answer = Pulled(one.seqs(Push)[-1], 1, FLOAT, True, stands)
+        one.server(0, answer, ONES)
+        assert one.is_done(ticket)
+    return one
+
+
+def begin(one: Bench, epoch: int = 1, *changed: object, phase: str = "running") -> list[Effect]:
+    """A view that begins an epoch."""
+    since = one.number + 1
+    return one.view(*(changed or (REPLACED,)), phase=phase, epoch=epoch, since=since, cut=7)  # type: ignore[arg-type]
+
+
+def rejoin(one: Bench, version: int = 2, call: int = 0) -> None:
+    """Answer all that a store asks until it has found its way."""
+    one.server(0, Welcome(0, 21, 2, 1))
+    one.server(0, Done(one.seqs(Open)[-1]))
+    found = (Found(FLOAT, (4,), call),) if version >= 0 else (Found(0, ()),)
+    one.server(0, FoundAll(one.seqs(Find)[-1], found))
+    if version >= 0:
+        one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(CHUNK, 0, 4),)),)))
+        stands = (Stand(0, 4, version, version),)
+        one.server(0, Pulled(one.seqs(Pull)[-1], CHUNK, FLOAT, False, stands))
+
+
+def changed_at(one: Bench, ticket: int) -> EpochChanged:
+    error = one.error(ticket)
+    assert isinstance(error, EpochChanged)
+    return error
+
+
+@pytest.mark.spec("R143", "R144")
+def test_a_call_under_way_ends_with_where_things_stand_and_the_next_goes_on_from_there() -> None:
+    one = trained()
+    sink = torch.full((4,), 9.0)
+    ticket = one.call(push({"w": ONES}, sinks=(sink,)))
+    effects = begin(one)
+    assert [effect for effect in effects if isinstance(effect, Connect)] == [
+        Connect("server 0", "tcp://new:1", False)
+    ]
+    assert len(sends(effects, Hello)) == 1
+    assert one.finish(ticket) is None
+    rejoin(one)
+    error = changed_at(one, ticket)
+    assert (error.before, error.after) == ({"w": 3}, {"w": 2})
+    assert not error.has_optimizer
+    assert sink.tolist() == [9.0] * 4
+    assert one.core.books["kv"].versions() == {"w": 2}
+    again = one.call(push({"w": ONES}))
+    message = one.sent(Push)[-1]
+    assert (message.chunk, message.runs[0].number) == (CHUNK, 2)
+    one.server(0, Ack((Receipt(one.seqs(Push)[-1], 2),)))
+    assert one.is_done(again)
+
+
+@pytest.mark.spec("R144")
+def test_without_a_call_under_way_the_next_one_is_told() -> None:
+    one = trained()
+    one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+    one.server(0, Done(one.seqs(Optimize)[-1]))
+    begin(one)
+    rejoin(one, version=3)
+    told = one.call(pull({"w": torch.zeros(4)}))
+    assert changed_at(one, told).after == {"w": 3}
+    assert one.finish(one.call(pull({"w": torch.zeros(4)}))) is None
+    assert [note for note in one.notes() if "epoch 1" in note]
+
+
+@pytest.mark.spec("R144")
+def test_all_calls_under_way_are_told_of_one_change() -> None:
+    one = trained()
+    tickets = [
+        one.call(push({"w": ONES})),
+        one.call(pull({"w": torch.zeros(4)}, least=9)),
+        one.call(calls.Stand("kv", None)),
+        one.call(calls.SetRate("kv", 0.5)),
+    ]
+    begin(one)
+    tickets.append(one.call(push({"w": ONES})))
+    assert not one.sent(Push)[5:], "it waits until it is known where the keys are"
+    rejoin(one)
+    assert len({id(one.error(ticket)) for ticket in tickets}) == 1
+    assert isinstance(one.error(tickets[0]), EpochChanged)
+    assert one.finish(one.call(push({"w": ONES}))) is None
+
+
+def test_who_waits_at_a_barrier_is_not_released_by_the_past() -> None:
+    one = trained()
+    ticket = one.call(calls.Stand("kv", None))
+    begin(one)
+    one.scheduler(Released(one.seqs(Barrier)[-1]))
+    assert one.finish(ticket) is None
+    rejoin(one)
+    changed_at(one, ticket)
+    one.call(calls.Stand("kv", None))
+    assert one.sent(Barrier)[-1].number == 0, "barriers are counted anew"
+
+
+@pytest.mark.spec("R144")
+def test_a_store_that_knew_no_key_has_nothing_to_tell() -> None:
+    one = Bench(servers=1)
+    one.open()
+    init = one.call(calls.Init("kv", (("w", spec(4)),), (ONES,)))
+    begin(one)
+    one.server(0, Welcome(0, 21, 2, 1))
+    one.server(0, Done(one.seqs(Open)[-1]))
+    assert len(one.sent(Declare)) == 2, "it is made again"
+    one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(CHUNK, 0, 4),)),)))
+    assert one.is_done(init)
+
+
+@pytest.mark.spec("R144")
+def test_keys_that_came_after_the_cut_are_absent() -> None:
+    one = trained()
+    begin(one)
+    rejoin(one, version=-1)
+    error = changed_at(one, one.call(calls.Ask("kv")))
+    assert (error.before, error.after) == ({"w": 3}, {})
+    assert "'w' 3 -> absent" in str(error)
+    assert not one.core.books["kv"].keys
+
+
+def test_a_broadcast_key_keeps_its_count() -> None:
+    one = trained()
+    begin(one)
+    rejoin(one, call=4)
+    assert one.core.books["kv"].key("w").broadcasts == 4
+
+
+@pytest.mark.spec("R141")
+def test_answers_of_the_epoch_before_are_not_heard() -> None:
+    one = trained()
+    ticket = one.call(pull({"w": torch.zeros(4)}))
+    seq = one.seqs(Pull)[-1]
+    begin(one)
+    old = Pulled(seq, 1, FLOAT, True, (Stand(0, 4, 3, 3),))
+    one.server(0, old, ONES, view=one.number - 1)
+    one.server(0, Welcome(0, 21, 2, 1), view=one.number - 1)
+    assert one.finish(ticket) is None
+    assert len(one.sends(Open)) == 1, "there is no server yet that serves"
+    rejoin(one)
+    changed_at(one, ticket)
+
+
+@pytest.mark.spec("R144")
+def test_a_second_epoch_before_the_first_is_known() -> None:
+    one = trained()
+    ticket = one.call(push({"w": ONES}))
+    begin(one)
+    one.server(0, Welcome(0, 21, 2, 1))
+    one.server(0, Done(one.seqs(Open)[-1]))
+    begin(one, 2, member(S0, incarnation=111))
+    rejoin(one, version=1)
+    error = changed_at(one, ticket)
+    assert (error.before, error.after) == ({"w": 3}, {"w": 1})
+    assert "epoch 2" in str(error)
+
+
+@pytest.mark.spec("R144")
+def test_a_second_epoch_before_the_user_was_told_of_the_first() -> None:
+    one = trained()
+    begin(one)
+    rejoin(one, version=2)
+    begin(one, 2, member(S0, incarnation=111))
+    rejoin(one, version=1)
+    error = changed_at(one, one.call(calls.Ask("kv")))
+    assert (error.before, error.after) == ({"w": 3}, {"w": 1})
+    assert one.finish(one.call(calls.Ask("kv"))) is None
+
+
+def test_a_server_that_was_not_replaced_keeps_its_connection() -> None:
+    one = trained()
+    effects = begin(one, 1, member(S0))
+    assert not [effect for effect in effects if isinstance(effect, Connect)]
+    assert len(sends(effects, Hello)) == 1
+    one.wait(3.0)
+    assert len(one.sends(Hello, 0)) >= 4, "it says HELLO until somebody serves"
+    assert not one.sends(Probe)
+
+
+def test_a_seat_that_is_empty_still_is_connected_to_when_it_is_taken() -> None:
+    one = trained()
+    effects = begin(one, 1, member(S0, "lost"))
+    assert not [effect for effect in effects if isinstance(effect, Connect)]
+    effects = begin(one, 2)
+    assert [effect for effect in effects if isinstance(effect, Connect)] == [
+        Connect("server 0", "tcp://new:1", False)
+    ]
+
+
+def test_who_waits_loses_patience_and_the_store_finds_its_way_all_the_same() -> None:
+    one = trained()
+    begin(one, phase="returning")
+    ticket = one.call(push({"w": ONES}), timeout_s=5.0)
+    one.wait(5.0)
+    assert isinstance(one.error(ticket), Timeout)
+    rejoin(one)
+    changed_at(one, one.call(calls.Ask("kv")))
+
+
+def test_the_timeout_of_one_who_waits_for_the_return_says_so() -> None:
+    one = trained()
+    one.view(REPLACED, phase="returning", reason="the servers return", epoch=1, since=2, cut=7)
+    ticket = one.call(push({"w": ONES}), timeout_s=5.0)
+    one.wait(5.0)
+    assert "the servers return" in str(one.error(ticket))
+
+
+class TestLost:
+    @pytest.mark.spec("R149")
+    def test_a_lost_server_is_waited_for_while_there_is_a_cut(self) -> None:
+        one = trained(worker_grace_s=20.0)
+        ticket = one.call(push({"w": ONES}))
+        one.view(member(S0, "lost"), cut=7)
+        one.wait(19.0)
+        assert one.finish(ticket) is None
+        one.wait(1.0)
+        error = one.error(ticket)
+        assert isinstance(error, ServerLost)
+        assert "Checkpoint 7 is complete, and no replacement came in time" in str(error)
+
+    @pytest.mark.spec("R149")
+    def test_it_comes_back_in_time(self) -> None:
+        one = trained(worker_grace_s=20.0)
+        ticket = one.call(push({"w": ONES}))
+        one.view(member(S0, "lost"), cut=7)
+        one.wait(19.0)
+        begin(one)
+        one.wait(19.0)
+        rejoin(one)
+        changed_at(one, ticket)
+
+    @pytest.mark.spec("R140")
+    def test_where_no_return_is_possible_calls_end_and_the_next_ones_too(self) -> None:
+        one = trained()
+        ticket = one.call(push({"w": ONES}))
+        begin(one, phase="returning")
+        waiting = one.call(calls.Ask("kv"))
+        one.view(REPLACED, reason="no cut is complete", epoch=1, since=2, cut=0)
+        for each in (ticket, waiting, one.call(calls.Ask("kv"))):
+            assert isinstance(one.error(each), ServerLost)
+            assert "no cut is complete" in str(one.error(each))
+        one.wait(10.0)
+
+    def test_a_worker_that_is_lost_meanwhile_does_not_end_the_search_for_the_keys(self) -> None:
+        one = trained(worker_grace_s=10.0)
+        begin(one)
+        ticket = one.call(push({"w": ONES}))
+        one.view(member(W1, "lost"), REPLACED, epoch=1, since=2, cut=7)
+        one.wait(10.0)
+        assert isinstance(one.error(ticket), WorkerLost)
+        one.view(REPLACED, epoch=1, since=2, cut=7)
+        rejoin(one)
+        changed_at(one, one.call(push({"w": ONES})))
+        assert one.core.books["kv"].key("w").number == 2
+
+
+def test_the_text_names_some_keys_and_counts_the_others() -> None:
+    before = dict.fromkeys("abcde", 9)
+    error = epoch_changed(Catalogue(opened(), 0, 1, 240.0), None, before, dict.fromkeys("abc", 7))
+    assert "('a' 9 -> 7, 'b' 9 -> 7, 'c' 9 -> 7 and 2 more)" in str(error)
+    assert "(epoch 0)" in str(error)
+    assert set(error.before) == set("abcde")

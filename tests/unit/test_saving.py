@@ -1,0 +1,165 @@
+"""How the ranks of a store have a checkpoint taken together, and return to one together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls
+from kvps.errors import StorageError, Timeout
+from kvps.messages import (
+    Barrier,
+    Checkpoint,
+    Checkpointed,
+    Declare,
+    Declared,
+    Error,
+    Find,
+    Found,
+    FoundAll,
+    Piece,
+    Place,
+    Pull,
+    Pulled,
+    Push,
+    Released,
+    Revive,
+    Revived,
+    Stand,
+)
+from kvps.specs import BY_NAME
+from tests.workbench import Bench, push
+
+FLOAT = BY_NAME["float32"].id
+TAKE = calls.TakeCheckpoint("kv", "best")
+RESTORE = calls.RestoreCheckpoint("kv", "best")
+
+
+def bench(rank: int = 0, servers: int = 2) -> Bench:
+    one = Bench(servers=servers, rank=rank)
+    one.open()
+    return one
+
+
+def meet(one: Bench) -> None:
+    """The barrier at which this rank stands is passed."""
+    one.scheduler(Released(one.seqs(Barrier)[-1]))
+
+
+class TestCheckpoint:
+    @pytest.mark.spec("R146")
+    def test_all_pushes_are_in_and_all_ranks_have_met_before_it_is_asked_for(self) -> None:
+        one = bench(servers=1)
+        one.init({"w": torch.zeros(4)})
+        one.call(push({"w": torch.ones(4)}))
+        ticket = one.call(TAKE)
+        assert not one.sent(Barrier)
+        one.ack(0, *one.seqs(Push))
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0)]
+        assert not one.sent(Checkpoint)
+        meet(one)
+        assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 1)]
+        one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 12))
+        assert one.is_done(ticket)
+        assert one.finish(ticket).value == 12  # type: ignore[union-attr]
+
+    def test_it_is_asked_for_until_it_is_there_and_answered_once(self) -> None:
+        one = bench()
+        ticket = one.call(TAKE)
+        meet(one)
+        one.wait(5.0)
+        asked = one.seqs(Checkpoint)
+        assert len(asked) >= 2
+        assert len(set(asked)) == 1
+        one.scheduler(Checkpointed(asked[0], 12))
+        one.scheduler(Checkpointed(asked[0], 12))
+        assert one.is_done(ticket)
+
+    def test_a_refusal_ends_it_and_the_next_one_is_another(self) -> None:
+        one = bench()
+        ticket = one.call(TAKE)
+        meet(one)
+        one.scheduler(Error(one.seqs(Checkpoint)[-1], StorageError.code, "server 0: disk full"))
+        assert isinstance(one.error(ticket), StorageError)
+        one.call(TAKE)
+        meet(one)
+        assert [message.number for message in one.sent(Checkpoint)] == [1, 2]
+
+    def test_made_again_after_a_timeout_it_is_the_same_one(self) -> None:
+        one = bench()
+        ticket = one.call(TAKE, timeout_s=5.0)
+        meet(one)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        assert (
+            "checkpoint() of store 'kv' is not done: not every server has written its image"
+            in str(one.error(ticket))
+        )
+        again = one.call(TAKE, timeout_s=5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(again), Timeout)
+        one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 12))
+        third = one.call(TAKE)
+        assert one.is_done(third)
+        assert one.finish(third).value == 12  # type: ignore[union-attr]
+        assert {message.number for message in one.sent(Checkpoint)} == {1}
+
+
+class TestRestore:
+    def revive(self, one: Bench, *cuts: tuple[int, ...]) -> None:
+        """Let each server say which cuts it has."""
+        for server, some in enumerate(cuts):
+            one.server(server, Revived(one.seqs(Revive, server)[-1], some))
+
+    @pytest.mark.spec("R147")
+    def test_rank_0_takes_the_newest_that_all_servers_have(self) -> None:
+        one = bench()
+        ticket = one.call(RESTORE)
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.restore", 0)]
+        meet(one)
+        assert one.sent(Revive) == [Revive("kv", "best", 0)] * 2
+        self.revive(one, (3, 7, 9), (3, 7))
+        assert one.sent(Revive)[2:] == [Revive("kv", "best", 7)] * 2
+        self.revive(one, (7,), (7,))
+        assert one.sent(Barrier)[1:] == [Barrier("kv", "kvps.restore", 1)]
+        meet(one)
+        assert one.is_done(ticket)
+        assert one.finish(ticket).value == 7  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(
+        ("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")]
+    )
+    def test_without_a_common_one_it_fails_and_the_number_of_the_barrier_stays(
+        self, tag: str, what: str
+    ) -> None:
+        one = bench()
+        ticket = one.call(calls.RestoreCheckpoint("kv", tag))
+        meet(one)
+        self.revive(one, (3,), (4,))
+        assert isinstance(one.error(ticket), StorageError)
+        assert what in str(one.error(ticket))
+        assert "complete on all 2 servers" in str(one.error(ticket))
+
+    @pytest.mark.spec("R143")
+    def test_others_wait_for_it_and_all_count_from_what_the_servers_hold(self) -> None:
+        one = bench(rank=1, servers=1)
+        one.init({"w": torch.zeros(4), "new": torch.zeros(4)})
+        for _ in range(3):
+            one.call(push({"w": torch.ones(4)}))
+        one.ack(0, *one.seqs(Push))
+        ticket = one.call(RESTORE)
+        meet(one)
+        assert not one.sent(Revive)
+        meet(one)
+        names = one.sent(Find)[-1].keys
+        found = tuple(Found(FLOAT, (4,), 2) if name == "w" else Found(0, ()) for name in names)
+        one.server(0, FoundAll(one.seqs(Find)[-1], found))
+        one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(9, 0, 4),)),)))
+        assert one.finish(ticket) is None
+        one.server(0, Pulled(one.seqs(Pull)[-1], 9, FLOAT, False, (Stand(0, 4, 11, 11),)))
+        assert one.is_done(ticket)
+        book = one.core.books["kv"]
+        assert set(book.keys) == {"w"}
+        assert (book.key("w").number, book.key("w").broadcasts) == (11, 2)
+        one.call(push({"w": torch.ones(4)}))
+        assert [run.number for run in one.sent(Push)[-1].runs] == [11]

@@ -1,0 +1,205 @@
+"""Where a worker halts: at the end of a step, which it reads off the numbers of its pushes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import calls
+from kvps.core.catalogue import Catalogue
+from kvps.core.hyper import resolve
+from kvps.core.plan import Held as Piece
+from kvps.core.standstill import (
+    FREE_STAND_MAX_S,
+    PATIENCE_S,
+    SILENCE_MAX_S,
+    STAND_MAX_S,
+    Standstill,
+)
+from kvps.messages import Halt, Proceed
+from tests.workbench import opened, pull, push, spec
+
+ROW = torch.zeros(4)
+SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
+
+
+def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, Catalogue]:
+    """One store, whose keys have been pushed so often."""
+    book = Catalogue(opened(mode=mode), rank, 1, 240.0)
+    book.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
+    for name, number in numbers.items():
+        book.keys[name].number = number
+    return {"kv": book}
+
+
+def halted(known: dict[str, Catalogue], cut: int = 1, **least: int) -> Standstill:
+    one = Standstill()
+    assert one.halt(Halt(cut, least), known, 100.0) == []
+    return one
+
+
+def holds(one: Standstill, known: dict[str, Catalogue], *names: str) -> bool:
+    return one.holds(known["kv"], push(dict.fromkeys(names, ROW)))
+
+
+def test_nothing_is_held_before() -> None:
+    known = books(a=3)
+    one = Standstill()
+    assert not holds(one, known, "a")
+    assert one.deadline(100.0) is None
+    assert not one.is_impatient(100.0, 1e9)
+
+
+@pytest.mark.spec("R130")
+def test_between_two_steps_it_stands_and_begins_no_other() -> None:
+    known = books(a=3, b=3)
+    one = halted(known)
+    assert one.stands(known, False)
+    assert one.numbers(known) == {"kv": 3}
+    assert holds(one, known, "a")
+    assert holds(one, known, "a", "b")
+    assert not one.holds(known["kv"], pull({"a": ROW}))
+
+
+@pytest.mark.spec("R130", "R131")
+def test_in_a_step_it_goes_on_to_its_end() -> None:
+    known = books(a=4, b=3)
+    one = halted(known)
+    assert not one.stands(known, False)
+    assert one.numbers(known) == {"kv": 4}
+    assert holds(one, known, "a")
+    assert not holds(one, known, "b")
+    known["kv"].keys["b"].number = 4
+    assert one.stands(known, False)
+
+
+@pytest.mark.spec("R130", "R131")
+def test_a_push_that_would_take_the_lead_further_ends_a_step() -> None:
+    """As where a key came later than the others, and is always one push behind."""
+    known = books(a=4, late=3)
+    one = halted(known)
+    one.hold(7, push({"a": ROW}), 200.0)
+    assert one.stands(known, False)
+
+
+@pytest.mark.spec("R131")
+def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
+    known = books(a=4, late=3)
+    one = halted(known)
+    assert one.stands(known, is_at_rest=True)
+    one.halt(Halt(1, {"kv": 5}), known, 100.0)
+    assert not one.stands(known, is_at_rest=True), "others have gone further"
+
+
+def test_keys_of_other_paces_do_not_matter() -> None:
+    known = books(a=10, seldom=5)
+    assert halted(known).stands(known, False)
+
+
+@pytest.mark.spec("R132")
+def test_it_goes_on_to_where_another_is() -> None:
+    known = books(a=3)
+    one = halted(known)
+    one.hold(7, push({"a": ROW}), 200.0)
+    (held,) = one.halt(Halt(1, {"kv": 4}), known, 100.0)
+    assert held.ticket == 7
+    assert not holds(one, known, "a")
+    assert not one.stands(known, False)
+    known["kv"].keys["a"].number = 4
+    assert one.stands(known, False)
+    assert holds(one, known, "a")
+    one.halt(Halt(1, {"kv": 2}), known, 100.0)  # a limit never goes back
+    assert one.stands(known, False)
+
+
+@pytest.mark.spec("R132")
+def test_an_order_of_a_cut_that_is_over_is_none() -> None:
+    known = books(a=3)
+    one = halted(known, cut=5)
+    one.hold(7, push({"a": ROW}), 200.0)
+    assert one.halt(Halt(4, {"kv": 9}), known, 100.0) == []
+    assert holds(one, known, "a")
+    assert [held.ticket for held in one.go_on()] == [7]
+    assert one.halt(Halt(5, {}), known, 100.0) == []
+    assert not holds(one, known, "a")
+
+
+@pytest.mark.spec("R130")
+def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
+    known = books(mode="async", a=4, b=3)
+    one = halted(known)
+    assert one.stands(known, False)
+    assert one.numbers(known) == {}
+    assert holds(one, known, "b")
+
+
+@pytest.mark.spec("R130")
+def test_what_rank_0_changes_otherwise_is_held_too() -> None:
+    for known, is_held in (
+        (books(0, a=3), True),
+        (books(1, a=3), False),
+        (books(0, a=3, b=2), False),
+        (books(0, mode="async", a=3, b=2), True),
+    ):
+        one = halted(known)
+        assert one.holds(known["kv"], SET) is is_held
+        assert one.holds(known["kv"], calls.RestoreCheckpoint("kv", "")) is is_held
+
+
+def test_calls_keep_their_order() -> None:
+    known = books(a=3) | {"other": Catalogue(opened("other"), 0, 1, 240.0)}
+    one = halted(known)
+    one.hold(7, push({"a": ROW}), 200.0)
+    assert one.holds(known["kv"], pull({"a": ROW}))
+    assert not one.holds(known["other"], calls.Ask("other"))
+
+
+def test_an_unknown_key_is_not_its_business() -> None:
+    known = books(a=3)
+    assert not holds(halted(known), known, "unknown")
+
+
+class TestPatience:
+    @pytest.mark.parametrize(("mode", "most"), [("sync", STAND_MAX_S), ("ssp", FREE_STAND_MAX_S)])
+    def test_has_an_end(self, mode: str, most: float) -> None:
+        known = books(mode=mode, a=3)
+        one = halted(known)
+        assert one.deadline(200.0) == 100.0 + most
+        assert not one.is_impatient(200.0, 100.0 + most - 0.1)
+        assert one.stood
+        assert one.is_impatient(200.0, 100.0 + most)
+        assert not one.stood
+
+    def test_is_short_with_a_scheduler_that_is_silent(self) -> None:
+        one = halted(books(a=3))
+        assert one.deadline(101.0) == 101.0 + SILENCE_MAX_S
+
+    def test_ends_before_that_of_a_caller(self) -> None:
+        one = halted(books(a=3))
+        one.hold(7, push({"a": ROW}), 102.0)
+        assert one.deadline(100.0) == 102.0 - PATIENCE_S
+
+
+class TestProceed:
+    @pytest.mark.spec("R133")
+    def test_says_whether_it_stood(self) -> None:
+        known = books(a=3)
+        one = halted(known)
+        one.hold(7, push({"a": ROW}), 200.0)
+        stood, held = one.proceed(Proceed(1))
+        assert (stood, [each.ticket for each in held]) == (True, [7])
+        assert one.proceed(Proceed(1)) == (True, [])
+        assert not holds(one, known, "a")
+
+    @pytest.mark.spec("R133")
+    def test_who_went_on_by_himself_did_not(self) -> None:
+        one = halted(books(a=3))
+        assert one.is_impatient(0.0, 1e9)
+        one.go_on()
+        assert one.proceed(Proceed(1)) == (False, [])
+
+    @pytest.mark.spec("R133")
+    def test_nor_did_one_that_never_heard_of_the_cut(self) -> None:
+        one = halted(books(a=3))
+        assert one.proceed(Proceed(2)) == (False, [])
+        assert one.proceed(Proceed(1)) == (False, [])  # an old one, said again
