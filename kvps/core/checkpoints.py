@@ -160,9 +160,9 @@ class Checkpoints:
         if self.recovery is not None:
             self._hear_of_return(node, message, now)
         elif self._cut is not None and getattr(message, "cut", 0) == self._cut.number:
-            before = self._cut.stage, dict(self._cut.least)
+            before = self._cut.stage, self._cut.behind
             self._cut.hear(node, message)
-            if (self._cut.stage, self._cut.least) != before:
+            if (self._cut.stage, self._cut.behind) != before:
                 self._say_again(now)
         self._go_on(now)
 

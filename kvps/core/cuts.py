@@ -114,6 +114,11 @@ class Cut:
             if all(self.least.get(store, 0) <= number for store, number in numbers.items())
         }
 
+    @property
+    def behind(self) -> frozenset[int]:
+        """The workers that have halted where not all can meet: somebody may wait for them."""
+        return frozenset(self.halted.keys() - self._standing)
+
     # --- what is heard ------------------------------------------------------------------------
 
     def hear(self, node: Node, message: Message) -> None:

@@ -114,10 +114,8 @@ def _kept(key: KeyImage) -> Kept:
     if not key.portions:
         return Kept(key.spec, torch.empty(0, dtype=TORCH[key.spec.dtype]))
     histories = [one.history for one in key.portions]
-    state = {
-        title: torch.cat([one.state[title] for one in key.portions])
-        for title in key.portions[0].state
-    }
+    titles = set.intersection(*[set(one.state) for one in key.portions])
+    state = {title: torch.cat([one.state[title] for one in key.portions]) for title in titles}
     return Kept(
         key.spec,
         torch.cat([one.weight for one in key.portions]),

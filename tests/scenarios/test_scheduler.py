@@ -120,6 +120,8 @@ def spoken(message: Message) -> Iterator[str]:
         case View():
             yield f"{message.number} {message.phase}:"
             yield ", ".join(member_of(one) for one in message.members)
+            if message.epoch or message.cut:
+                yield f"epoch={message.epoch} since={message.since} cut={message.cut}"
         case Welcome():
             yield f"rank={message.rank} incarnation={message.incarnation}"
             yield f"local={message.local_rank}/{message.local_size} master={message.master!r}"

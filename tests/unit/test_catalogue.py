@@ -81,3 +81,25 @@ def test_an_unknown_key_is_named() -> None:
 def test_large_keys_are_cut() -> None:
     assert [part.server for part in book().parts("w", spec(31))] in ([0], [1])
     assert [part.server for part in book().parts("w", spec(32))] == [0, 1]
+
+
+def test_what_is_known_of_versions() -> None:
+    """Where push numbers are rounds, what is applied is the version; else the servers have told it."""
+    one, free = book(), book(mode="async")
+    for each in (one, free):
+        place(each, "a")
+        each.keys["a"].applied, each.keys["a"].version = 3, 7
+    assert one.versions() == {"a": 3}
+    assert free.versions() == {"a": 7}
+
+
+def test_what_was_counted_is_forgotten() -> None:
+    one = book()
+    place(one, "a")
+    plan = one.plan(("a",))
+    one.barriers["x"], one.optimize_calls, one.rate_calls, one.broadcasts = 4, 3, 2, 1
+    one.forget()
+    assert (one.keys, one.barriers) == ({}, {})
+    assert (one.optimize_calls, one.rate_calls, one.broadcasts) == (0, 0, 0)
+    place(one, "a", chunk=2)
+    assert one.plan(("a",)) is not plan

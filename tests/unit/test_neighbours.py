@@ -749,3 +749,45 @@ def test_what_was_acknowledged_is_not_refused_with_the_rest() -> None:
     effects = one.server(0, Error(at, ProtocolError.code, "the key was replaced"))
     assert [type(message) for message in said(effects, b"from 1")] == [Error]
     assert said(effects, b"from 2") == []
+
+
+@pytest.mark.spec("R141")
+class TestEpoch:
+    """The servers have returned to a cut: nobody owes anybody an answer of before."""
+
+    def begin(self, one: Bench) -> None:
+        one.effects.clear()
+        one.view(epoch=1, since=one.number + 1, cut=1)
+
+    def test_what_a_neighbour_had_asked_is_void(self) -> None:
+        one = bench()
+        one.neighbour(1, ASKED, ONES, seq=50)
+        self.begin(one)
+        assert said(one.neighbour(1, Probe((50,)))) == [Probed((50,), ())]
+        one.wait(WAIT_MAX_S + 1)
+        assert pushes(one) == [], "its push goes nowhere"
+
+    def test_what_it_asks_under_an_older_view_is_not_heard(self) -> None:
+        one = bench()
+        self.begin(one)
+        assert one.neighbour(1, ASKED, ONES, seq=51, view=one.number - 1) == []
+        assert said(one.neighbour(1, Probe((51,)))) == [Probed((51,), ())]
+        one.neighbour(1, ASKED, ONES, seq=51)
+        assert said(one.neighbour(1, Probe((51,))))[0] == Probed((), ()), "it is taken in"
+
+    def test_what_was_asked_of_a_leader_is_asked_no_more(self) -> None:
+        one = bench()
+        ticket = one.call(push({"a": ONES}))
+        assert len(pushes(one, "worker 1")) == 1
+        seq = seq_of(one, Push, "worker 1")
+        self.begin(one)
+        one.leader(1, Ack((Receipt(seq, 0),)))
+        one.wait(10.0)
+        assert pushes(one, "worker 1") == []
+        assert pushes(one) == []
+        assert one.finish(ticket) is None, "its store finds its keys first"
+
+    def test_one_without_neighbours_has_nothing_to_forget(self) -> None:
+        one = bench(machines=(1, 1, 1))
+        self.begin(one)
+        assert not [it for it in one.effects if isinstance(it, Listen)]

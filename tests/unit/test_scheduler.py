@@ -15,16 +15,24 @@ from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     Barrier,
     Beat,
+    Checkpoint,
+    Committed,
     Done,
     Envelope,
     Error,
+    Halt,
+    Halted,
+    ImageTaken,
     Left,
+    Message,
     Packet,
     Pending,
     Probed,
+    Proceeding,
     Pull,
     Recall,
     Released,
+    Restored,
     Resume,
     Resumed,
     Role,
@@ -569,6 +577,60 @@ def test_one_that_was_restored_asks_again_which_cuts_there_are() -> None:
     assert told(stage.wait(1.0, beating=["s0"]), Recall) == ["s0"]
     stage.shelf("s0")
     assert told(stage.wait(5.0, beating=["s0"]), Recall) == []
+
+
+class TestCuts:
+    def returned(self) -> Stage:
+        """A job whose servers have returned to cut 1."""
+        stage = running(persist=True)
+        stage.shelf("s0", keeps=True)
+        stage.scheduler.job.checkpoints.kept = 1
+        stage.leave("s0", done=False, code=9)
+        stage.hello("s1", rank=0, endpoint="tcp://s1:1")
+        stage.shelf("s1", 1, epoch=1)
+        assert stage.phase == "returning"
+        stage.say("s1", Restored(1, 1))
+        assert stage.phase == "running"
+        return stage
+
+    @pytest.mark.spec("R142")
+    def test_what_was_asked_in_the_epoch_before_is_not_answered(self) -> None:
+        stage = self.returned()
+        for message in (Barrier("kv", "b", 0), Checkpoint("kv", "", 1)):
+            old = replace(stage.peers["w0"].envelope(seq=3), view=1)
+            assert stage.say("w0", message, envelope=old) == []
+        stage.barrier("w0")
+        assert told(stage.barrier("w1"), Released) == ["w0", "w1"]
+        assert "w0" in told(stage.say("w0", Checkpoint("kv", "", 1), 4), Halt)
+
+    @pytest.mark.spec("R140")
+    def test_a_return_is_known_after_a_restart(self) -> None:
+        stage = self.returned()
+        stage.leave("s1", done=False, code=9)
+        stage.hello("s2", rank=0, endpoint="tcp://s2:1")
+        stage.restart()
+        assert stage.phase == "returning"
+        stage.beat("s2")
+        assert sent(stage.wait(1.0, beating=["s2"]), Recall) == [Recall(2)]
+        assert stage.scheduler.job.since == 6
+
+    @pytest.mark.spec("R16")
+    @pytest.mark.parametrize(
+        ("route", "message"),
+        [
+            ("s0", Halted(1, {})),
+            ("s0", Proceeding(1, True)),
+            ("s0", Checkpoint("kv", "", 1)),
+            ("w0", ImageTaken(1)),
+            ("w0", Committed(1)),
+            ("w0", Restored(1, 1)),
+        ],
+    )
+    def test_what_only_the_other_role_may_say(self, route: str, message: Message) -> None:
+        stage = running()
+        stage.shelf("s0")
+        (error,) = sent(stage.say(route, message, 5), Error)
+        assert (error.seq, error.code) == (5, ProtocolError.code)
 
 
 def test_a_beat_costs_the_same_in_a_large_cluster() -> None:

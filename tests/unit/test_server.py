@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvps.core.disk import Found, Loaded, Look, Read
 from kvps.core.effects import Connect, Exit, Note, Send
+from kvps.core.image import Image
 from kvps.core.member import Identity
 from kvps.core.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
-from kvps.errors import Fenced
+from kvps.errors import Fenced, StorageError
 from kvps.messages import (
     Beat,
     Declare,
@@ -22,6 +26,8 @@ from kvps.messages import (
     Probe,
     Probed,
     Pulled,
+    Revive,
+    Revived,
     Role,
     Status,
     StatusIs,
@@ -373,3 +379,89 @@ def test_a_beat_of_the_scheduler_changes_nothing() -> None:
     before = one.snapshot()
     assert one.scheduler(Beat(0, "all is well")) == []
     assert one.snapshot() == before
+
+
+# --- REVIVE -----------------------------------------------------------------------------------------
+
+REVIVE = Revive("kv", "best", 7)
+
+
+def with_shelf() -> ServerStage:
+    return stage(every_s=0.0)
+
+
+def image_of(*values: float) -> Image:
+    """The image of a server whose key ``a`` has these values, after two rounds."""
+    one = stage()
+    one.init("b", [0.0])
+    one.server.requests.engine.chunk(1).writable()[:2] = torch.tensor(values)
+    for number in (0, 1):
+        for rank in (0, 1):
+            one.push(rank, "b", [1.0], number)
+    image, release = one.server.requests.image()
+    release()
+    return image
+
+
+@pytest.mark.spec("R147")
+def test_rank_0_asks_which_cuts_there_are() -> None:
+    one = with_shelf()
+    assert one.say(0, Revive("kv", "best", 0), seq=50) == []
+    (look,) = one.orders()
+    assert isinstance(look, Look)
+    assert (look.job, look.tag) == (None, "best")
+    said = one.disk(Found((3, 7), 9, look.for_whom))
+    assert [(each.to, each.message) for each in said] == [(b"w0", Revived(50, (3, 7)))]
+
+
+@pytest.mark.spec("R147")
+def test_and_gives_a_store_the_values_of_one() -> None:
+    one = with_shelf()
+    assert one.say(0, REVIVE, seq=50) == []
+    assert one.say(0, REVIVE, seq=50) == [], "it is being read already"
+    (read,) = one.orders()
+    assert isinstance(read, Read)
+    assert read.cut == 7
+    (probed,) = heard(one.say(0, Probe((50,))), Probed)
+    assert probed.pending[0].reason == "it is read from the disk"
+    one.push(0, "a", [1.0, 1.0], 0)  # nothing else changes it
+    said = one.disk(Loaded(image_of(3.0, 4.0), read.for_whom))
+    assert heard(said, Revived) == [Revived(50, (7,))]
+    assert one.values("a") == [3.0, 4.0]
+    assert heard(one.say(0, Find("kv", ("b",))), FoundAll)[0].found[0].dtype == 1
+
+
+@pytest.mark.spec("R147")
+def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
+    assert "rank 1 may not restore a store; rank 0 does" in refusal(with_shelf().say(1, REVIVE))
+    said = refusal(stage().say(0, REVIVE))
+    assert said.startswith("ConfigError: server 0 has no place for checkpoints: start every")
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (Loaded(None, None, StorageError("a bit is flipped")), "StorageError: a bit is flipped"),
+        (Loaded(Image(0, 1, ()), None), "the checkpoint has no store 'kv'; it has none"),
+        (Found(error=StorageError("cannot read")), "StorageError: cannot read"),
+    ],
+)
+def test_what_cannot_be_read_is_told_and_changes_nothing(
+    answer: Loaded | Found, match: str
+) -> None:
+    one = with_shelf()
+    before = one.snapshot()
+    one.say(0, REVIVE)
+    (read,) = one.orders()
+    said = one.disk(replace(answer, for_whom=read.for_whom))  # type: ignore[union-attr]
+    assert match in refusal(said)
+    assert one.snapshot() == before
+
+
+def test_one_that_was_replaced_meanwhile_is_not_answered() -> None:
+    one = with_shelf()
+    one.say(0, REVIVE)
+    (read,) = one.orders()
+    one.replace(0)
+    assert one.disk(Loaded(image_of(3.0, 4.0), read.for_whom)) == []  # type: ignore[union-attr]
+    assert one.values("a") == [0.0, 0.0]

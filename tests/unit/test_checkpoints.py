@@ -1,0 +1,467 @@
+"""When the scheduler has a cut taken, whom it answers, and when the servers return to one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.barriers import Waiter
+from kvps.core.checkpoints import RETRY_S, Checkpoints
+from kvps.core.cuts import AGAIN_S, HALT_MAX_S
+from kvps.errors import BY_CODE, ConfigError, StorageError
+from kvps.messages import (
+    Checkpoint,
+    Checkpointed,
+    Commit,
+    Committed,
+    Error,
+    GiveUp,
+    Halt,
+    Halted,
+    ImageKept,
+    ImageTaken,
+    Message,
+    Node,
+    Proceed,
+    Proceeding,
+    Recall,
+    Restore,
+    Restored,
+    Role,
+    Shelf,
+    TakeImage,
+)
+
+SERVERS = WORKERS = 2
+W0, W1 = Node(Role.WORKER, 0), Node(Role.WORKER, 1)
+S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
+EVERY_S = 60.0
+
+
+class Desk:
+    """Checkpoints, a clock, and what was said since the last look."""
+
+    def __init__(self, every_s: float = EVERY_S, shelves: bool = True) -> None:
+        self.core = Checkpoints(WORKERS, SERVERS)
+        self.now = 100.0
+        self.meet()
+        if shelves:
+            self.shelve(every_s=every_s)
+        self.letters()
+
+    def meet(self, workers: int = WORKERS, servers: int = SERVERS, is_running: bool = True) -> None:
+        self.core.meet(range(workers), range(servers), is_running, self.now)
+
+    def shelve(self, *cuts: int, every_s: float = EVERY_S, keeps: bool = True) -> None:
+        """All servers say which cuts they have."""
+        for node in (S0, S1):
+            shelf = Shelf(self.core.epoch, keeps, every_s, cuts, max(cuts, default=0))
+            self.core.hear(node, shelf, self.now)
+
+    def hear(self, *said: tuple[Node, Message]) -> list[tuple[Node, Message]]:
+        for node, message in said:
+            self.core.hear(node, message, self.now)
+        return self.letters()
+
+    def wait(self, seconds: float) -> list[tuple[Node, Message]]:
+        self.now += seconds
+        self.core.on_time(self.now)
+        return self.letters()
+
+    def letters(self) -> list[tuple[Node, Message]]:
+        letters, self.core.letters = self.core.letters, []
+        return letters
+
+    def answers(self) -> list[tuple[object, Message]]:
+        answers, self.core.answers = self.core.answers, []
+        return [(one.route, one.message) for one in answers]
+
+    def notes(self) -> list[str]:
+        notes, self.core.notes = self.core.notes, []
+        return [text for _, text in notes]
+
+    def ask(
+        self, rank: int, number: int = 1, tag: str = "", store: str = "kv", seq: int = 9
+    ) -> None:
+        waiter = Waiter(b"w%d" % rank, seq)
+        self.core.ask(rank, waiter, Checkpoint(store, tag, number), self.now)
+
+    def take(self, cut: int = 1, until: str = "committed") -> list[tuple[Node, Message]]:
+        """Let a cut that has begun come so far; return what was said last."""
+        said = self.hear(*[(node, Halted(cut, {"kv": 5})) for node in (W0, W1)])
+        if until == "halted":
+            return said
+        said = self.hear(*[(node, ImageTaken(cut)) for node in (S0, S1)])
+        said = self.hear(*[(node, Proceeding(cut, True)) for node in (W0, W1)])
+        said = self.hear(*[(node, ImageKept(cut, 9, "ab", (), "")) for node in (S0, S1)])
+        if until == "kept":
+            return said
+        return self.hear(*[(node, Committed(cut)) for node in (S0, S1)])
+
+
+def errors(answers: list[tuple[object, Message]]) -> list[tuple[object, str]]:
+    return [
+        (route, f"{BY_CODE[message.code].__name__}: {message.text}")
+        for route, message in answers
+        if isinstance(message, Error)
+    ]
+
+
+# --- by the clock -----------------------------------------------------------------------------------
+
+
+class TestByTheClock:
+    def test_servers_are_asked_once_all_are_there_and_again_until_they_answer(self) -> None:
+        desk = Desk(shelves=False)
+        assert desk.core.due == desk.now
+        assert desk.wait(0.0) == [(S0, Recall(0)), (S1, Recall(0))]
+        desk.hear((S1, Shelf(0, True, EVERY_S, (), 0)))
+        assert desk.wait(AGAIN_S) == [(S0, Recall(0))]
+        assert desk.hear((S0, Shelf(0, True, EVERY_S, (), 0))) == []
+        assert desk.core.due == desk.now + EVERY_S
+
+    @pytest.mark.spec("R139")
+    def test_a_cut_begins_when_it_is_time_with_a_number_that_nobody_has(self) -> None:
+        desk = Desk(shelves=False)
+        desk.shelve(3, 8)
+        assert desk.wait(EVERY_S - 1) == []
+        assert desk.wait(1.0) == [(W0, Halt(9, {})), (W1, Halt(9, {}))]
+        assert desk.core.has_changed
+        desk.take(9)
+        assert desk.wait(EVERY_S) == [(W0, Halt(10, {})), (W1, Halt(10, {}))]
+
+    def test_the_shortest_time_that_a_server_wants_counts(self) -> None:
+        desk = Desk(shelves=False)
+        desk.hear((S0, Shelf(0, True, 30.0, (), 0)), (S1, Shelf(0, True, 0.0, (), 0)))
+        assert desk.core.due == desk.now + 30.0
+
+    def test_nobody_wants_any(self) -> None:
+        desk = Desk(every_s=0.0)
+        assert desk.core.due is None
+        assert desk.wait(1e6) == []
+
+    @pytest.mark.spec("R136")
+    def test_from_halt_to_complete(self) -> None:
+        desk = Desk()
+        assert [type(message) for _, message in desk.wait(EVERY_S)] == [Halt, Halt]
+        assert desk.take(until="halted") == [(S0, TakeImage(1)), (S1, TakeImage(1))]
+        said = desk.take(until="kept")
+        assert [(node, type(message)) for node, message in said] == [(S0, Commit), (S1, Commit)]
+        assert desk.core.kept == 0
+        assert desk.hear((S0, Committed(1)), (S1, Committed(1))) == []
+        assert desk.core.kept == 1
+        assert desk.notes() == ["checkpoint 1 is complete"]
+
+    @pytest.mark.spec("R134")
+    def test_one_that_others_wait_for_is_told_at_once(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        assert desk.hear((W0, Halted(1, {"kv": 5}))) == []
+        assert desk.hear((W1, Halted(1, {"kv": 6}, stands=False))) == [
+            (W0, Halt(1, {"kv": 6})),
+            (W1, Halt(1, {"kv": 6})),
+        ]
+
+    @pytest.mark.spec("R138")
+    def test_what_has_no_answer_is_said_again(self) -> None:
+        desk = Desk()
+        begun = desk.wait(EVERY_S)
+        assert desk.core.due == desk.now + AGAIN_S
+        assert desk.wait(AGAIN_S - 0.1) == []
+        assert desk.wait(0.1) == begun
+
+    def test_what_is_said_of_another_cut_does_not_count(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        desk.take(cut=7)
+        assert desk.core.kept == 0
+        assert [type(message) for _, message in desk.wait(AGAIN_S)] == [Halt, Halt]
+
+    @pytest.mark.spec("R137")
+    def test_one_that_was_given_up_is_tried_again_soon(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        said = desk.hear((W1, Proceeding(1, False)))
+        assert said == [(W0, Proceed(1)), (S0, GiveUp(1)), (S1, GiveUp(1))]
+        assert desk.hear((W0, Proceeding(1, True))) == []
+        assert desk.notes() == ["checkpoint 1 was given up: worker 1 could not wait any longer"]
+        assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
+
+    @pytest.mark.spec("R137")
+    def test_workers_do_not_stand_for_ever(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        assert [type(message) for _, message in desk.wait(HALT_MAX_S)][:2] == [Proceed, Proceed]
+
+    def test_none_is_begun_while_a_server_is_away_or_the_job_is_over(self) -> None:
+        desk = Desk()
+        desk.meet(servers=1)
+        assert desk.wait(EVERY_S) == []
+        assert desk.core.due is None
+        desk.meet(is_running=False)
+        assert desk.core.due is None
+        assert desk.wait(EVERY_S) == []
+        desk.meet()
+        assert desk.core.due == desk.now + EVERY_S, "it is counted anew"
+
+    @pytest.mark.spec("R137")
+    def test_a_member_that_comes_or_goes_ends_the_one_under_way(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        desk.meet(workers=1)
+        assert desk.wait(AGAIN_S)[0] == (W0, Proceed(1))
+        desk.hear((W0, Proceeding(1, True)))
+        assert desk.notes() == ["checkpoint 1 was given up: a worker came or went"]
+
+
+# --- by wish ----------------------------------------------------------------------------------------
+
+
+class TestByWish:
+    @pytest.mark.spec("R146")
+    def test_all_who_asked_are_answered_when_it_is_complete(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0, tag="best")
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        desk.ask(1, tag="best", seq=4)
+        commit = desk.take(until="kept")[0][1]
+        assert isinstance(commit, Commit)
+        assert commit.tag == "best"
+        assert desk.answers() == []
+        desk.hear((S0, Committed(1)), (S1, Committed(1)))
+        assert desk.answers() == [(b"w0", Checkpointed(9, 1)), (b"w1", Checkpointed(4, 1))]
+
+    @pytest.mark.spec("R146")
+    def test_one_who_asks_again_or_late_is_answered_at_once(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0)
+        desk.take()
+        desk.answers()
+        desk.ask(0)
+        desk.ask(1, seq=4)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 1)), (b"w1", Checkpointed(4, 1))]
+        desk.ask(0, number=2)
+        assert desk.answers() == []
+        assert desk.letters()[-1] == (W1, Halt(2, {}))
+
+    @pytest.mark.spec("R146")
+    def test_one_that_was_begun_before_does_not_do(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        desk.ask(0)
+        desk.take()
+        assert desk.answers() == []
+        desk.take(2)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
+
+    def test_wishes_with_one_tag_are_granted_by_one_and_others_by_the_next(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        desk.ask(0, tag="a")
+        desk.ask(0, store="other", tag="a")
+        desk.ask(0, store="third", tag="b")
+        desk.take()
+        desk.take(2)
+        assert len(desk.answers()) == 2
+        desk.take(3)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 3))]
+
+    def test_a_newer_wish_takes_the_place_of_one_that_nobody_waits_for(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0)
+        desk.ask(0, number=2)
+        desk.take()
+        assert desk.answers() == []
+        desk.take(2)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
+
+    @pytest.mark.spec("R146")
+    def test_a_full_disk_ends_it(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0)
+        desk.take(until="halted")
+        desk.hear((S0, ImageKept(1, 0, "", (), "/home/worker: no space left")))
+        assert errors(desk.answers()) == [
+            (
+                b"w0",
+                "StorageError: checkpoint 1 was given up: server 0: /home/worker: no space left",
+            )
+        ]
+        desk.hear(*[(node, Proceeding(1, True)) for node in (W0, W1)])
+        assert desk.wait(1e3) == []
+
+    @pytest.mark.spec("R146")
+    def test_a_worker_that_could_not_wait_does_not(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0)
+        desk.hear((W1, Proceeding(1, False)), (W0, Proceeding(1, True)))
+        assert desk.answers() == []
+        desk.take(2)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
+
+    def test_one_who_is_gone_is_not_answered(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.ask(0)
+        desk.ask(1)
+        desk.meet(workers=1)
+        desk.hear((W0, Proceeding(1, True)))
+        desk.hear((W0, Halted(2, {})))
+        desk.hear(*[(node, ImageKept(2, 9, "ab", (), "")) for node in (S0, S1)])
+        desk.hear((W0, Proceeding(2, True)), (S0, Committed(2)), (S1, Committed(2)))
+        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
+
+    @pytest.mark.spec("R146")
+    def test_without_a_place_it_is_refused(self) -> None:
+        desk = Desk(shelves=False)
+        desk.shelve(keeps=False)
+        with pytest.raises(ConfigError, match="start every kvps-server with --checkpoint-dir"):
+            desk.ask(0)
+        assert desk.core.due is None
+
+    @pytest.mark.spec("R146")
+    def test_also_if_that_is_known_only_later(self) -> None:
+        desk = Desk(shelves=False)
+        desk.ask(0)
+        desk.hear((S0, Shelf(0, True, 0.0, (), 0)))
+        assert desk.answers() == []
+        desk.hear((S1, Shelf(0, False, 0.0, (), 0)))
+        ((to, text),) = errors(desk.answers())
+        assert to == b"w0"
+        assert text.startswith("ConfigError: no place for checkpoints")
+
+
+# --- returning --------------------------------------------------------------------------------------
+
+
+def desk_with_a_cut() -> Desk:
+    desk = Desk()
+    desk.wait(EVERY_S)
+    desk.take()
+    desk.notes()
+    return desk
+
+
+class TestReturn:
+    @pytest.mark.spec("R140")
+    def test_without_a_cut_there_is_none(self) -> None:
+        desk = Desk()
+        assert not desk.core.replaced(1, desk.now)
+        assert desk.core.epoch == 0
+        desk.meet()
+        desk.hear((S1, Shelf(0, True, EVERY_S, (), 0)))
+        assert desk.core.recovery is None
+
+    @pytest.mark.spec("R140")
+    def test_a_replaced_server_begins_an_epoch_in_which_all_return(self) -> None:
+        desk = desk_with_a_cut()
+        assert desk.core.replaced(1, desk.now)
+        assert (desk.core.epoch, desk.core.kept) == (1, 1)
+        assert desk.core.due == desk.now
+        assert desk.wait(0.0) == [(S0, Recall(1)), (S1, Recall(1))]
+        desk.shelve(1)
+        assert desk.letters() == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
+        desk.hear((S0, Restored(1, 1)))
+        assert desk.wait(AGAIN_S) == [(S1, Restore(1, 1))]
+        desk.hear((S1, Restored(1, 1)))
+        assert desk.core.recovery is None
+        assert "all servers hold cut 1; epoch 1 begins" in desk.notes()
+        assert desk.core.due == desk.now + EVERY_S
+
+    @pytest.mark.spec("R140")
+    def test_one_that_cannot_be_read_is_passed_over(self) -> None:
+        desk = desk_with_a_cut()
+        desk.core.replaced(1, desk.now)
+        desk.shelve(1, 2)
+        desk.hear((S0, Restored(1, 2)), (S1, Restored(1, 2, "a bit is flipped")))
+        assert desk.wait(AGAIN_S) == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
+        desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
+        assert desk.core.kept == 1
+        assert "server 1 cannot return: a bit is flipped" in desk.notes()
+
+    @pytest.mark.spec("R140")
+    def test_where_all_fails_no_more_cuts_are_taken(self) -> None:
+        """They would take the place of those that somebody may still mend."""
+        desk = desk_with_a_cut()
+        desk.core.replaced(1, desk.now)
+        desk.ask(0)
+        desk.hear((S0, Shelf(1, True, EVERY_S, (1,), 1)), (S1, Shelf(1, True, EVERY_S, (), 0)))
+        assert (desk.core.kept, desk.core.recovery) == (0, None)
+        assert errors(desk.answers()) == [(b"w0", f"StorageError: {desk.core.failure}")]
+        assert "no cut is complete on all servers" in desk.core.failure
+        assert desk.wait(10 * EVERY_S) == []
+        with pytest.raises(StorageError, match="could not return to a checkpoint"):
+            desk.ask(0, number=2)
+        assert not desk.core.replaced(0, desk.now)
+
+    @pytest.mark.spec("R142")
+    def test_who_waits_for_a_cut_is_not_answered_as_the_view_tells_him(self) -> None:
+        desk = desk_with_a_cut()
+        desk.ask(0)
+        desk.core.replaced(1, desk.now)
+        assert desk.answers() == []
+        desk.shelve(1)
+        desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
+        desk.ask(0)
+        assert desk.answers() == [], "numbers are counted anew"
+
+    @pytest.mark.spec("R137")
+    def test_a_cut_under_way_is_given_up(self) -> None:
+        desk = desk_with_a_cut()
+        desk.wait(EVERY_S)
+        desk.core.replaced(1, desk.now)
+        desk.shelve(1)
+        desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
+        assert desk.wait(AGAIN_S) == [
+            (W0, Proceed(2)),
+            (W1, Proceed(2)),
+            (S0, GiveUp(2)),
+            (S1, GiveUp(2)),
+        ]
+
+    @pytest.mark.spec("R140")
+    def test_a_second_loss_on_the_way_begins_the_next(self) -> None:
+        desk = desk_with_a_cut()
+        desk.core.replaced(1, desk.now)
+        desk.shelve(1)
+        desk.hear((S0, Restored(1, 1)))
+        desk.core.replaced(1, desk.now)
+        assert desk.core.epoch == 2
+        desk.letters()
+        assert desk.hear((S1, Restored(1, 1))) == []
+        desk.shelve(1)
+        assert desk.letters() == [(S0, Restore(2, 1)), (S1, Restore(2, 1))]
+
+
+class TestRestart:
+    @pytest.mark.spec("R140")
+    def test_a_return_goes_on(self) -> None:
+        desk = Desk()
+        desk.core.resume(5, 4, 2, is_returning=True)
+        assert desk.core.due is not None
+        assert desk.core.due <= desk.now
+        assert desk.wait(0.0) == [(S0, Recall(2)), (S1, Recall(2))]
+
+    @pytest.mark.spec("R137")
+    def test_a_cut_under_way_is_given_up(self) -> None:
+        desk = Desk(shelves=False)
+        desk.core.resume(5, 4, 2, is_returning=False)
+        assert [type(message) for _, message in desk.wait(0.0)] == [
+            Proceed,
+            Proceed,
+            GiveUp,
+            GiveUp,
+        ]
+        desk.hear(*[(node, Proceeding(5, True)) for node in (W0, W1)])
+        assert desk.notes() == ["checkpoint 5 was given up: the scheduler was restarted"]
+        assert desk.wait(AGAIN_S) == [(S0, Recall(2)), (S1, Recall(2))]
+
+    def test_one_that_was_complete_is(self) -> None:
+        desk = Desk(shelves=False)
+        desk.core.resume(4, 4, 0, is_returning=False)
+        assert desk.wait(0.0) == [(S0, Recall(0)), (S1, Recall(0))]
+        assert desk.core.kept == 4
+
+    @pytest.mark.spec("R140")
+    def test_a_return_that_failed_has(self) -> None:
+        desk = Desk(shelves=False)
+        desk.core.resume(4, 0, 1, is_returning=False)
+        assert "could not return" in desk.core.failure
