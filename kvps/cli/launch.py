@@ -66,6 +66,8 @@ becomes the number of cores divided by N + S, but at least 1, and PYTHONUNBUFFER
 If a worker fails (its COMMAND ends with anything but 0), it is started again with the same rank
 as often as --max-restarts allows; after that the others get WorkerLost and everything ends.
 Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
+With --grace SECONDS a COMMAND that gets SIGTERM ends behind the round that it is in. So does one
+whose kvps-worker alone gets it, and the others go on without it.
 
 exit codes:
   0    every worker ended with 0
@@ -74,7 +76,7 @@ exit codes:
   any other: that of the first worker that failed; else that of a server or of the scheduler
 
 environment, where the flag is not given:
-  KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
+  KVPS_GRACE, KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
   KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES
 """
@@ -95,6 +97,8 @@ class Plan:
     env: dict[str, str]
     command: Sequence[str]
     log_level: str
+    grace_s: float | None = None
+    """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
 
 
 def _parser() -> flags.Parser:
@@ -114,6 +118,7 @@ def _parser() -> flags.Parser:
         default="0",
         help="how often each worker is started again when it fails (0)",
     )
+    flags.add_grace(parser)
     parser.add_argument(
         "--env",
         metavar="NAME=VALUE",
@@ -131,11 +136,12 @@ def _main(argv: Sequence[str]) -> int:
     if workers < 1 or servers < 1:
         raise ConfigError(f"-n {workers} -s {servers}: use 1 or more of each")
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
+    grace_s = flags.setting(parsed, "grace", config.as_grace, None)
     demand_command(command)
     screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     env = _environment(parsed.env, workers + servers)
-    plan = Plan(workers, servers, restarts, env, command, level)
+    plan = Plan(workers, servers, restarts, env, command, level, grace_s)
     leash = Leash()
     try:
         return Launch(plan, screen, leash).run()
@@ -292,7 +298,8 @@ class Launch:
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []
-        self._start("worker", rank, life, [*final, "--", *self._plan.command])
+        grace = [] if self._plan.grace_s is None else ["--grace", self._plan.grace_s]
+        self._start("worker", rank, life, [*final, *grace, "--", *self._plan.command])
 
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
@@ -426,7 +433,8 @@ class Launch:
             self._enter(Stage.KILLING, None)
             self._signal(signal.SIGKILL)
             return
-        self._enter(Stage.STOPPING, STOP_MAX_S)
+        grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
+        self._enter(Stage.STOPPING, STOP_MAX_S + grace_s)
         if any(one.role == "worker" for one in self._children.values()):
             self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
         else:
