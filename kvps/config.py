@@ -272,8 +272,8 @@ def join_max_s(env: Mapping[str, str] | None = None) -> float:
     return limit_s
 
 
-def as_grace(name: str, given: str) -> float:
-    """Return what ``name`` was given, as seconds that a command is given to leave.
+def as_seconds(name: str, given: str) -> float:
+    """Return what ``name`` was given, as a time.
 
     Raises:
         ConfigError: unless they are over 0.

@@ -136,7 +136,7 @@ def _main(argv: Sequence[str]) -> int:
     if workers < 1 or servers < 1:
         raise ConfigError(f"-n {workers} -s {servers}: use 1 or more of each")
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
-    grace_s = flags.setting(parsed, "grace", config.as_grace, None)
+    grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
     screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))

@@ -15,13 +15,15 @@ from kvps.cli import flags
 
 NAME = "kvps"
 COMMANDS = {
+    "status": "show who is in a job, how they stand, and which rounds wait for whom",
     "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
 }
 WHAT = "Looks after clusters of kvps. The processes of a cluster have commands of their own."
 MORE = f"""\
 commands:
 {"".join(f"  {name:<9} {what}{chr(10)}" for name, what in COMMANDS.items())}
-example:
+examples:
+  kvps status
   kvps bench --workloads small
   kvps bench --help
 

@@ -86,7 +86,7 @@ def _main(argv: Sequence[str]) -> int:
     scheduler = flags.scheduler_of(parsed)
     rank = flags.setting(parsed, "rank", config.as_whole, None)
     join_max_s = config.join_max_s()
-    grace_s = flags.setting(parsed, "grace", config.as_grace, None)
+    grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
     leash = Leash()
     with _offer(scheduler, join_max_s) as master:

@@ -30,6 +30,7 @@ from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
 from kvps.core.membership import Seats
 from kvps.core.pace import Pace
 from kvps.core.phase import Phase, assess
+from kvps.core.picture import Picture
 from kvps.core.seats import Seat, Settings, State
 from kvps.core.snapshot import Snapshot, dump, load
 from kvps.messages import Envelope, Message, Node, Packet, Role, Stop, View, Welcome
@@ -68,6 +69,7 @@ class Job:
         """All seats of this job have been taken once."""
         self.seats = Seats(settings)
         self.barriers = Barriers(range(settings.workers))
+        self.picture = Picture()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """What members are told once everything is over."""
@@ -169,6 +171,7 @@ class Job:
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
+        self.picture = Picture()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()

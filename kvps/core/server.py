@@ -22,7 +22,7 @@ from kvps.core.engine import Engine
 from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session
-from kvps.core.stalls import Stalls
+from kvps.core.stalls import Stall, Stalls
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     Envelope,
@@ -30,14 +30,20 @@ from kvps.messages import (
     Hello,
     Message,
     Norms,
+    OldRound,
     Packet,
     Role,
+    Stalled,
     Welcome,
 )
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
+TELL_AFTER_S = 1.0
+"""How long a round must have been open for the scheduler to be told of it."""
+TELL_MAX = 256
+"""How many stores, and how many ranks of each, it is told of."""
 STILL_S = 5.0
 """A server whose timer rang so late has been stopped itself, and hears nobody's silence in that time."""
 SILENCES_MAX = 5
@@ -68,6 +74,8 @@ class Server:
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = Stalls()
+        self._has_told = False
+        """The scheduler knows of open rounds."""
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -99,7 +107,7 @@ class Server:
             yield from self.requests.tell_again()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            yield from self._stalls.look(self.requests.oldest(now))
+            yield from self._look(now)
             yield from self.requests.look_at_drops()
         if now > self._rang_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
@@ -112,6 +120,20 @@ class Server:
         """When the next beat, telling or look at the rounds is due."""
         beat = self.member.deadline()
         return None if beat is None else min(beat, self._next_tell, self._next_look)
+
+    def _look(self, now: float) -> Effects:
+        """Say in the log which rounds wait for whom, and tell the scheduler, for those who look."""
+        oldest = list(self.requests.oldest(now))
+        yield from self._stalls.look(oldest)
+        rounds = tuple([self._shown(one) for one in oldest if one.age_s >= TELL_AFTER_S])
+        if self.member.welcome is not None and (rounds or self._has_told):
+            self._has_told = bool(rounds)
+            yield Send(SCHEDULER, self.member.packet(Stalled(rounds[:TELL_MAX])))
+
+    def _shown(self, one: Stall) -> OldRound:
+        return OldRound(
+            self.member.rank, one.store, one.key, one.number, one.missing[:TELL_MAX], one.age_s
+        )
 
     # --- the scheduler --------------------------------------------------------------------------
 

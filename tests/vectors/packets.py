@@ -128,6 +128,19 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True), ()),
         (WORKER, m.Resume("weights", 200), ()),
         (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
+        (SERVER, m.Stalled((m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),)), ()),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Look(), ()),
+        (
+            SCHEDULER,
+            m.Seen(
+                1,
+                "running",
+                "going on",
+                (m.Sight(2, 3, 5, "held", "gpu-1", 4711, "", 0.5, "alive, last call 2 s ago"),),
+                (m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),),
+            ),
+            (),
+        ),
     ]
 
 
