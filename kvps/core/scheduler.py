@@ -169,7 +169,7 @@ class Scheduler:
         if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
             if news:
-                self.job.note("warning", f"{seat.node} {news}")
+                self.job.note("info", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number

@@ -42,7 +42,8 @@ def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_
     picture = Picture()
     picture.tell(0, (OLD, OLD._replace(store="other", age_s=30.0)), 100.0)
     picture.tell(1, (OLD._replace(key="b", age_s=15.0),), 101.0)
-    shown = picture.rounds(held(0, 1), 102.0)
+    picture.tell(2, (OLD._replace(key="c", age_s=3.0),), 102.0)
+    shown = picture.rounds(held(0, 1, 2), 102.0)
     assert [(one.server, one.store, one.key, one.age_s) for one in shown] == [
         (0, "other", "w", 32.0),
         (1, "kv", "b", 16.0),
