@@ -138,6 +138,11 @@ class Stage:
             if self.now >= end:
                 return effects
 
+    def stand(self, seconds: float) -> list[Effect]:
+        """Stop the scheduler for so long; the time is the first thing that it sees again."""
+        self.now += seconds
+        return self.take(self.scheduler.on_timer(self.now))
+
     def take(self, effects: Effects) -> list[Effect]:
         """Collect effects, let the peers learn from them, and check the scheduler."""
         taken = list(effects)

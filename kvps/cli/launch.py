@@ -78,7 +78,8 @@ exit codes:
 environment, where the flag is not given:
   KVPS_GRACE, KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
-  KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES
+  KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES,
+  KVPS_CHECKSUM (0 sends packets without checksums)
 """
 
 

@@ -55,6 +55,7 @@ environment, where the flag is not given:
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
   KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
+  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 
@@ -105,7 +106,8 @@ def _main(argv: Sequence[str]) -> int:
         limit_s = END_MAX_S if grace_s is None else grace_s
         core = Guardian(identity, time.monotonic(), not parsed.no_replacement, limit_s)
         env = {} if grace_s is None else {"KVPS_LEAVE_AT_SIGTERM": "1"}
-        shell = Shell(core, ZmqTransport(), leash, command, parsed.report_fd, env)
+        transport = ZmqTransport(checksums=config.checksums())
+        shell = Shell(core, transport, leash, command, parsed.report_fd, env)
         try:
             return shell.run()
         finally:

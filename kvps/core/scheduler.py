@@ -127,6 +127,7 @@ class Scheduler:
 
     def _on_hello(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> None:
         self._examine(envelope, hello)
+        self.job.seats.part_mute(route, hello, now)
         known = self.job.seats.routes.get(route)
         if envelope.incarnation:
             seat = self.job.seats.attach(route, envelope, hello, now)

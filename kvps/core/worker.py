@@ -108,8 +108,9 @@ class Talk:
     requests: list[Request] = field(default_factory=list)
     """Of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
-    waiting: set[Request] = field(default_factory=set)
-    """What this step waits for: its own requests, or all pushes of the store."""
+    waiting: dict[Request, None] = field(default_factory=dict)
+    """What this step waits for: its own requests, or all pushes of the store. In their order, which a
+    set of objects would draw anew in every process."""
 
 
 class Worker:
@@ -127,7 +128,7 @@ class Worker:
         self._talks: dict[int, Talk] = {}
         self._late: list[tuple[calls.Call, object]] = []
         """Calls of all ranks that succeeded after their Timeout, and with what."""
-        self._unacked: dict[str, set[Request]] = {}
+        self._unacked: dict[str, dict[Request, None]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
         self._asked: dict[int, Request] = {}
@@ -440,19 +441,19 @@ class Worker:
             talk.answers = {}
             if isinstance(step, Drain):
                 talk.requests = []
-                talk.waiting = set(self._unacked.get(talk.call.store, ()))
+                talk.waiting = dict(self._unacked.get(talk.call.store, {}))
                 self._draining.append(talk)
                 yield from self._ask_after(talk.waiting, now)
             else:
                 talk.requests = step
-                talk.waiting = set(step)
+                talk.waiting = dict.fromkeys(step)
                 yield from self._ask(talk, now)
             if talk.waiting:
                 return
             answers = [talk.answers[one] for one in talk.requests]
 
     def _ask(self, talk: Talk, now: float) -> Effects:
-        unacked = self._unacked.setdefault(talk.call.store, set())
+        unacked = self._unacked.setdefault(talk.call.store, {})
         talk.is_asking = True
         for request in talk.requests:
             request.owner = talk
@@ -463,7 +464,7 @@ class Worker:
                 yield from self._ask_scheduler(request, now)
                 continue
             if isinstance(request.message, Push):
-                unacked.add(request)
+                unacked[request] = None
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
                 yield from self.neighbours.tell(request.message)
             if self.neighbours.collect(self.books[talk.call.store], request):
@@ -501,7 +502,7 @@ class Worker:
             request.on_reply = None
             packet = replace(packet, payload=())
         talk.answers[request] = packet
-        talk.waiting.discard(request)
+        talk.waiting.pop(request, None)
         if not talk.waiting and not talk.is_asking and talk.ticket in self._talks:
             yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
 
@@ -512,7 +513,7 @@ class Worker:
             return
         yield from self.taken_in(request, now)
         talk = _talk_of(request)
-        talk.waiting.discard(request)
+        talk.waiting.pop(request, None)
         if talk.ticket in self._talks:
             yield from self._go_on(talk, error, now)
 
@@ -523,9 +524,9 @@ class Worker:
             return
         if not isinstance(request.message, Push):
             return
-        self._unacked[_talk_of(request).call.store].discard(request)
+        self._unacked[_talk_of(request).call.store].pop(request, None)
         for talk in [one for one in self._draining if request in one.waiting]:
-            talk.waiting.discard(request)
+            talk.waiting.pop(request, None)
             if not talk.waiting:
                 self._draining.remove(talk)
                 yield from self._go_on(talk, [], now)

@@ -28,8 +28,8 @@ def examples(count: int) -> settings:
 
 # --- from the declarations to packets -----------------------------------------------------------
 
-DECODE_MAX_S = 1.0
-"""Far above what any of these bytes takes, far below a hang."""
+DECODE_MAX_S = 5.0
+"""Far below a hang. The worst of these takes 0.16 s, and over 1 s where coverage traces a busy machine."""
 
 naturals = st.integers(0, 2**63 - 1)
 naturals_32 = st.integers(0, 2**32 - 1)

@@ -16,6 +16,7 @@ each line of it is right. Commands::
     leave ROUTE [code=N] [final]                barrier ROUTE NUMBER
     drop ROUTE                                  wait SECONDS [beating ROUTE …]
     restart                                     stop
+    stand SECONDS
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def run(command: str, stage: list[Stage]) -> list[Effect]:
             return stage[0].wait(float(seconds), routes)
         case ["wait", seconds]:
             return stage[0].wait(float(seconds))
+        case ["stand", seconds]:
+            return stage[0].stand(float(seconds))
         case ["restart"]:
             return stage[0].restart()
         case ["stop"]:

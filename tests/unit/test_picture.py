@@ -49,7 +49,7 @@ def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_
         (1, "kv", "b", 16.0),
     ]
     picture.tell(1, (), 103.0)
-    assert [one.server for one in picture.rounds(held(0, 1), 103.0)] == [0, 0]
+    assert [one.server for one in picture.rounds(held(0, 1, 2), 103.0)] == [0, 0]
 
 
 @pytest.mark.spec("R129")

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Effect, Send
+from kvps.core.effects import Effect, Note, Send
+from kvps.core.job import LOOK_EVERY_S
 from kvps.core.presence import QUIET_AFTER_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
@@ -509,6 +510,22 @@ def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> No
     assert sent(stage.wait(0.1, beating=["s0", "w0"]), View)
 
 
+@pytest.mark.spec("R71")
+def test_nobody_is_lost_for_time_in_which_the_scheduler_stood_still() -> None:
+    stage = running()
+    assert not sent(stage.stand(18), View)
+    assert not sent(stage.wait(11.9), View)
+    assert {one.state for one in sent(stage.wait(0.1), View)[-1].members} == {"lost"}
+
+
+def test_it_does_not_stand_still_while_there_is_nothing_to_look_at() -> None:
+    stage = Stage(2, 1)
+    assert stage.scheduler.deadline() is None
+    stage.wait(1_000)
+    effects = stage.hello("w0") + stage.wait(3, beating=["w0"])
+    assert not [one for one in effects if isinstance(one, Note) and "stood still" in one.text]
+
+
 def test_a_timer_that_rings_early_does_nothing() -> None:
     stage = running()
     assert stage.take(stage.scheduler.on_timer(stage.now)) == []
@@ -534,7 +551,7 @@ def test_restored() -> None:
     stage.barrier("w0")
     stage.barrier("w1")
     assert stage.restart() == []
-    assert stage.scheduler.deadline() == stage.now + 12
+    assert stage.scheduler.deadline() == stage.now + LOOK_EVERY_S
     assert told(stage.barrier("w0"), Released) == ["w0"]
     stage.wait(12, beating=["s0", "w0"])
     (welcome,) = sent(stage.hello("w5"), Welcome)

@@ -1,7 +1,7 @@
-"""One packet of each message, as packets.json spells it in bytes.
+"""One packet of each message, as packets.json spells it in bytes, and checked.json with a checksum.
 
 A vector is never changed: what it says has been promised. A new message adds an entry here and
-one there; ``python -m tests.vectors.packets`` prints the JSON of all.
+one in each; ``python -m tests.vectors.packets [checked]`` prints the JSON of all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import sys
 
 from kvps import messages as m
 from kvps.messages import Envelope, Message, Packet, Role
@@ -156,9 +157,11 @@ PACKETS = {
 
 
 if __name__ == "__main__":
+    checked = "checked" in sys.argv
     vectors = [
-        {"name": name, "frames": [bytes(frame).hex() for frame in encode(packet)]}
+        {"name": name, "frames": [bytes(frame).hex() for frame in encode(packet, checked=checked)]}
         for name, packet in PACKETS.items()
     ]
-    vectors[0]["frozen"] = True
+    if not checked:
+        vectors[0]["frozen"] = True
     print(json.dumps(vectors, indent=2))  # noqa: T201
