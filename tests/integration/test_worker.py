@@ -406,7 +406,9 @@ try:
         if step == 3 and kv.rank == 0:
             print("waits", flush=True)
             while not os.path.exists("go"): pass
-        sums = [kv.pushpull(key, torch.ones(4))[0].item() for key in ("a", "b")]
+        first = kv.pushpull("a", torch.ones(4), async_op=True)
+        print("in", step, flush=True)
+        sums = [one[0].item() for one in (kv.pushpull("b", torch.ones(4)), first.wait())]
         print("step", step, sums, flush=True)
 finally:
     print("end", os.getpid(), flush=True)
@@ -422,7 +424,7 @@ def catches(pid: int, number: int) -> bool:
 def leaves_in_step_3(processes: Processes, workers: list[Process], pid: int) -> None:
     """Worker 1 gets SIGTERM in the middle of step 3, in which worker 0 keeps it waiting."""
     workers[0].expect("waits")
-    workers[1].expect("step 2")
+    workers[1].expect("in 3")
     workers[1].signal(signal.SIGTERM)
     until(lambda: not catches(pid, signal.SIGTERM), "SIGTERM in the command")
     (processes.folder / "go").touch()
