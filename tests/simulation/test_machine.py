@@ -73,6 +73,7 @@ class Machine(RuleBasedStateMachine):
         self.usurped: list[Client] = []
         self.rested: dict[str, float] = {}
         self.is_hurt = False
+        """Somebody may have been taken for lost; nobody waits for the rest of that one's push."""
         self.cluster = Cluster(
             WORKERS, SERVERS, self.script, 0, Faults(in_order=in_order), machines
         )
@@ -170,6 +171,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=workers, s=seconds)
     def stop_a_worker(self, name: str, s: float) -> None:
+        self.is_hurt = True
         pause(self.cluster, Pause(name, 0.0, s), self.usurped)
 
     @rule(name=workers)
@@ -185,14 +187,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(s=seconds)
     def stop_the_scheduler(self, s: float) -> None:
+        self.is_hurt = True
         pause(self.cluster, Pause("scheduler", 0.0, s), self.usurped)
 
     @rule(after_s=st.sampled_from([0.05, 4.0]), is_torn=st.booleans())
     def restart(self, after_s: float, is_torn: bool) -> None:
+        self.is_hurt = True
         restart(self.cluster, after_s, is_torn)
 
     @rule(is_full=st.booleans())
     def fill_the_disk(self, is_full: bool) -> None:
+        self.is_hurt = True
         self.cluster.disk.is_full = is_full
 
     @rule(
@@ -207,11 +212,13 @@ class Machine(RuleBasedStateMachine):
         self, worker: str, other: str, is_back: bool, both_ways: bool, s: float, is_held: bool
     ) -> None:
         source, target = (other, worker) if is_back else (worker, other)
+        self.is_hurt = True
         now = self.network.now
         self.trouble.cuts.append(Cut(source, target, both_ways, now, now + s, is_held))
 
     @rule(one=workers, other=workers | servers | st.just("scheduler"))
     def reset(self, one: str, other: str) -> None:
+        self.is_hurt = True
         reset(self.cluster, Reset(0.0, (one, other)))
 
     @rule(lose=st.sampled_from([0.0, 0.1]), double=st.sampled_from([0.0, 0.3]), lent=st.booleans())
