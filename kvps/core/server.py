@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
-from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
+from kvps.core.member import SCHEDULER, STILL_S, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session
 from kvps.core.stalls import Stall, Stalls
@@ -44,8 +44,6 @@ TELL_AFTER_S = 1.0
 """How long a round must have been open for the scheduler to be told of it."""
 TELL_MAX = 256
 """How many stores, and how many ranks of each, it is told of."""
-STILL_S = 5.0
-"""A server whose timer rang so late has been stopped itself, and hears nobody's silence in that time."""
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
