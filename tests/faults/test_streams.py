@@ -89,7 +89,7 @@ def test_connections_that_are_cut_anywhere(
 
 
 @pytest.mark.spec("R113")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("attentive")
 def test_connections_that_carry_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch, mode: str
