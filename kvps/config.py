@@ -236,6 +236,15 @@ def transport(env: Mapping[str, str] | None = None) -> str:
     return wish
 
 
+def checksums(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether packets that leave by TCP have a checksum: yes, unless the variable says no.
+
+    Raises:
+        ConfigError: if it says neither.
+    """
+    return switch("KVPS_CHECKSUM", env, default=True)
+
+
 def host_aggregation(given: bool | None, env: Mapping[str, str] | None = None) -> bool:
     """Return whether workers of one host push as one: as ``given``, or as the variable says.
 

@@ -79,7 +79,7 @@ class EpochChanged(KvpsError):
     Attributes:
         before: key -> version that this worker had seen.
         after: key -> version that the servers hold now; a key that they do not hold is not in it.
-        has_optimizer: the servers have an optimizer now.
+        has_optimizer: the servers have the optimizer that was set last.
     """
 
     code = 8

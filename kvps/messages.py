@@ -232,6 +232,10 @@ class Barrier(Message):
     number: int
     waits: bool = True
     """For workers that are lost, too: until a replacement stands there."""
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number: ``after`` tells it."""
 
 
 @_tag(8)
@@ -240,6 +244,8 @@ class Released(Message):
     """Scheduler to worker: every member stands there, or stood; go on."""
 
     seq: int
+    number: int | None = None
+    """Of the barrier; None for one that this worker's predecessor has behind it."""
 
 
 @_tag(9)
@@ -535,6 +541,10 @@ class Optimize(Message):
     numbers: dict[str, bool | int | float | None]
     lr_mult: dict[str, float] = field(default_factory=dict)
     wd_mult: dict[str, float] = field(default_factory=dict)
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number of its call."""
 
 
 @_tag(41)
@@ -546,6 +556,9 @@ class Rate(Message):
     call: int
     create: bool
     lr: float
+    after: int = 0
+    resumed: bool = False
+    """These two as in OPTIMIZE."""
 
 
 @_tag(42)
@@ -889,3 +902,85 @@ class Revived(Message):
     seq: int
     cuts: tuple[int, ...]
     """The cut whose values the store has now; or those that are complete here, if that was asked."""
+
+
+# --- joining, resuming, and the state of a cluster ----------------------------------------------
+
+
+@_tag(70)
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Worker to server: I have no more batches for this store; do not wait for me."""
+
+    store: str
+    call: int
+    """Counts from 1."""
+    waits: bool
+    """Answer when every rank has joined; else at once."""
+
+
+@_tag(71)
+@dataclass(frozen=True, slots=True)
+class Joined(Message):
+    """Answer to JOIN."""
+
+    seq: int
+    last: int
+    """The rank that joined last."""
+
+
+@_tag(72)
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """Worker to server: this join is over; wait for everybody again."""
+
+    store: str
+    call: int
+
+
+@_tag(73)
+@dataclass(frozen=True, slots=True)
+class History(Message):
+    """Worker to server: which calls of all ranks do you know of?"""
+
+    store: str
+
+
+@_tag(74)
+@dataclass(frozen=True, slots=True)
+class HistoryIs(Message):
+    """Answer to HISTORY: the last calls of rank 0, and the joins."""
+
+    seq: int
+    optimize_calls: int
+    optimize_after: int
+    rate_calls: int
+    rate_after: int
+    lr: float
+    """What the last RATE set."""
+    joins: int
+    """How many are over."""
+    joined: bool
+    """The asking rank has made the next one, too."""
+
+
+@_tag(75)
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """Worker to scheduler: I go on where my rank stopped."""
+
+    store: str
+    pushed: int | None
+    """After so many rounds; None in a store without rounds."""
+
+
+@_tag(76)
+@dataclass(frozen=True, slots=True)
+class Resumed(Message):
+    """Answer to RESUME."""
+
+    seq: int
+    replaced: bool
+    """The sender has taken another's place; else it knows its own numbers."""
+    barriers: dict[str, int]
+    """By name, the number of the next barrier of this rank, in a store without rounds."""

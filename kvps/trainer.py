@@ -12,13 +12,19 @@ Gradients are summed over workers and divided by ``batch_size``, after the sum a
 in float32: the first batch size of rank 0 goes to the store's optimizer as a factor, and gradients
 travel as they are. A step of another batch size scales its gradients by the ratio of the two
 before it pushes them. So batch sizes may change, and differ between workers.
+
+When the servers return to a checkpoint (a server was lost, see :class:`~kvps.errors.EpochChanged`), the
+step that is under way is given up, since its gradients are of weights that nobody has any more. The
+Trainer takes the weights as they are now, says so once in the log, and goes on. Workers may be one
+step apart then; of learning rates that differ for that, rank 0's counts, as ever.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -26,13 +32,14 @@ import torch
 
 from kvps.core.hyper import Hyper, resolve
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, Mismatch
+from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
 from kvps.tensors import NAMES
 
+log = logging.getLogger("kvps")
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
@@ -98,6 +105,8 @@ class Trainer:
         self._hyper: Hyper | None = None
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
+        self._has_returned = False
+        """The servers went back at least once, so that ranks may be one step apart."""
         _check_free(self._kv, tensors)
         replaces = self._spread(tensors)
         if self._on_store:
@@ -135,6 +144,9 @@ class Trainer:
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size, ignore_stale_grad)
             return
+        self._survive(lambda: self._step(batch_size, ignore_stale_grad), is_step=True)
+
+    def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         batch = _positive(batch_size)
         names = self._with_gradients(ignore_stale_grad)
         gradients = [_gradient(name, self._params[name]) for name in names]
@@ -143,6 +155,47 @@ class Trainer:
             with torch.no_grad():
                 gradients = list(torch._foreach_mul(gradients, factor))
         self._pushpull(names, gradients, [self._params[name].detach() for name in names])
+
+    def _survive(self, call: Callable[[], object], is_step: bool = False) -> None:
+        """Make a call of the store; if the servers have returned to a checkpoint, go on from there.
+
+        A step is given up then, another call made again.
+        """
+        while True:
+            try:
+                call()
+                return
+            except EpochChanged as error:
+                self._return(error)
+                if is_step:
+                    return
+
+    def _return(self, error: EpochChanged) -> None:
+        """Go on with the weights that the servers have now."""
+        log.warning("%s", error)
+        self._has_returned = True
+        while True:
+            try:
+                self._take_up(error)
+                return
+            except EpochChanged as another:  # a second server was lost meanwhile
+                error = another
+
+    def _take_up(self, error: EpochChanged) -> None:
+        names = [name for name, one in self._params.items() if one.requires_grad]
+        values = [self._params[name].detach() for name in names]
+        if not self._on_store:  # what the store has are sums of gradients; the weights are ours
+            self._kv.broadcast(names, values, out=values)
+            return
+        new = [index for index, name in enumerate(names) if name not in error.after]
+        if new:
+            self._kv.init([names[index] for index in new], [values[index] for index in new])
+        assert self._hyper is not None
+        if error.has_optimizer:
+            self._set_rate(self._hyper.number("lr"))
+        else:
+            self._install(self._hyper)
+        self._kv.pull(names, out=values)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Put the sum over all workers into every ``.grad``: the first half of :meth:`step`.
@@ -157,7 +210,7 @@ class Trainer:
                 self._params[name].grad = torch.zeros_like(self._params[name])
         gradients = [_gradient(name, self._params[name]) for name in names]
         if self._kv is not None:
-            self._pushpull(names, gradients, gradients)
+            self._survive(lambda: self._pushpull(names, gradients, gradients), is_step=True)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -197,8 +250,16 @@ class Trainer:
             return
         assert self._hyper is not None
         changed = self._hyper.with_lr(lr)
-        self._kv.set_learning_rate(lr)
+        self._survive(lambda: self._set_rate(lr))
         self._hyper = changed
+
+    def _set_rate(self, lr: float) -> None:
+        try:
+            self._kv.set_learning_rate(lr)
+        except Mismatch as error:
+            if not self._has_returned:
+                raise
+            log.debug("%s", error)  # this rank is one step apart from rank 0, whose rate counts
 
     def save_states(self, path: str) -> None:
         """Write the optimizer's states (momenta, step counts) to a safetensors file.
@@ -211,7 +272,7 @@ class Trainer:
         if self._local is not None:
             self._local.save(path)
         else:
-            self._kv.save_optimizer_states(path)
+            self._survive(lambda: self._kv.save_optimizer_states(path))
 
     def load_states(self, path: str) -> None:
         """Put back what :meth:`save_states` wrote; every worker calls.
@@ -222,7 +283,7 @@ class Trainer:
         if self._local is not None:
             self._local.load(path)
         else:
-            self._kv.load_optimizer_states(path)
+            self._survive(lambda: self._kv.load_optimizer_states(path))
 
     # --- small things -------------------------------------------------------------------------------
 

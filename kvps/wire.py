@@ -4,10 +4,12 @@ A packet is one head frame followed by the payload frames that its message decla
 a fixed envelope of 48 octets, big-endian, and behind it the message's fields as one msgpack
 array::
 
-    "KV" version tag | job 16 | view 4 | role 1 | loans 1 | 0 0 | rank 4 | incarnation 8 | seq 8
-    loan (nonce 8, lease 8, offset 8, size 8) ... | fields
+    "KV" version tag | job 16 | view 4 | role 1 | loans 1 | checked 1 | 0 | rank 4 | incarnation 8
+    seq 8 | loan (nonce 8, lease 8, offset 8, size 8) ... | fields | checksum 4, if checked
 
-Where the payload lies in memory that both ends share, loans of it stand in place of the frames.
+Where the payload lies in memory that both ends share, loans of it stand in place of the frames. A
+packet that goes over a wire ends its head with a checksum of all other octets, payload included. At
+the end, so that a packet whose ``checked`` is damaged has something behind its fields, and is refused.
 
 :func:`decode` takes any bytes and either returns a packet in which every field has its declared
 type and range and every payload frame its declared size, or raises
@@ -26,6 +28,7 @@ from dataclasses import MISSING, fields
 
 import msgpack
 
+from kvps.checksum import checksum
 from kvps.errors import KvpsError, ProtocolError
 from kvps.messages import (
     ENTRIES_MAX,
@@ -46,8 +49,9 @@ from kvps.messages import (
 from kvps.specs import BY_ID, Spec
 
 VERSION = 1
-HEAD = struct.Struct("!2sBB16sIBB2xIQQ")
+HEAD = struct.Struct("!2sBB16sIBBBxIQQ")
 LOAN = struct.Struct("!QQQQ")
+CHECKSUM = struct.Struct("!I")
 HEAD_BYTES_MAX = 1 << 20
 PAYLOAD_FRAMES_MAX = 64
 FRAME_BYTES_MAX = 64 << 20
@@ -64,10 +68,15 @@ Check = Callable[[object], object]
 """Returns the value as its declared type, or raises ProtocolError."""
 
 
-def encode(packet: Packet) -> list[bytes | memoryview]:
+class Damaged(ProtocolError):
+    """A packet is not what was sent: nothing in it can be believed, not even whose it is."""
+
+
+def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]:
     """Return the frames of ``packet``: the head, then its payload as it is, uncopied.
 
-    Of a packet with loans the payload stays where it is.
+    Of a packet with loans the payload stays where it is. One that is ``checked`` has a checksum,
+    for which its payload is read once.
     """
     envelope, message = packet.envelope, packet.message
     head = HEAD.pack(
@@ -78,14 +87,16 @@ def encode(packet: Packet) -> list[bytes | memoryview]:
         envelope.view,
         envelope.role,
         len(packet.loans),
+        checked,
         envelope.rank,
         envelope.incarnation,
         envelope.seq,
     )
-    body = _body(message)
-    if packet.loans:
-        return [b"".join([head, *[LOAN.pack(*loan) for loan in packet.loans], body])]
-    return [head + body, *packet.payload]
+    parts = [head, *[LOAN.pack(*loan) for loan in packet.loans], _body(message)]
+    payload = () if packet.loans else packet.payload
+    if checked:
+        parts.append(CHECKSUM.pack(checksum([*parts, *payload])))
+    return [b"".join(parts), *payload]
 
 
 _view_body: tuple[View | None, bytes] = None, b""
@@ -107,6 +118,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
 
     Raises:
         ProtocolError: for any bytes that are not a packet of this protocol.
+        Damaged: if its checksum is not that of its octets.
     """
     if not 1 <= len(frames) <= 1 + PAYLOAD_FRAMES_MAX:
         raise ProtocolError(f"expected 1 to {1 + PAYLOAD_FRAMES_MAX} frames, got {len(frames)}")
@@ -115,23 +127,27 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         raise ProtocolError(
             f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}"
         )
-    magic, version, tag, job, view, role, lent, rank, incarnation, seq = HEAD.unpack_from(head)
+    magic, version, tag, job, view, role, lent, checked, rank, incarnation, seq = HEAD.unpack_from(
+        head
+    )
     if magic != b"KV" or version != VERSION:
         raise ProtocolError(
             f"expected a packet of version {VERSION}, got magic {magic!r} version {version}"
         )
+    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
+    if checked:
+        head = _verified(head, checked, payload)
     cls = MESSAGES.get(tag)
     if cls is None:
         raise ProtocolError(f"no message has tag {tag}")
-    if head[26:28] != bytes(2):
-        raise ProtocolError("the envelope's reserved octets are not zero")
+    if head[27]:
+        raise ProtocolError("the envelope's reserved octet is not zero")
     if role not in _ROLES:
         raise ProtocolError(f"no role has number {role}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
     loans = _loans(head, lent) if lent else ()
     message = _build(cls, _unpack(head[HEAD.size + lent * LOAN.size :]))
-    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
     sizes = message.payload_sizes()
     if payload or loans or sizes:
         if payload and loans:
@@ -142,6 +158,21 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         _compare(cls, tuple(got), sizes)
     envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
     return Packet(envelope, message, payload, loans)
+
+
+def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
+    """Return a head without its checksum, which is that of everything else."""
+    if checked != 1:
+        raise ProtocolError(f"a packet is checked or not, 1 or 0, and not {checked}")
+    head, end = head[: -CHECKSUM.size], head[-CHECKSUM.size :]
+    (said,), found = CHECKSUM.unpack(end), checksum([head, *payload])
+    if said != found:
+        size = len(head) + len(end) + sum([len(frame) for frame in payload])
+        raise Damaged(
+            f"a packet of {size} octets was damaged on its way: its checksum is {found:08x}, and "
+            f"its sender computed {said:08x}. It counts as lost, and is asked for again"
+        )
+    return head
 
 
 def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:

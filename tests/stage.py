@@ -42,6 +42,7 @@ class Peer:
     view: int = 0
     rank: int = 0
     incarnation: int = 0
+    progress: int = 0
 
     def envelope(self, seq: int = 0) -> Envelope:
         return Envelope(self.job, self.view, self.role, self.rank, self.incarnation, seq)
@@ -83,8 +84,11 @@ class Stage:
         self.peers[route] = Peer(one.role, one.job, 0, one.rank, one.incarnation)
         return self.hello(route, one.role.name, one.rank, **more)
 
-    def beat(self, route: str, progress: int = 0) -> list[Effect]:
-        return self.say(route, Beat(progress))
+    def beat(self, route: str, progress: int | None = None) -> list[Effect]:
+        """Say that ``route`` has made so many calls; without a number, no more than before."""
+        peer = self.peers[route]
+        peer.progress = peer.progress if progress is None else progress
+        return self.say(route, Beat(peer.progress))
 
     def leave(
         self,
@@ -139,6 +143,11 @@ class Stage:
                 effects += self.take(self.scheduler.on_timer(self.now))
             if self.now >= end:
                 return effects
+
+    def stand(self, seconds: float) -> list[Effect]:
+        """Stop the scheduler for so long; the time is the first thing that it sees again."""
+        self.now += seconds
+        return self.take(self.scheduler.on_timer(self.now))
 
     def take(self, effects: Effects) -> list[Effect]:
         """Collect effects, let the peers learn from them, and check the scheduler."""

@@ -15,7 +15,7 @@ import torch
 
 from kvps.checkpoint import checks
 from kvps.core.hyper import Hyper
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.core.image import History, Image, JoinsImage, KeyImage, Portion, StoreImage
 from kvps.core.namespace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
 from kvps.errors import KvpsError
 from kvps.messages import Open
@@ -23,7 +23,8 @@ from kvps.specs import BY_NAME, Spec
 from kvps.tensors import NAMES
 
 FORMAT = 1
-_STORE = ("open", "hyper", "sent_hyper", "sent_lr", "optimize_calls", "rate_calls")
+_CALLS = ("optimize_calls", "rate_calls", "optimize_after", "rate_after")
+_STORE = ("open", "hyper", "sent_hyper", "sent_lr", *_CALLS, "joins")
 _TABLES = ("histories", "forms", "keys")
 
 Form = tuple[tuple[str, str], ...]
@@ -89,9 +90,9 @@ def _store(index: int, given: object, columns: _Columns) -> StoreImage:
             _hyper(row["hyper"]),
             _hyper(row["sent_hyper"]),
             checks.finite("sent_lr", row["sent_lr"]),
-            checks.natural("optimize_calls", row["optimize_calls"]),
-            checks.natural("rate_calls", row["rate_calls"]),
-            _with_tensors(index, keys, columns),
+            keys=_with_tensors(index, keys, columns),
+            joins=_joins(row["joins"]),
+            **{name: checks.natural(name, row[name]) for name in _CALLS},
         )
     except (ValueError, KvpsError) as error:
         raise ValueError(f"store {opened.store!r}: {error}") from error
@@ -139,6 +140,13 @@ def _history(given: object) -> History:
         checks.natural("step", step),
         _by_rank("pushed", pushed),
         _by_rank("head_start", head_start),
+    )
+
+
+def _joins(given: object) -> JoinsImage:
+    over, last, made = checks.array("joins", given, 3)
+    return JoinsImage(
+        checks.natural("over", over), checks.natural("last", last), _by_rank("made", made)
     )
 
 

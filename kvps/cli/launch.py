@@ -57,6 +57,7 @@ MORE = """\
 example:
   kvps-launch -n 2 -- python train.py --epochs 3
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
+  kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
 
 Each line that a process prints is shown behind its role and rank: [worker 0]. In its environment
 COMMAND finds KVPS_SCHEDULER, KVPS_RANK, and what torchrun would set: RANK, WORLD_SIZE,
@@ -64,7 +65,8 @@ LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where they are not set, 
 becomes the number of cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
 
 If a worker fails (its COMMAND ends with anything but 0), it is started again with the same rank
-as often as --max-restarts allows; after that the others get WorkerLost and everything ends.
+as often as --max-restarts allows; after that the others get WorkerLost and everything ends. So is
+a server, with --checkpoint-dir: all servers return to the last checkpoint, and workers go on.
 Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
 
 exit codes:
@@ -76,7 +78,8 @@ exit codes:
 environment, where the flag is not given:
   KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
-  KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES
+  KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES,
+  KVPS_CHECKSUM (0 sends packets without checksums)
 """
 
 
@@ -95,6 +98,9 @@ class Plan:
     env: dict[str, str]
     command: Sequence[str]
     log_level: str
+    checkpoint_dir: str | None = None
+    """Where servers write checkpoints; one that fails is started again from there."""
+    checkpoint_every: str | None = None
 
 
 def _parser() -> flags.Parser:
@@ -112,7 +118,18 @@ def _parser() -> flags.Parser:
         "--max-restarts",
         metavar="K",
         default="0",
-        help="how often each worker is started again when it fails (0)",
+        help="how often each worker is started again when it fails, and each server if there are "
+        "checkpoints (0)",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="where servers write checkpoints, and find the last one; KVPS_CHECKPOINT_DIR (none)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        metavar="SECONDS",
+        help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
     )
     parser.add_argument(
         "--env",
@@ -134,8 +151,10 @@ def _main(argv: Sequence[str]) -> int:
     demand_command(command)
     screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
+    config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(parsed.env, workers + servers)
-    plan = Plan(workers, servers, restarts, env, command, level)
+    folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
+    plan = Plan(workers, servers, restarts, env, command, level, folder, parsed.checkpoint_every)
     leash = Leash()
     try:
         return Launch(plan, screen, leash).run()
@@ -286,9 +305,15 @@ class Launch:
             return
         log.info("the scheduler listens on %s", endpoint)
         for rank in range(self._plan.servers):
-            self._start("server", rank, 0, ["--bind", "tcp://127.0.0.1:0"])
+            self._start_server(rank, 0)
         for rank in range(self._plan.workers):
             self._start_worker(rank, 0)
+
+    def _start_server(self, rank: int, life: int) -> None:
+        folder, every = self._plan.checkpoint_dir, self._plan.checkpoint_every
+        place = ["--checkpoint-dir", folder] if folder else []
+        times = ["--checkpoint-every", every] if every is not None else []
+        self._start("server", rank, life, ["--bind", "tcp://127.0.0.1:0", *place, *times])
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []
@@ -403,6 +428,14 @@ class Launch:
         if child.role == "scheduler" and self._stage is Stage.DONE:
             self._enter(Stage.DONE, LATE_MAX_S)
         if code == 0 or self._stage >= Stage.STOPPING:  # by then everybody is asked to end
+            return
+        is_kept = child.role == "server" and self._plan.checkpoint_dir is not None
+        if is_kept and self._stage is Stage.GOING and self._may_restart(child, code):
+            log.warning(
+                "%s ended with exit code %d; starting it again (%d of %d)",
+                *(child.name, code, child.life + 1, self._plan.max_restarts),
+            )
+            self._start_server(child.rank, child.life + 1)
             return
         self._other_code = self._other_code or code
         if self._stage is Stage.GOING:

@@ -30,6 +30,7 @@ SIGTERM and SIGINT end the job.
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
 

@@ -53,6 +53,7 @@ environment, where the flag is not given:
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
   KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
+  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 
@@ -99,7 +100,9 @@ def _main(argv: Sequence[str]) -> int:
             machine=own_machine(),
         )
         core = Guardian(identity, time.monotonic(), not parsed.no_replacement)
-        shell = Shell(core, ZmqTransport(), leash, command, parsed.report_fd)
+        shell = Shell(
+            core, ZmqTransport(checksums=config.checksums()), leash, command, parsed.report_fd
+        )
         try:
             return shell.run()
         finally:

@@ -16,7 +16,12 @@ for the lost says so, and its barriers wait for neither.
 
 Ranks are counted, never requests: a request that is sent again takes the place of its
 predecessor, and the standing of a rank survives its process. What is kept of the past is one
-number per (store, name).
+number per (store, name), and after how many rounds that barrier came.
+
+Who takes another's place does not know the numbers. It *resumes* after some round, and has all
+barriers behind it that come after no more rounds than that: nobody waits for it there, and it
+passes them. Its first barrier behind them is the first one that comes after as many rounds as
+its own; if nobody stands there yet, it *floats* until somebody does.
 """
 
 from __future__ import annotations
@@ -42,11 +47,24 @@ Name = tuple[str, str]
 """A store, and a name within it."""
 
 
+class Float(NamedTuple):
+    """Who stands at a barrier whose number is not known yet."""
+
+    waiter: Waiter | None
+    after: int
+
+
 class Waiter(NamedTuple):
     """Where the answer goes, and which request it answers."""
 
     route: Route
     seq: int
+    is_new: bool = False
+    """It has taken another's place, and has to be told the number."""
+
+    def released(self, number: int) -> Answer:
+        """Return the answer to one who stood at ``number``."""
+        return Answer(self.route, Released(self.seq, number if self.is_new else None))
 
 
 class Answer(NamedTuple):
@@ -74,22 +92,97 @@ class Barriers:
         self.open: dict[Name, dict[int, Standing]] = {}
         self.hasty: set[Name] = set()
         """Where nobody waits for those who are lost or gone."""
+        self.after: dict[Name, dict[int, int]] = {}
+        """By number, after how many rounds it comes: of those that are open, and of the last passed."""
+        self.resumed: dict[tuple[str, int], int] = {}
+        """By store and rank, after how many rounds it took its predecessor's place."""
+        self.floating: dict[Name, dict[int, Float]] = {}
 
     def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[Answer]:
         """Let a rank stand at a barrier; return the answers that are due by that."""
         name = (at.store, at.name)
-        if at.number <= self.released.get(name, -1):
+        if at.resumed and at.after <= self.resumed.get((at.store, rank), -1):
             return [Answer(waiter.route, Released(waiter.seq))]
-        standing = self._standing(name, at.number)
-        if at.waits and (absent := self.gone.keys() - standing.keys()):
+        number = self._number(at)
+        if number is not None and number <= self.released.get(name, -1):
+            return [waiter.released(number)]
+        standing = {} if number is None else self._standing(name, number)
+        absent = self._hopeless_ranks(name, at.after, standing) if self.gone else set()
+        if at.waits and absent:
             raise self._hopeless(at.store, at.name, at.number, absent)
         if not standing:
             self._admit(name, len(self.open.get(name, {})))
         if not at.waits:
             self.hasty.add(name)
-        standing[rank] = waiter
-        self.open.setdefault(name, {})[at.number] = standing
-        return self._release(name, at.number)
+        if number is None:
+            self.floating.setdefault(name, {})[rank] = Float(waiter, at.after)
+        else:
+            standing[rank] = waiter
+            self.open.setdefault(name, {})[number] = standing
+            self.after.setdefault(name, {}).setdefault(number, at.after)
+        return self._look_at(name) if number is None else self._land(name, number)
+
+    def resume(self, rank: int, store: str, pushed: int) -> list[Answer]:
+        """A rank goes on after so many rounds of a store; return the answers that are due by that."""
+        self.resumed[store, rank] = pushed
+        return [
+            answer for name in list(self.open) if name[0] == store for answer in self._look_at(name)
+        ]
+
+    def next_numbers(self, rank: int, store: str) -> dict[str, int]:
+        """Return which barriers of a store a rank has to stand at next, by name."""
+        numbers = {name: number + 1 for name, number in self.released.items() if name[0] == store}
+        for name, open_ in self.open.items():
+            stood = [number + 1 for number, standing in open_.items() if rank in standing]
+            if stood and name[0] == store:
+                numbers[name] = max(*stood, numbers.get(name, 0))
+        return {name: number for (_, name), number in numbers.items()}
+
+    def missing(self, rank: int, at: Barrier) -> tuple[int, ...]:
+        """Return which ranks one who stands there waits for; nobody if it does not stand there."""
+        name, number = (at.store, at.name), self._number(at)
+        if rank in (floating := self.floating.get(name, {})) and at.resumed:
+            return tuple(sorted(self._needed(name, at.after) - floating.keys()))
+        standing = {} if number is None else self._standing(name, number)
+        if rank not in standing:
+            return ()
+        return tuple(sorted(self._needed(name, at.after) - standing.keys()))
+
+    # --- those who do not know the number -----------------------------------------------------
+
+    def _number(self, at: Barrier) -> int | None:
+        """Return which barrier somebody means; None if that cannot be known yet."""
+        return self._number_after((at.store, at.name), at.after) if at.resumed else at.number
+
+    def _number_after(self, name: Name, after: int) -> int | None:
+        """Return the first barrier that is known to come after so many rounds."""
+        known = self.after.get(name, {})
+        return min((number for number, rounds in known.items() if rounds >= after), default=None)
+
+    def _land(self, name: Name, number: int) -> list[Answer]:
+        """Let those who float stand at a number that is open now, if it is theirs."""
+        floating = self.floating.get(name, {})
+        for rank, one in list(floating.items()):
+            if self._number_after(name, one.after) == number:
+                self.open[name][number][rank] = one.waiter
+                del floating[rank]
+        if not floating:
+            self.floating.pop(name, None)
+        return self._release(name, number)
+
+    def _land_together(self, name: Name) -> list[Answer]:
+        """Where all who are needed float, none of them knows the number: it is the next."""
+        floating = self.floating.get(name, {})
+        if not floating or name in self.open:
+            return []
+        after = min(one.after for one in floating.values())
+        here = {rank for rank, one in floating.items() if one.after == after}
+        if not here >= self._needed(name, after):
+            return []
+        number = self.released.get(name, -1) + 1
+        self.open[name] = {number: {}}
+        self.after.setdefault(name, {})[number] = after
+        return self._land(name, number)
 
     def _admit(self, name: Name, numbers: int) -> None:
         if len(name[1]) > NAME_MAX:
@@ -99,8 +192,8 @@ class Barriers:
                 f"barrier {_shown(*name)} is waited for at {OPEN_MAX} numbers already; wait for "
                 "them before the next"
             )
-        is_known = name in self.open or name in self.released
-        if not is_known and len(self.open.keys() | self.released.keys()) >= NAMES_MAX:
+        known = self.open.keys() | self.released.keys() | self.floating.keys()
+        if name not in known and len(known) >= NAMES_MAX:
             raise Overload(
                 f"the job has {NAMES_MAX} names of barriers already; use a name again instead of "
                 f"{_shown(*name)} (barriers of one name are numbered)"
@@ -111,40 +204,50 @@ class Barriers:
     ) -> list[Answer]:
         """Take in who is required and who is gone; return the answers that are due by that."""
         self.required, self.gone, self.lost = set(required), gone, set(lost)
-        answers: list[Answer] = []
-        for name in list(self.open):
-            for number in sorted(self.open[name], reverse=True):
-                answers += self._release(name, number)
-                answers += self._fail(name, number)
+        names = dict.fromkeys([*self.open, *self.floating])
+        return [answer for name in names for answer in self._look_at(name)]
+
+    def _look_at(self, name: Name) -> list[Answer]:
+        """Release or fail what can be, from the last number on."""
+        answers = self._land_together(name)
+        for number in sorted(self.open.get(name, {}), reverse=True):
+            answers += self._release(name, number)
+            answers += self._fail(name, number)
         return answers
 
     def _release(self, name: Name, number: int) -> list[Answer]:
         """Let them pass if the set is complete; earlier numbers are then passed, too."""
         standing = self._standing(name, number).keys()
         # The lengths are compared first, so that N workers cost N steps and not N * N.
-        if not standing or len(standing) < len(self.required) - len(self.lost):
+        excused = len(self.lost) + len(self.resumed)
+        if not standing or len(standing) < len(self.required) - excused:
             return []
-        if not standing >= self._needed(name):
+        if not standing >= self._needed(name, self.after[name][number]):
             return []
-        self.released[name] = number
+        self.released[name], after = number, self.after[name][number]
         passed = [one for one in sorted(self.open[name]) if one <= number]
-        return [
-            Answer(waiter.route, Released(waiter.seq))
-            for one in passed
-            for waiter in self._take(name, one)
-        ]
+        answers = [waiter.released(one) for one in passed for waiter in self._take(name, one)]
+        for one in [one for one in self.after[name] if one < number]:  # the one before
+            del self.after[name][one]
+        self.after[name][number] = after
+        return answers
 
-    def _needed(self, name: Name) -> set[int]:
-        """The ranks that have to stand at a barrier of this name."""
-        if name in self.hasty:
-            return self.required - self.lost
-        return self.required | self.gone.keys()
+    def _needed(self, name: Name, after: int) -> set[int]:
+        """The ranks that have to stand at a barrier of this name that comes after so many rounds."""
+        here = self.required - self.lost if name in self.hasty else self.required | self.gone.keys()
+        return {rank for rank in here if self.resumed.get((name[0], rank), -1) < after}
+
+    def _hopeless_ranks(self, name: Name, after: int, standing: Standing) -> set[int]:
+        """The ranks without which a barrier cannot be passed, and that will not come."""
+        return (self.gone.keys() & self._needed(name, after)) - standing.keys()
 
     def _fail(self, name: Name, number: int) -> list[Answer]:
         """Tell those who wait that it is in vain, if it is."""
         standing = self._standing(name, number)
-        absent = (self.gone.keys() & self._needed(name)) - standing.keys()
-        if not standing or not absent:
+        if not standing:
+            return []
+        absent = self._hopeless_ranks(name, self.after[name][number], standing)
+        if not absent:
             return []
         error = self._hopeless(*name, number, absent)
         return [
@@ -157,6 +260,7 @@ class Barriers:
 
     def _take(self, name: Name, number: int) -> Iterator[Waiter]:
         standing = self.open[name].pop(number)
+        del self.after[name][number]
         if not self.open[name]:
             del self.open[name]
         return filter(None, standing.values())
@@ -174,25 +278,31 @@ class Barriers:
             for standing in numbers.values():
                 if rank in standing:
                     standing[rank] = None
+        for floating in self.floating.values():  # its successor finds its place anew
+            floating.pop(rank, None)
 
     def clear(self, required: Iterable[int]) -> None:
         """Forget everything: another job begins."""
         self.required, self.gone, self.lost = set(required), {}, set()
         self.released.clear()
-        self.open.clear()
-        self.hasty.clear()
+        for kept in (self.open, self.hasty, self.after, self.resumed, self.floating):
+            kept.clear()
 
     def check(self, alive: set[int]) -> None:
         """Assert the invariants; ``alive`` are the ranks that may be waiting."""
         assert len(self.open.keys() | self.released.keys()) <= NAMES_MAX, "too many names"
         assert self.hasty <= self.open.keys() | self.released.keys(), "a name that nobody uses"
         assert self.lost <= self.required, "lost, but not required"
+        for name, known in self.after.items():
+            passed = {number for number in known if number <= self.released.get(name, -1)}
+            assert known.keys() - passed == self.open.get(name, {}).keys(), f"{name}: {known}"
+            assert passed <= {self.released.get(name)}, f"{name}: {known} passed"
         for name, numbers in self.open.items():
             assert 0 < len(numbers) <= OPEN_MAX, f"{name} is open at {len(numbers)} numbers"
             for number, standing in numbers.items():
                 assert number > self.released.get(name, -1), f"{name} {number} was passed"
                 assert standing, f"nobody stands at {name} {number}"
-                needed = self._needed(name)
+                needed = self._needed(name, self.after[name][number])
                 assert not standing.keys() >= needed, f"{name} {number} is complete"
                 assert self.gone.keys() & needed <= standing.keys(), f"{name} {number} is hopeless"
                 waiting = {rank for rank, waiter in standing.items() if waiter}

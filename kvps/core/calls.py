@@ -137,6 +137,11 @@ class Stand(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class JoinStore(Call):
+    """Flush, and wait until every rank has run out of batches; finishes with the last to do so."""
+
+
+@dataclass(frozen=True, slots=True)
 class Flush(Call):
     """Finish when all earlier pushes are taken in."""
 
@@ -183,5 +188,5 @@ class LoadState(Call):
 REPEATED = (Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
 """Calls that change nothing, or nothing more when they are made again."""
 
-TOGETHER = (SetOptimizer, SetRate, Stand, TakeCheckpoint, RestoreCheckpoint)
+TOGETHER = (SetOptimizer, SetRate, Stand, JoinStore, TakeCheckpoint, RestoreCheckpoint)
 """Calls in which the k-th of one rank meets the k-th of another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvps.core.placement import Part, parts
 from kvps.core.plan import Held, Key, Plan, make
@@ -11,6 +12,19 @@ from kvps.errors import KeyNotFound
 from kvps.messages import Open
 from kvps.specs import Spec
 from kvps.tensors import PRIVATE, Memory
+
+
+class Made(NamedTuple):
+    """The last of the calls in which the k-th of one rank meets the k-th of another."""
+
+    number: int
+    after: int = 0
+    """How many rounds were pushed for before it."""
+    is_inherited: bool = False
+    """A predecessor made it, or this rank before the servers returned to a cut."""
+
+
+NONE = Made(0)
 
 
 @dataclass(slots=True)
@@ -26,12 +40,19 @@ class Catalogue:
     is_short: bool = False
     """A worker of the job is lost."""
     keys: dict[str, Key] = field(default_factory=dict)
-    optimize_calls: int = 0
-    rate_calls: int = 0
+    optimized: Made = NONE
+    rated: Made = NONE
+    """The last calls of set_optimizer and set_learning_rate."""
     broadcasts: int = 0
     """How many were made here; all ranks make the same ones."""
+    is_resumed: bool = False
+    """This rank took another's place, and knows neither how many calls that made, nor barriers."""
+    joins: int = 0
+    """How many are over, as this rank knows."""
+    is_away: bool = False
+    """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
-    """By name, the number of the next."""
+    """By name, the number of the next; none of a name at which a resumed rank did not stand yet."""
     _plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     @property
@@ -40,9 +61,26 @@ class Catalogue:
         return self.opened.mode == "sync"
 
     @property
+    def pushed(self) -> int:
+        """How many rounds this rank has pushed for; 0 where there are no rounds."""
+        return max([key.number for key in self.keys.values()], default=0) if self.ordered else 0
+
+    @property
     def waits_for_lost(self) -> bool:
         """Whether the others have to wait for the replacement of a lost worker."""
         return self.ordered and self.opened.on_worker_lost != "shrink"
+
+    def next_call(self, last: Made) -> Made:
+        """Return which call of its kind the next one is, if the ``last`` was this.
+
+        Who takes another's place makes a call again if it comes after as many rounds as the last of
+        its predecessor, which some servers may not have heard. Where there are no rounds nobody can
+        know, so that it counts as another; what comes ``after`` then says that it need not agree.
+        """
+        if not self.ordered:
+            return Made(last.number + 1, int(self.is_resumed and self.rank == 0))
+        is_again = last.is_inherited and last.number > 0 and last.after == self.pushed
+        return Made(last.number + (not is_again), self.pushed)
 
     def plan(self, names: tuple[str, ...]) -> Plan:
         """Return the plan of ``names``, made once.
@@ -83,7 +121,9 @@ class Catalogue:
         self.keys.clear()
         self.barriers.clear()
         self._plans.clear()
-        self.optimize_calls = self.rate_calls = self.broadcasts = 0
+        self.optimized = self.rated = NONE
+        self.broadcasts = self.joins = 0
+        self.is_resumed = self.is_away = False
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
@@ -94,6 +134,7 @@ class Catalogue:
         for name, spec, pieces in placed:
             key = self.keys.get(name)
             if key is None or key.spec != spec:
-                self.keys[name] = key = Key(name, spec)
+                # While a rank was away, the others may have pushed what it sees for the first time.
+                self.keys[name] = key = Key(name, spec, is_refused=self.ordered and self.joins > 0)
             key.pieces = tuple(pieces)
         self._plans.clear()

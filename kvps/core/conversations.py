@@ -17,8 +17,9 @@ import torch
 
 from kvps.core import calls
 from kvps.core import plan as plans
-from kvps.core.catalogue import Catalogue
+from kvps.core.catalogue import Catalogue, Made
 from kvps.core.drops import complain
+from kvps.core.joins import JUDGE
 from kvps.core.link import Request
 from kvps.core.placement import home
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
@@ -36,7 +37,7 @@ from kvps.core.reading import (
     stand,
 )
 from kvps.core.rounds import WINDOW
-from kvps.errors import KvpsError, Mismatch
+from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.messages import (
     ENTRIES_MAX,
     Barrier,
@@ -47,11 +48,19 @@ from kvps.messages import (
     Find,
     FoundAll,
     GetState,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
     Load,
     Optimize,
     Packet,
     Push,
     Rate,
+    Released,
+    Resume,
+    Resumed,
+    Return,
     SetState,
     StateIs,
     Status,
@@ -222,6 +231,7 @@ def _bulk(
 
 def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     """Push one gradient for each key; with a sink, pull what comes of it."""
+    _demand_presence(book)
     plan = yield from _numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
@@ -250,6 +260,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     try:
         if full:
             yield from _make_room(book, full)
+        _demand_presence(book)
         yield requests
     except KvpsError:
         for key in plan.keys:
@@ -260,6 +271,19 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         yield from even_out(book, tally, sink, after, call.priority)
         _complain(book, tally)
     return _views(book, plan, sink)
+
+
+def _demand_presence(book: Catalogue) -> None:
+    """Refuse a push of a rank that has joined: rounds close without it.
+
+    Raises:
+        ConfigError: if this rank has.
+    """
+    if book.is_away:
+        raise ConfigError(
+            f"push() of store {book.opened.store!r}: worker {book.rank} has joined, and rounds close "
+            "without it until every worker has. Nothing was pushed. Call join() again to wait on"
+        )
 
 
 def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor] | None:
@@ -335,7 +359,43 @@ def resume(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     for key in plan.keys:
         key.number, key.is_refused = owed, False
         key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
+    yield from _history(book)
     return owed
+
+
+def _history(book: Catalogue) -> Steps:
+    """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
+    store = book.opened.store
+    pushed = book.pushed if book.ordered else None
+    (answer,) = yield [Request(None, Resume(store, pushed))]
+    resumed = answer.message
+    assert isinstance(resumed, Resumed)
+    if not resumed.replaced:
+        return
+    yield from inherit(book)
+    book.is_resumed = True
+    met = {name: book.barriers[name] for name in (BROADCAST,) if name in book.barriers}
+    book.barriers = dict(resumed.barriers) | met
+
+
+def inherit(book: Catalogue) -> Steps:
+    """Count the calls of all ranks from what the servers know of them."""
+    store = book.opened.store
+    answers = yield [Request(server, History(store)) for server in range(book.servers)]
+    known = [one.message for one in answers if isinstance(one.message, HistoryIs)]
+    newest = max(known, key=lambda one: one.rate_calls)
+    optimized = max(known, key=lambda one: one.optimize_calls)
+    joins = max(one.joins for one in known)
+    missed = [server for server, one in enumerate(known) if one.joins < joins]
+    yield [Request(server, Return(store, joins)) for server in missed]
+    if book.rank == 0:  # a call that was heard by some is made with all
+        behind = [at for at, one in enumerate(known) if one.rate_calls < newest.rate_calls]
+        rate = Rate(store, newest.rate_calls, True, newest.lr, newest.rate_after)
+        yield [Request(server, rate) for server in behind]
+    book.joins = joins
+    book.is_away = any(one.joined and one.joins == joins for one in known)
+    book.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
+    book.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -355,21 +415,24 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
 def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
     """Give every server the optimizer, after the pushes that are on their way."""
     yield from _settle(book, tuple(book.keys))
-    book.optimize_calls += 1
-    hyper = call.hyper
+    hyper, before = call.hyper, book.optimized
+    book.optimized = book.next_call(before)
+    number, after, _ = book.optimized
     message = Optimize(
         book.opened.store,
-        book.optimize_calls,
+        number,
         book.rank == 0,
         hyper.name,
         dict(hyper.values),
         dict(hyper.lr_mult),
         dict(hyper.wd_mult),
+        after,
+        book.is_resumed and book.rank != 0,
     )
     try:
         yield [Request(server, message) for server in range(book.servers)]
     except KvpsError:
-        book.optimize_calls -= 1
+        book.optimized = before
         raise
     return None
 
@@ -377,12 +440,15 @@ def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
 def set_rate(book: Catalogue, call: calls.SetRate) -> Conversation:
     """Give every server the learning rate: the rounds pushed so far are updated with the old."""
     yield from _settle(book, tuple(book.keys))
-    book.rate_calls += 1
-    message = Rate(book.opened.store, book.rate_calls, book.rank == 0, call.lr)
+    before = book.rated
+    book.rated = book.next_call(before)
+    number, after, _ = book.rated
+    store, is_new = book.opened.store, book.is_resumed and book.rank != 0
+    message = Rate(store, number, book.rank == 0, call.lr, after, is_new)
     try:
         yield [Request(server, message) for server in range(book.servers)]
     except KvpsError:
-        book.rate_calls -= 1
+        book.rated = before
         raise
     return None
 
@@ -448,15 +514,49 @@ def barrier(book: Catalogue, name: str | None) -> Conversation:
     """Flush, then wait for the others."""
     yield Drain()
     title = "" if name is None else name
+    store, waits, after = book.opened.store, book.waits_for_lost, book.pushed
+    is_lost = book.is_resumed and book.ordered and title != BROADCAST
+    if is_lost and title not in book.barriers:
+        (answer,) = yield [Request(None, Barrier(store, title, 0, waits, after, resumed=True))]
+        released = answer.message
+        assert isinstance(released, Released)
+        if released.number is not None:
+            book.barriers[title] = released.number + 1
+        return None
     number = book.barriers.get(title, 0)
     book.barriers[title] = number + 1
     try:
-        waits = book.waits_for_lost
-        yield [Request(None, Barrier(book.opened.store, title, number, waits))]
+        yield [Request(None, Barrier(store, title, number, waits, after))]
     except BaseException:  # a barrier that was not passed is not counted
         book.barriers[title] -= 1
         raise
     return None
+
+
+def join(book: Catalogue) -> Conversation:
+    """Let the others go on without this rank until all have joined; return who was the last.
+
+    That is said by one server, and then by this rank to all of them: once they have answered, none
+    closes a round without it. Which numbers it owes after the rounds of the others is asked.
+    """
+    was_away, book.is_away = book.is_away, True
+    try:
+        yield Drain()
+    except BaseException:
+        book.is_away = was_away  # no server was told
+        raise
+    store, call = book.opened.store, book.joins + 1
+    servers = range(book.servers)
+    answers = yield [Request(one, Join(store, call, one == JUDGE)) for one in servers]
+    yield [Request(one, Return(store, call)) for one in servers]
+    book.joins, book.is_away = call, False
+    if book.ordered:
+        for key in book.keys.values():
+            key.is_refused = True
+        yield from _numbered(book, tuple(book.keys))
+    judged = answers[JUDGE].message
+    assert isinstance(judged, Joined)
+    return judged.last
 
 
 def status(book: Catalogue) -> Conversation:

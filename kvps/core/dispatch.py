@@ -34,6 +34,8 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return conversations.set_rate(book, call)
         case calls.Stand():
             return conversations.barrier(book, call.name)
+        case calls.JoinStore():
+            return conversations.join(book)
         case calls.Flush():
             return conversations.flush()
         case calls.TakeCheckpoint():

@@ -17,7 +17,7 @@ not begin anywhere before all of it is known to be finite. Their spans are never
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from itertools import groupby, pairwise
 
 import torch
@@ -201,12 +201,23 @@ class Engine:
         """Close the rounds of ``span`` that are complete; yield those who are woken."""
         required = quorum.required(space.opened.on_worker_lost)
         while required and span.closable(required):
-            closed, stop = span.rounds.popleft(), span.stop
-            due = Due(closed.number, (), closed.sum(), closed.whose())
-            yield from self._due(space, chunk, span, due)
-            if span.stop < stop:  # it was cut on the way
-                for part in list(chunk.spans_in(span.stop, stop)):
-                    yield from self.close(space, chunk, part, quorum)
+            for part in (yield from self._close_first(space, chunk, span)):
+                yield from self.close(space, chunk, part, quorum)
+
+    def close_all(self, space: Namespace, chunk: Chunk, span: Span) -> Iterator[Reading]:
+        """Close every open round of ``span`` with what is in it; yield those who are woken."""
+        while span.rounds:
+            for part in (yield from self._close_first(space, chunk, span)):
+                yield from self.close_all(space, chunk, part)
+
+    def _close_first(
+        self, space: Namespace, chunk: Chunk, span: Span
+    ) -> Generator[Reading, None, list[Span]]:
+        """Close the oldest round of ``span``; return what was cut off from it on the way."""
+        closed, stop = span.rounds.popleft(), span.stop
+        due = Due(closed.number, (), closed.sum(), closed.whose())
+        yield from self._due(space, chunk, span, due)
+        return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 
     # --- updates ----------------------------------------------------------------------------
 
@@ -548,7 +559,7 @@ class Engine:
         """A new process holds ``rank``: it need not make up for what it missed."""
         for chunk in self.chunks.of_store(space.name):
             for span in chunk.spans:
-                span.replace(rank, quorum.held)
+                span.replace(rank, quorum.live)
 
     def check(self) -> None:
         """Assert the invariants of every chunk."""

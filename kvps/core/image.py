@@ -61,6 +61,17 @@ class KeyImage:
     """In order; none overlaps another."""
 
 
+class JoinsImage(NamedTuple):
+    """Who had run out of batches; as :class:`~kvps.core.joins.Joins` has it."""
+
+    over: int
+    last: int
+    made: dict[int, int]
+
+
+NO_JOINS = JoinsImage(0, 0, {})
+
+
 @dataclass(frozen=True, slots=True)
 class StoreImage:
     """What one server holds of one store."""
@@ -74,6 +85,10 @@ class StoreImage:
     optimize_calls: int
     rate_calls: int
     keys: tuple[KeyImage, ...]
+    optimize_after: int = 0
+    rate_after: int = 0
+    """After how many rounds the last of these calls came."""
+    joins: JoinsImage = NO_JOINS
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from kvps.core.image import History, KeyImage, Portion, StoreImage
+from kvps.core.image import History, JoinsImage, KeyImage, Portion, StoreImage
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.rounds import Span
 from kvps.core.slab import Chunks
@@ -39,6 +39,9 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
         space.optimize_calls,
         space.rate_calls,
         tuple(keys),
+        space.optimize_after,
+        space.rate_after,
+        JoinsImage(space.joins.over, space.joins.last, dict(space.joins.made)),
     )
 
 
@@ -118,8 +121,10 @@ def _optimize(space: Namespace, image: StoreImage) -> None:
     assert image.hyper is not None
     if space.hyper is None:
         space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
-        space.optimize_calls = max(space.optimize_calls, image.optimize_calls)
-        space.rate_calls = max(space.rate_calls, image.rate_calls)
+        if space.optimize_calls <= image.optimize_calls:
+            space.optimize_calls, space.optimize_after = image.optimize_calls, image.optimize_after
+        if space.rate_calls <= image.rate_calls:
+            space.rate_calls, space.rate_after = image.rate_calls, image.rate_after
         space.updater = create(image.hyper)
     elif space.hyper.name != image.hyper.name:
         raise Mismatch(

@@ -36,6 +36,10 @@ from kvps.core.snapshot import Snapshot, dump, load
 from kvps.messages import Checkpoint, Envelope, Message, Node, Packet, Role, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
+LOOK_EVERY_S = 2.0
+"""How often the scheduler looks at the time while anything can be due."""
+STILL_S = 5.0
+"""A scheduler whose last look is so long ago has been stopped itself, and heard nobody in that time."""
 FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
@@ -79,6 +83,8 @@ class Job:
         """What is to be done when everybody knows that."""
         self._untold: set[Node | None] = set()
         """Members that have no connection along which to tell them."""
+        self._looked_at = now
+        """When it last looked at the time, or had no reason to."""
         self.due: float | None = None
         """No later than the next thing that time alone brings about."""
         self.has_changed = False
@@ -104,6 +110,8 @@ class Job:
     def settle(self, now: float) -> None:
         """Draw the consequences of a change of seats, or of time."""
         self.has_changed = True
+        if self.due is None:
+            self._looked_at = now
         before = self.phase
         self.phase, self.reason = self.assess(now)
         if self.phase is Phase.RUNNING and not self.formed:
@@ -126,6 +134,10 @@ class Job:
 
     def on_time(self, now: float) -> None:
         """Do what is due by the time alone."""
+        still_s, self._looked_at = now - self._looked_at, now
+        if still_s > STILL_S:
+            self.note("warning", f"stood still for {still_s:.0f} s: nobody is lost for that time")
+            self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
             self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
@@ -211,7 +223,8 @@ class Job:
         view_at = self._pace.free_at if self.is_untold else None
         times = (self.seats.due(self.formed), self._patience_until, view_at, self.checkpoints.due)
         if self.stop is None:
-            self.due = min((time for time in times if time is not None), default=None)
+            due = min((time for time in times if time is not None), default=None)
+            self.due = None if due is None else min(due, self._looked_at + LOOK_EVERY_S)
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -349,10 +362,10 @@ class Job:
 
     def snapshot(self) -> bytes:
         """Return what :meth:`restore` needs."""
-        ours = self.checkpoints
+        ours, barriers = self.checkpoints, self.barriers
         cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
-        released = self.barriers.released
-        return dump(Snapshot(self.name, self.number, self.formed, self.seats, released, cuts))
+        passed = barriers.released, barriers.resumed
+        return dump(Snapshot(self.name, self.number, self.formed, self.seats, *passed, cuts))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
@@ -360,7 +373,7 @@ class Job:
         former = load(snapshot, settings, now)
         job = cls(settings, former.job, now)
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
-        job.barriers.released = former.released
+        job.barriers.released, job.barriers.resumed = former.released, former.resumed
         begun, kept, epoch, is_returning, job.since = former.cuts
         job.checkpoints.resume(begun, kept, epoch, is_returning)
         job._assemble()

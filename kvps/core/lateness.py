@@ -36,7 +36,7 @@ def lateness(
     requests = list(waiting)
     who = f"worker {member.rank}: {name_of(call)} of store {call.store!r}"
     silent = member.silent_for(now)
-    asked = [one.message for one in requests if isinstance(one.message, Barrier | Checkpoint)]
+    asked = [one for one in requests if one.server is None]
     if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
             f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
@@ -47,7 +47,7 @@ def lateness(
     if view is not None and view.phase == "returning":
         why = [view.reason]
     elif asked:
-        why = [f"{_undone(one)} ({member.reason})" for one in asked]
+        why = [_of_scheduler(one, member) for one in asked]
     else:
         why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
     if isinstance(call, calls.REPEATED):
@@ -63,10 +63,18 @@ def lateness(
     )
 
 
-def _undone(message: Barrier | Checkpoint) -> str:
+def _of_scheduler(request: Request, member: Membership) -> str:
+    message = request.message
     if isinstance(message, Checkpoint):
         return "not every server has written its image"
-    return f"not every worker stands at number {message.number} of {message.name!r}"
+    if not isinstance(message, Barrier):
+        return f"the scheduler has not answered ({member.reason})"
+    which = f"number {message.number} of {message.name!r}"
+    if message.resumed:
+        which = f"{message.name!r} after round {message.after}"
+    if request.waits_for:
+        return f"{which} {request.waits_for}"
+    return f"not every worker stands at {which} ({member.reason})"
 
 
 def _silence(link: Link | None, now: float) -> str:
@@ -97,10 +105,12 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.SetOptimizer: "set_optimizer()",
     calls.SetRate: "set_learning_rate()",
     calls.Stand: "barrier()",
+    calls.JoinStore: "join()",
     calls.Flush: "the flush of earlier pushes",
     calls.Ask: "status",
     calls.SaveState: "save_optimizer_states()",
     calls.LoadState: "load_optimizer_states()",
     calls.TakeCheckpoint: "checkpoint()",
     calls.RestoreCheckpoint: "restore()",
+    calls.Rejoin: "the return to a checkpoint",
 }

@@ -93,6 +93,9 @@ class Membership:
         self.stopped: Stop | None = None
         self.left = False
         self.progress = 0
+        """How many calls the script has made."""
+        self.waits_in = ""
+        """The call that it waits in."""
         self.heard_at = now
         self._leave: Leave | None = None
         """What was said, until it is known to have been heard."""
@@ -184,7 +187,7 @@ class Membership:
                     self.rank, self.incarnation = message.rank, message.incarnation
                     self.reason = "waiting for the other members"
                     yield Note("debug", f"joined as {Node(self.identity.role, self.rank)}")
-                    yield Send(SCHEDULER, self.packet(Beat(self.progress)))
+                    yield Send(SCHEDULER, self.packet(Beat(self.progress, self.waits_in)))
                     self._next_beat = now + BEAT_EVERY_S
             case View():
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
@@ -218,7 +221,7 @@ class Membership:
             return
         self._next_beat = now + BEAT_EVERY_S
         if self.welcome is not None:
-            yield Send(SCHEDULER, self.packet(Beat(self.progress)))
+            yield Send(SCHEDULER, self.packet(Beat(self.progress, self.waits_in)))
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))
         elif self.silent_for(now) < self.identity.join_max_s:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 LINKS_MAX = 2
 """Connections that speak for one seat: its guardian's and that of the guarded process."""
+MUTE_S = 3.0
+"""How long one who says HELLO every second is not heard along a connection that carries nothing."""
 
 
 class Seats:
@@ -78,6 +80,18 @@ class Seats:
         seat.begin(seat.incarnation if is_again else self.issued, hello, now)
         self._bind(route, seat, Link(hello.host, hello.pid, seat.is_guarded, now), now)
         return seat, replaces
+
+    def part_mute(self, route: Route, hello: Hello, now: float) -> None:
+        """Forget the connection by which the sender of ``hello`` asked before, and heard nothing.
+
+        It carried HELLO to us and no WELCOME back, and stayed open: nobody has told us that it broke.
+        """
+        for seat in self.by_node.values():
+            if seat.state is State.HELD and not seat.has_begun:
+                for at, link in list(seat.links.items()):
+                    is_same = (link.host, link.pid) == (hello.host, hello.pid)
+                    if is_same and at != route and now >= link.heard_at + MUTE_S:
+                        self.drop(at, now)
 
     def doubt(self, hello: Hello) -> str:
         """Return why a newcomer has to wait until a suspect is back or lost; "" if it need not."""
@@ -210,6 +224,14 @@ class Seats:
                 seat.lose(f"silent for {limits.silence_max_s:g} s", now)
             lost.append(seat)
         return lost
+
+    def excuse(self, now: float) -> None:
+        """Nobody could be heard until ``now``: count everybody's silence from here on."""
+        for seat in self.by_node.values():
+            if seat.state is State.HELD:
+                seat.heard_at = now
+                if seat.dropped_at is not None:
+                    seat.dropped_at = now
 
     def due(self, formed: bool) -> float | None:
         """When :meth:`expire` or :func:`assess` may say something new; a beat makes it later."""

@@ -15,6 +15,7 @@ import torch
 
 from kvps.core.drops import ACTIONS, Drops
 from kvps.core.hyper import Hyper
+from kvps.core.joins import Joins
 from kvps.core.rules import MASTER, State
 from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.core.updaters import Updater, create
@@ -96,8 +97,11 @@ class Namespace:
         """What rank 0 last gave to set_optimizer; ``hyper`` also follows set_learning_rate."""
         self.sent_lr = 0.0
         """What rank 0 last gave to set_learning_rate."""
+        self.optimize_after = self.rate_after = 0
+        """For how many rounds it had pushed before."""
         self.optimize_calls = 0
         self.rate_calls = 0
+        self.joins = Joins()
         self._slabs: dict[str, Slab] = {}
         self._chunks = chunks
         self._limit_bytes = limit_bytes

@@ -33,6 +33,7 @@ from kvps.messages import (
     Envelope,
     Error,
     Hello,
+    Join,
     Member,
     Message,
     Packet,
@@ -43,6 +44,7 @@ from kvps.messages import (
     Pulled,
     Push,
     Receipt,
+    Return,
     Role,
     Welcome,
 )
@@ -108,6 +110,10 @@ class Neighbours:
         self._ranks: tuple[int, ...] = ()
         """All that were seen here, lost ones among them."""
         self._alive: frozenset[int] = frozenset()
+        self._away: dict[tuple[str, int], int] = {}
+        """By store and rank, the last join of a neighbour that is not known to be over."""
+        self._over: dict[str, int] = {}
+        """By store, the last join that is."""
         self._far: frozenset[int] = frozenset()
         """The servers on other machines."""
         self._callers: dict[int, Caller] = {}
@@ -140,7 +146,12 @@ class Neighbours:
         self._alive = frozenset(one.rank for one in here if one.state == "held")
         for one in here:
             yield from self._meet(one)
-        self._post(self._bundles.expect(self._alive))
+        self._expect()
+
+    def _expect(self) -> None:
+        """Let bundles wait for those who are here, and may push."""
+        away = {rank for _, rank in self._away}
+        self._post(self._bundles.expect(self._alive - away))
 
     def begin_epoch(self) -> None:
         """What was asked, here or of others, concerns values that are gone."""
@@ -244,6 +255,23 @@ class Neighbours:
         self._mine[request] = asker
         yield from self._take(asker, now)
 
+    def tell(self, message: Join | Return) -> Effects:
+        """This worker joins, or is back, and with it all others.
+
+        A neighbour that misses it makes bundles that wait a while for nobody, or go without somebody.
+        """
+        if isinstance(message, Join):
+            for link in self.links.values():
+                yield Send(link.route, self._member.packet(replace(message, waits=False)))
+            return
+        self._over[message.store] = message.call
+        self._away = {
+            place: call
+            for place, call in self._away.items()
+            if place[0] != message.store or call > message.call
+        }
+        self._expect()
+
     def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Somebody waits for these requests of this worker: let them not wait for others."""
         mine = [self._mine[request] for request in requests if request in self._mine]
@@ -312,6 +340,11 @@ class Neighbours:
         message, seq = packet.message, packet.envelope.seq
         if isinstance(message, Probe):
             yield from self._probed(caller, message, now)
+            return
+        if isinstance(message, Join):
+            if message.call > self._over.get(message.store, 0):
+                self._away[message.store, caller.rank] = message.call
+                self._expect()
             return
         if seq in caller.asked:
             return  # it came twice

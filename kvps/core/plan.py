@@ -54,7 +54,7 @@ class Key:
     """How many pushes this rank knows to be applied on all parts: where push numbers are round
     numbers the version, else this rank's own."""
     is_refused: bool = False
-    """A push was refused, so which number is owed next has to be asked."""
+    """A push was refused, or this rank was away: which number is owed next has to be asked."""
     broadcasts: int = 0
     """How many times this rank has broadcast it."""
     version: int = 0

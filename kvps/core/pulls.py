@@ -7,9 +7,12 @@ each is looked at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvps.core.namespace import Namespace
+from kvps.core.presence import ranks_in_words
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
@@ -35,15 +38,29 @@ def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> b
     return True
 
 
-def why(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> str:
-    """Say what ``reading`` waits for, for the one who waits."""
+def why(
+    space: Namespace,
+    chunk: Chunk,
+    reading: Reading,
+    quorum: Quorum,
+    describe: Callable[[int], str] = lambda rank: "",
+) -> str:
+    """Say what ``reading`` waits for, for the one who waits; ``describe`` says how a rank stands."""
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
-    lack = _lack(space, span, reading.asks[reading.index], reading.session.rank, quorum)
+    ask = reading.asks[reading.index]
+    lack = _lack(space, span, ask, reading.session.rank, quorum, describe)
     return f"key {key[:64]!r}: {lack}"
 
 
-def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> str:
+def _lack(
+    space: Namespace,
+    span: Span,
+    ask: Ask,
+    rank: int,
+    quorum: Quorum,
+    describe: Callable[[int], str] = lambda rank: "",
+) -> str:
     """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
     if space.ordered:
         if span.version >= max(ask.after, ask.least):
@@ -52,16 +69,17 @@ def _lack(space: Namespace, span: Span, ask: Ask, rank: int, quorum: Quorum) -> 
             what = "the norms" if space.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"
         missing = span.missing(quorum.required(space.opened.on_worker_lost))
-        ranks = ", ".join(map(str, missing)) or "none that is left"
-        return f"round {span.version} waits for a push of rank {ranks}"
+        ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
+        return f"round {span.version} waits for a push of {ranks}"
     if span.version < ask.least:
         return f"it is at version {span.version}, asked for is {ask.least}"
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
-    ahead = span.ahead(rank, quorum.held) if space.opened.mode == "ssp" else 0
+    ahead = span.ahead(rank, quorum.live) if space.opened.mode == "ssp" else 0
     if ahead > space.opened.staleness:
+        slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (
-            f"rank {rank} is {ahead} pushes ahead of rank {span.slowest(quorum.held)}, "
+            f"rank {rank} is {ahead} pushes ahead of {slowest}, "
             f"staleness allows {space.opened.staleness}"
         )
     return ""

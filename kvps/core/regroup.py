@@ -13,13 +13,16 @@ from operator import attrgetter
 
 import torch
 
-from kvps.core.image import Image, KeyImage, Portion, StoreImage
+from kvps.core.image import Image, JoinsImage, KeyImage, Portion, StoreImage
 from kvps.core.namespace import AGREED
 from kvps.core.placement import Part, parts
 from kvps.errors import StorageError
 from kvps.tensors import TORCH
 
-_COUNTED = ("hyper", "sent_hyper", "sent_lr", "optimize_calls", "rate_calls")
+_COUNTED = (
+    *("hyper", "sent_hyper", "sent_lr"),
+    *("optimize_calls", "rate_calls", "optimize_after", "rate_after"),
+)
 """What every server knows alike of a store."""
 
 
@@ -112,7 +115,16 @@ def _gathered_store(some: Sequence[tuple[int, StoreImage]]) -> StoreImage:
             keys[key.name] = key if known is None else _both(first, known, key)
     for key in keys.values():
         _demand_all(first, key, 0, key.spec.count)
-    return replace(first, keys=tuple(keys.values()))
+    return replace(
+        first, keys=tuple(keys.values()), joins=_joined([store.joins for _, store in some])
+    )
+
+
+def _joined(some: Sequence[JoinsImage]) -> JoinsImage:
+    """Return the joins as the server has them that has heard most of them."""
+    newest = max(some, key=attrgetter("over"))
+    made = {rank: max(one.made.get(rank, 0) for one in some) for one in some for rank in one.made}
+    return newest._replace(made=made)
 
 
 def _both(store: StoreImage, one: KeyImage, other: KeyImage) -> KeyImage:

@@ -17,7 +17,6 @@ from kvps.core.link import Request
 from kvps.core.saving import recount
 from kvps.core.standstill import Held
 from kvps.errors import EpochChanged
-from kvps.messages import View
 
 NAMED_MAX = 3
 """How many keys the text names."""
@@ -29,8 +28,12 @@ class Rejoin:
 
     before: dict[str, int]
     """By key, the version that this rank had seen."""
+    optimize_calls: int
+    """How often it had set the optimizer."""
     held: list[Held] = field(default_factory=list)
     """Calls that were under way, and that came since."""
+    after: dict[str, int] = field(default_factory=dict)
+    """By key, the version that the servers have now."""
 
 
 def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
@@ -43,19 +46,19 @@ def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     return (yield from recount(book, names))
 
 
-def epoch_changed(
-    book: Catalogue, view: View | None, before: dict[str, int], after: dict[str, int]
-) -> EpochChanged:
+def epoch_changed(book: Catalogue, epoch: int, one: Rejoin) -> EpochChanged:
     """Return what the user is told."""
-    epoch = 0 if view is None else view.epoch
-    moved = [f"{name!r} {before[name]} -> {after.get(name, 'absent')}" for name in before]
+    moved = [
+        f"{name!r} {version} -> {one.after.get(name, 'absent')}"
+        for name, version in one.before.items()
+    ]
     more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
         f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
         "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
         "from there",
-        before,
-        after,
-        has_optimizer=book.optimize_calls > 0,
+        one.before,
+        one.after,
+        has_optimizer=book.optimized.number >= one.optimize_calls,
     )

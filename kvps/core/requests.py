@@ -15,11 +15,14 @@ from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
 from kvps.core.image import Image
+from kvps.core.joins import JUDGE, Joins
 from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
 from kvps.core.norms import Norm, NormId, Told
+from kvps.core.presence import quiet_in_words, ranks_in_words
+from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span, Verdict
-from kvps.core.sessions import Reading, Session, Waiting
+from kvps.core.sessions import Describe, Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
@@ -44,6 +47,10 @@ from kvps.messages import (
     Found,
     FoundAll,
     GetState,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
     Load,
     Message,
     Norms,
@@ -60,6 +67,7 @@ from kvps.messages import (
     Push,
     Rate,
     Receipt,
+    Return,
     Run,
     SetState,
     StateIs,
@@ -108,7 +116,7 @@ class Requests:
             old.pending.clear()
         if before:
             for space in self.spaces.values():
-                self.engine.replaced(space, rank, self.member.quorum())
+                self.engine.replaced(space, rank, self._quorum(space))
 
     def answer(self, session: Session, packet: Packet, now: float) -> Effects:
         """Do what ``packet`` asks.
@@ -117,6 +125,8 @@ class Requests:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
+        if not isinstance(message, Probe):
+            session.asked_at = now
         match message:
             case Push():
                 yield from self._push(session, seq, message, packet, now)
@@ -131,7 +141,7 @@ class Requests:
             case Rate():
                 yield from self._rate(session, seq, message)
             case Probe():
-                yield self._send(session, self._probe(session, message))
+                yield self._send(session, self._probe(session, message, now))
             case Open():
                 yield self._send(session, self._open(seq, message))
             case Find():
@@ -142,6 +152,13 @@ class Requests:
                 yield self._get_state(session, seq, message)
             case SetState():
                 yield self._send(session, self._set_state(seq, message, packet.payload))
+            case History():
+                yield self._send(session, self._history(session, seq, message))
+            case Join():
+                yield from self._join(session, seq, message)
+            case Return():
+                yield from self._end_join(self._space(message.store), message.call)
+                yield self._send(session, Done(seq))
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
 
@@ -155,9 +172,11 @@ class Requests:
                     if chunk.store not in found or at < found[chunk.store][0]:
                         found[chunk.store] = at, chunk, span
         for store, (at, chunk, span) in found.items():
-            required = self.member.quorum().required(self.spaces[store].opened.on_worker_lost)
+            required = self._required(self.spaces[store])
             key, _, _ = next(chunk.pieces(span.start, span.stop))
-            yield Stall(store, key, span.rounds[0].number, now - at, span.missing(required))
+            missing = span.missing(required)
+            who = ranks_in_words(missing, self._description(now))
+            yield Stall(store, key, span.rounds[0].number, now - at, missing, who)
 
     # --- images ---------------------------------------------------------------------------------
 
@@ -188,7 +207,10 @@ class Requests:
         """
         for store in image.stores:
             self._open_store(store.opened)
-            imaging.revive(self.spaces[store.name], self.engine.chunks, store)
+            space = self.spaces[store.name]
+            imaging.revive(space, self.engine.chunks, store)
+            over, last, made = store.joins
+            space.joins = Joins(over, last, dict(made))
 
     def revive(self, store: str, whole: Image) -> Effects:
         """Give one store, which is open, the values that it has in an image.
@@ -215,13 +237,21 @@ class Requests:
 
     def look_again(self) -> Effects:
         """The view changed: close what can be closed now, and try all that is pending."""
-        quorum = self.member.quorum()
-        for chunk in list(self.engine.chunks.by_number.values()):
-            space = self.spaces[chunk.store]
+        for space in list(self.spaces.values()):
+            yield from self._look_at(space)
+            yield from self._judge(space)
+
+    def _look_at(self, space: Namespace, is_all: bool = False) -> Effects:
+        """Close what can be closed now in a store, or all that is open, and try what is pending."""
+        quorum = self._quorum(space)
+        for chunk in self.engine.chunks.of_store(space.name):
             for span in list(chunk.spans):
-                yield from self._wake(self.engine.close(space, chunk, span, quorum))
+                if is_all:
+                    yield from self._wake(self.engine.close_all(space, chunk, span))
+                else:
+                    yield from self._wake(self.engine.close(space, chunk, span, quorum))
         yield from self._tell_norms()
-        for chunk in self.engine.chunks.by_number.values():
+        for chunk in self.engine.chunks.of_store(space.name):
             yield from self._wake(chunk.woken(0, chunk.used))
 
     # --- values ---------------------------------------------------------------------------------
@@ -233,7 +263,7 @@ class Requests:
         chunk = self.engine.chunk(message.chunk)
         gradient = Strip.of(packet.payload, message.dtype)
         verdict, woken = self.engine.push(
-            space, message, gradient, self.member.quorum(), now, lent=bool(packet.loans)
+            space, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
         )
         if verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
@@ -271,7 +301,7 @@ class Requests:
         space, session = self.spaces[reading.store], reading.session
         try:
             chunk = self.engine.chunk(reading.chunk)
-            if not pulls.holds(space, chunk, reading, self.member.quorum()):
+            if not pulls.holds(space, chunk, reading, self._quorum(space)):
                 chunk.wait(reading)
                 return
         except KvpsError as error:
@@ -336,10 +366,10 @@ class Requests:
                 found.append(place)
             return Declared(seq, tuple(found))
 
-        def why() -> str:
+        def why(describe: Describe) -> str:
             key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
             more = f" and {left} more" if left else ""
-            return f"key {key[:64]!r}{more}: rank 0 has not given a value"
+            return f"key {key[:64]!r}{more}: {_of_rank_0('has not given a value')(describe)}"
 
         yield from self._attempt(session, seq, Waiting(retry, why))
 
@@ -354,14 +384,19 @@ class Requests:
             if message.call > space.optimize_calls:
                 yield from self._wake(self.engine.optimize(space, hyper))
                 space.optimize_calls, space.sent_hyper = message.call, hyper
+                space.optimize_after = message.after
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
 
         def retry() -> Message | None:
+            if message.resumed:
+                is_past = message.after <= space.optimize_after or space.sent_hyper == hyper
+                return Done(seq) if is_past and space.optimize_calls else None
             if space.optimize_calls < message.call:
                 return None
-            if space.optimize_calls == message.call and space.sent_hyper != hyper:
+            is_same = (space.optimize_calls, space.optimize_after) == (message.call, message.after)
+            if is_same and space.sent_hyper != hyper:
                 raise Mismatch(
                     f"rank {session.rank} set optimizer {hyper}, rank 0 set {space.sent_hyper}; "
                     "rank 0's counts, so give the same on every rank"
@@ -369,7 +404,7 @@ class Requests:
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, lambda: "rank 0 has not set the optimizer")
+            session, seq, Waiting(retry, _of_rank_0("has not set the optimizer"))
         )
 
     def _rate(self, session: Session, seq: int, message: Rate) -> Effects:
@@ -381,14 +416,19 @@ class Requests:
             if message.call > space.rate_calls:
                 space.set_rate(message.lr)
                 space.rate_calls, space.sent_lr = message.call, message.lr
+                space.rate_after = message.after
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
 
         def retry() -> Message | None:
+            if message.resumed:
+                is_past = message.after <= space.rate_after or space.sent_lr == message.lr
+                return Done(seq) if is_past and space.rate_calls else None
             if space.rate_calls < message.call:
                 return None
-            if space.rate_calls == message.call and space.sent_lr != message.lr:
+            is_same = (space.rate_calls, space.rate_after) == (message.call, message.after)
+            if is_same and space.sent_lr != message.lr:
                 raise Mismatch(
                     f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
                     f"{space.sent_lr}; rank 0's counts, so give the same on every rank"
@@ -396,7 +436,7 @@ class Requests:
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, lambda: "rank 0 has not set the learning rate")
+            session, seq, Waiting(retry, _of_rank_0("has not set the learning rate"))
         )
 
     def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
@@ -423,6 +463,37 @@ class Requests:
         if session.rank != 0:
             raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
 
+    # --- those who have run out of batches ----------------------------------------------------------
+
+    def _join(self, session: Session, seq: int, message: Join) -> Effects:
+        space = self._space(message.store)
+        space.joins.join(session.rank, message.call)
+        yield from self._look_at(space)
+        yield from self._judge(space)
+
+        def retry() -> Message | None:
+            if message.waits and space.joins.over < message.call:
+                return None
+            return Joined(seq, space.joins.last)
+
+        def why(describe: Describe) -> str:
+            missing = space.joins.missing(self._members(space))
+            return f"{ranks_in_words(missing, describe)} has not joined"
+
+        yield from self._attempt(session, seq, Waiting(retry, why))
+
+    def _judge(self, space: Namespace) -> Effects:
+        """Say that a join is over, if that is up to this server."""
+        if self.engine.server == JUDGE:
+            yield from self._end_join(space, space.joins.judge(self._members(space)))
+
+    def _end_join(self, space: Namespace, call: int) -> Effects:
+        """A join is over: what is open can get no more pushes, and what comes waits for all."""
+        if not space.joins.end(call):
+            return
+        yield from self._look_at(space, is_all=True)
+        yield from self._retry()
+
     # --- answered at once ---------------------------------------------------------------------------
 
     def _open(self, seq: int, message: Open) -> Message:
@@ -436,6 +507,19 @@ class Requests:
         else:
             space.agree(opened)
 
+    def _history(self, session: Session, seq: int, message: History) -> Message:
+        space = self._space(message.store)
+        return HistoryIs(
+            seq,
+            space.optimize_calls,
+            space.optimize_after,
+            space.rate_calls,
+            space.rate_after,
+            space.sent_lr,
+            space.joins.over,
+            session.rank in space.joins.away,
+        )
+
     def _find(self, seq: int, message: Find) -> Message:
         shards = self._space(message.store).shards
         found = []
@@ -447,7 +531,7 @@ class Requests:
                 found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
         return FoundAll(seq, tuple(found))
 
-    def _probe(self, session: Session, message: Probe) -> Message:
+    def _probe(self, session: Session, message: Probe, now: float) -> Message:
         missing, pending = [], []
         for seq in message.seqs:
             one = session.pending.get(seq)
@@ -455,15 +539,16 @@ class Requests:
                 missing.append(seq)
             elif isinstance(one, Reading):
                 space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
-                why = pulls.why(space, chunk, one, self.member.quorum())
+                describe = self._description(now)
+                why = pulls.why(space, chunk, one, self._quorum(space), describe)
                 pending.append(Pending(seq, why))
             else:
-                pending.append(Pending(seq, one.why()))
+                pending.append(Pending(seq, one.why(self._description(now))))
         return Probed(tuple(missing), tuple(pending))
 
     def _status(self, seq: int, message: Status, now: float) -> Message:
         space = self._space(message.store)
-        required = self.member.quorum().required(space.opened.on_worker_lost)
+        required = self._required(space)
         rounds: list[OpenRound] = []
         clocks: list[Clock] = []
         counts = 0
@@ -566,6 +651,33 @@ class Requests:
 
     # --- small things ---------------------------------------------------------------------------------
 
+    def _description(self, now: float) -> Describe:
+        """Return what says how a rank stands, as this server has heard."""
+
+        def describe(rank: int) -> str:
+            session = self.sessions.get(rank)
+            if rank in self.member.quorum().lost:
+                return "lost"
+            if session is None or session.asked_at is None:
+                return "has asked nothing here yet"
+            return quiet_in_words(now - session.asked_at, "request")
+
+        return describe
+
+    def _quorum(self, space: Namespace) -> Quorum:
+        """Return who counts in a store."""
+        return self.member.quorum().without(space.joins.away)
+
+    def _required(self, space: Namespace) -> frozenset[int]:
+        """Return which ranks a round of a store waits for."""
+        return self._quorum(space).required(space.opened.on_worker_lost)
+
+    def _members(self, space: Namespace) -> frozenset[int]:
+        """Return which ranks a join of a store waits for."""
+        return self.member.quorum().members(
+            space.opened.on_worker_lost if space.ordered else "shrink"
+        )
+
     def _space(self, name: str) -> Namespace:
         space = self.spaces.get(name)
         if space is None:
@@ -582,3 +694,8 @@ class Requests:
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))
+
+
+def _of_rank_0(what: str) -> Callable[[Describe], str]:
+    """Return what says that rank 0 has not done something, and how it stands."""
+    return lambda describe: f"{ranks_in_words([0], describe)} {what}"

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 from kvps.core import calls
 from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, barrier, lookup
+from kvps.core.conversations import Conversation, barrier, inherit, lookup
 from kvps.core.link import Request
 from kvps.core.reading import Step, stand
 from kvps.errors import StorageError
@@ -49,13 +49,15 @@ def recount(
 ) -> Generator[Step, list[Packet], dict[str, int]]:
     """Find these keys as if for the first time; return their versions.
 
-    Pushes are numbered from what this rank owes. A key that is not there is not known any more.
+    Pushes are numbered from what this rank owes, and calls of all ranks from what the servers know. A key
+    that is not there is not known any more.
     """
     book.keys.clear()
     yield from lookup(book, names)
     plan = book.plan(tuple(book.keys))
     tally = yield from stand(book, plan, 0, 0)
     versions: dict[str, int] = {}
+    yield from inherit(book)
     for key, found in zip(plan.keys, tally.by_key(), strict=True):
         key.number = key.heard = min((owed for _, owed in found.values()), default=0)
         versions[key.name] = min((version for version, _ in found.values()), default=0)

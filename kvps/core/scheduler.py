@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
-from kvps.core.seats import NAME_MAX, Seat, Settings, State
+from kvps.core.presence import ranks_in_words
+from kvps.core.seats import NAME_MAX, Seat, Settings, State, shortened
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     PROTOCOL,
@@ -41,9 +42,14 @@ from kvps.messages import (
     Leave,
     Left,
     Message,
+    Node,
     Packet,
+    Pending,
+    Probed,
     Proceeding,
     Restored,
+    Resume,
+    Resumed,
     Role,
     Shelf,
     Stop,
@@ -90,6 +96,8 @@ class Scheduler:
                     self._on_cut(route, envelope, message, Role.WORKER, now)
                 case ImageTaken() | ImageKept() | Committed() | Shelf() | Restored():
                     self._on_cut(route, envelope, message, Role.SERVER, now)
+                case Resume():
+                    self._on_resume(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
@@ -126,6 +134,7 @@ class Scheduler:
 
     def _on_hello(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> None:
         self._examine(envelope, hello)
+        self.job.seats.part_mute(route, hello, now)
         known = self.job.seats.routes.get(route)
         if envelope.incarnation:
             seat = self.job.seats.attach(route, envelope, hello, now)
@@ -138,6 +147,7 @@ class Scheduler:
             return
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
+            seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
             self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
             if replaces and seat.node.role is Role.SERVER:
@@ -164,7 +174,12 @@ class Scheduler:
 
     def _on_beat(self, route: Route, envelope: Envelope, beat: Beat, now: float) -> None:
         number = self.job.number
-        self.job.revive(self._recognise(route, envelope, now), now)
+        seat = self._recognise(route, envelope, now)
+        self.job.revive(seat, now)
+        if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
+            news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
+            if news:
+                self.job.note("warning", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
@@ -221,12 +236,30 @@ class Scheduler:
         self.job.revive(seat, now)
         if envelope.view < self.job.since:
             return  # its sender is still in the former epoch, and will not wait for an answer
-        name = (barrier.store, barrier.name)
-        before = self.job.barriers.released.get(name)
-        self.job.answer(
-            self.job.barriers.stand(seat.node.rank, Waiter(route, envelope.seq), barrier)
-        )
-        self.job.has_changed |= self.job.barriers.released.get(name) != before
+        barriers, rank, name = self.job.barriers, seat.node.rank, (barrier.store, barrier.name)
+        before, stood = barriers.released.get(name), barriers.missing(rank, barrier)
+        self.job.answer(barriers.stand(rank, Waiter(route, envelope.seq, barrier.resumed), barrier))
+        self.job.has_changed |= barriers.released.get(name) != before
+        if stood and (missing := barriers.missing(rank, barrier)):  # it asks again
+            seats = self.job.seats.by_node
+            who = ranks_in_words(missing, lambda rank: seats[Node(Role.WORKER, rank)].presence(now))
+            why = f"waits for {who}"
+            self.job.send(route, Probed((), (Pending(envelope.seq, why),)))
+
+    def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.WORKER or not seat.is_alive:
+            raise ProtocolError(f"{seat.node} ({seat.state.value}) resumes nothing; workers do")
+        self.job.revive(seat, now)
+        barriers, rank = self.job.barriers, seat.node.rank
+        if not seat.is_replacement:
+            self.job.send(route, Resumed(envelope.seq, False, {}))
+            return
+        if resume.pushed is not None:
+            self.job.answer(barriers.resume(rank, resume.store, resume.pushed))
+            self.job.has_changed = True
+        numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
+        self.job.send(route, Resumed(envelope.seq, True, numbers))
 
     def _examine(self, envelope: Envelope, hello: Hello) -> None:
         major, minor = PROTOCOL

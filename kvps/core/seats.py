@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvps.core.presence import SILENT_AFTER_S, Progress
 from kvps.errors import ConfigError
 from kvps.messages import Hello, Leave, Member, Node, Role
 
@@ -94,11 +95,15 @@ class Seat:
     """A guardian took it."""
     is_welcomed: bool = False
     """Its WELCOME has been sent; a guardian's is held back until all workers are here."""
+    is_replacement: bool = False
+    """Its holder took the place of another while the job ran."""
     has_said_so: bool = False
     """It ended by its own word, so no packet brings it back."""
     has_begun: bool = False
     """Its holder has spoken as this incarnation: the WELCOME arrived, and others may rely on it."""
     heard_at: float = 0.0
+    progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
+    """What it says of its script."""
     dropped_at: float | None = None
     """When its last link broke; None while one is whole, or none was seen yet."""
     lost_at: float = 0.0
@@ -161,8 +166,9 @@ class Seat:
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
         self.master, self.machine = hello.master, hello.machine
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
-        self.is_welcomed = self.has_said_so = self.has_begun = False
+        self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
+        self.progress = Progress(0, now)
         self.links = {}
 
     def lose(self, reason: str, now: float) -> None:
@@ -187,6 +193,16 @@ class Seat:
         return True
 
     # --- looking ----------------------------------------------------------------------------
+
+    def presence(self, now: float) -> str:
+        """Say how its holder stands, to those who wait for it."""
+        if self.state is State.HELD:
+            silent_s = now - self.heard_at
+            is_silent = silent_s >= SILENT_AFTER_S
+            return f"silent for {silent_s:.0f} s" if is_silent else self.progress.words(now)
+        if self.state is State.EMPTY:
+            return "not here yet"
+        return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"
 
     def member(self, now: float) -> Member:
         """Return the seat as a view shows it."""

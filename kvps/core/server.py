@@ -252,7 +252,7 @@ class Server:
         if seq in session.pending:
             return  # it is being read
         order = self.keeper.ask(message.tag, message.cut, Reviving(session, seq, message))
-        session.pending[seq] = Waiting(lambda: None, lambda: "it is read from the disk")
+        session.pending[seq] = Waiting(lambda: None, lambda _: "it is read from the disk")
         yield order
 
     def _revive(self, one: Reviving, answer: Found | Loaded) -> Effects:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from kvps.core.effects import Route
 from kvps.messages import Ask, Message
 
+Describe = Callable[[int], str]
+"""Says how a rank stands."""
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -17,6 +20,8 @@ class Session:
     route: Route
     """Where its answers go: the way along which it last spoke."""
     incarnation: int
+    asked_at: float | None = None
+    """When it last asked for something; to ask after what it asked before does not count."""
     pending: dict[int, Waiting | Reading] = field(default_factory=dict)
     """By seq. What is in here is still to be answered; what is not, never again."""
 
@@ -27,7 +32,7 @@ class Waiting:
 
     retry: Callable[[], Message | None]
     """Returns the answer, or None while it still waits."""
-    why: Callable[[], str]
+    why: Callable[[Describe], str]
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ class Snapshot(NamedTuple):
     formed: bool
     seats: Seats
     released: dict[Name, int]
+    resumed: dict[tuple[str, int], int]
     cuts: tuple[int, int, int, bool, int]
     """The newest cut that was begun, and that is complete, the epoch, whether the servers return to
     a cut, and the view in which the epoch began."""
@@ -47,6 +48,7 @@ def dump(snapshot: Snapshot) -> bytes:
             seat.master,
             seat.machine,
             seat.is_guarded,
+            seat.is_replacement,
             seat.has_said_so,
             seat.has_begun,
             seat.reason,
@@ -54,9 +56,10 @@ def dump(snapshot: Snapshot) -> bytes:
         for seat in snapshot.seats.by_node.values()
     ]
     released = [(*name, number) for name, number in snapshot.released.items()]
+    resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    state: bytes = msgpack.packb((head, seats, released, snapshot.cuts))
+    state: bytes = msgpack.packb((head, seats, released, resumed, snapshot.cuts))
     return state
 
 
@@ -68,7 +71,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
         ConfigError: if it is of a cluster of another size.
     """
     try:
-        head, rows, released, cuts = msgpack.unpackb(state)
+        head, rows, released, resumed, cuts = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
@@ -93,14 +96,17 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.master,
                 seat.machine,
                 seat.is_guarded,
+                seat.is_replacement,
                 seat.has_said_so,
                 seat.has_begun,
                 seat.reason,
             ) = fields
         passed = {(store, name): highest for store, name, highest in released}
+        places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
             "the scheduler's state cannot be read: start with another --state, and the job again"
         ) from error
-    return Snapshot(job, number, formed, seats, passed, (begun, kept, epoch, is_returning, since))
+    came = (begun, kept, epoch, is_returning, since)
+    return Snapshot(job, number, formed, seats, passed, places, came)

@@ -1,7 +1,8 @@
-"""Which rounds wait for whom: one line of log when that begins, when it changes, and when it ends.
+"""Which rounds wait for whom: a line of log when that begins, changes or ends, and ever more seldom.
 
 A round is open from the first push on. One that stays open for long waits for ranks that are slow, hang
-or are lost, and whoever looks at the log wants to know which, and since when; but not every second.
+or are lost, and whoever looks at the log wants to know which, and since when; but not every second. What
+goes on is said again when it has become twice as old.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from kvps.core.effects import Note
 
 STALL_AFTER_S = 10.0
 """How long a round may be open before that is worth a line."""
-NAMED_MAX = 20
-"""Ranks that a line names."""
 
 
 class Stall(NamedTuple):
@@ -25,6 +24,8 @@ class Stall(NamedTuple):
     number: int
     age_s: float
     missing: tuple[int, ...]
+    who: str
+    """These ranks, and how they stand."""
 
 
 class Stalls:
@@ -32,26 +33,22 @@ class Stalls:
 
     def __init__(self) -> None:
         self._told: dict[str, Stall] = {}
-        """By store."""
+        """By store, as it was when that was said."""
 
     def look(self, oldest: Iterable[Stall]) -> Iterator[Note]:
         """Take in the oldest open rounds, one for each store that has any; say what is new."""
         now = {one.store: one for one in oldest if one.age_s >= STALL_AFTER_S and one.missing}
+        told = {}
         for store, stall in now.items():
-            before = self._told.get(store)
-            if before is None or before.missing != stall.missing:
+            before = told[store] = self._told.get(store, stall)
+            is_new = before is stall or before.missing != stall.missing
+            if is_new or stall.age_s >= 2 * before.age_s:
+                told[store] = stall
                 yield Note(
                     "warning",
                     f"store {store!r}: round {stall.number} of key {stall.key[:64]!r} has been open "
-                    f"for {stall.age_s:.0f} s and waits for {_ranks(stall.missing)}",
+                    f"for {stall.age_s:.0f} s and waits for {stall.who}",
                 )
         for store in self._told.keys() - now.keys():
             yield Note("warning", f"store {store!r}: rounds close again")
-        self._told = now
-
-
-def _ranks(missing: tuple[int, ...]) -> str:
-    named = ", ".join(map(str, missing[:NAMED_MAX]))
-    more = len(missing) - NAMED_MAX
-    word = "rank" if len(missing) == 1 else "ranks"
-    return f"{word} {named}" + (f" and {more} more" if more > 0 else "")
+        self._told = told

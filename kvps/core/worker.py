@@ -42,6 +42,7 @@ from kvps.core.effects import (
     Route,
     Send,
 )
+from kvps.core.joins import JUDGE
 from kvps.core.lateness import lateness, name_of
 from kvps.core.link import PROBE_AFTER_S, Link, Request, Uplink, route_of
 from kvps.core.losses import Losses
@@ -52,7 +53,6 @@ from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
 from kvps.core.standstill import CREATING, Held, Standstill
 from kvps.errors import (
     ConfigError,
-    EpochChanged,
     Fenced,
     KvpsError,
     SchedulerLost,
@@ -70,6 +70,9 @@ from kvps.messages import (
     FoundAll,
     Halt,
     Halted,
+    HistoryIs,
+    Join,
+    Joined,
     Packet,
     Probe,
     Probed,
@@ -78,6 +81,8 @@ from kvps.messages import (
     Pulled,
     Push,
     Released,
+    Resumed,
+    Return,
     Revived,
     Role,
     StateIs,
@@ -88,9 +93,11 @@ from kvps.messages import (
 from kvps.tensors import PRIVATE, Memory, to_frame
 
 HELLO_AGAIN_S = 1.0
-BARRIER_AGAIN_S = 2.0
+ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
+ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs, Revived)
+"""What a server may answer besides ACK; each carries the request's number."""
 LATE_MAX = 64
 """How many calls that succeeded after their Timeout are kept for those who ask again."""
 
@@ -115,8 +122,9 @@ class Talk:
     requests: list[Request] = field(default_factory=list)
     """Of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
-    waiting: set[Request] = field(default_factory=set)
-    """What this step waits for: its own requests, or all pushes of the store."""
+    waiting: dict[Request, None] = field(default_factory=dict)
+    """What this step waits for: its own requests, or all pushes of the store. In their order, which a
+    set of objects would draw anew in every process."""
 
 
 class Worker:
@@ -133,8 +141,8 @@ class Worker:
         self.losses = Losses()
         self._talks: dict[int, Talk] = {}
         self._late: list[tuple[calls.Call, object]] = []
-        """Calls of all ranks that succeeded after their Timeout, and their values."""
-        self._unacked: dict[str, set[Request]] = {}
+        """Calls of all ranks that succeeded after their Timeout, and with what."""
+        self._unacked: dict[str, dict[Request, None]] = {}
         """Pushes that are not known to have been taken in, by store."""
         self._draining: list[Talk] = []
         self._standstill = Standstill()
@@ -144,12 +152,13 @@ class Worker:
         """The view in which it began."""
         self._rejoins: dict[str, Rejoin] = {}
         """The stores that do not know yet where their keys are in this epoch."""
-        self._untold: dict[str, EpochChanged] = {}
+        self._untold: dict[str, Rejoin] = {}
         """By store, what the next call is to be told."""
         self._own_tickets = 0
         """Of calls that nobody made but this core; they count down."""
-        self._barriers: dict[int, Request] = {}
-        self._barrier_seq = 0
+        self._asked: dict[int, Request] = {}
+        """Of the scheduler, by seq."""
+        self._asked_seq = 0
         self._hello_at = now
         self._told_at = now
         self._links_at = math.inf
@@ -179,15 +188,19 @@ class Worker:
             self._rejoins[call.store].held.append(Held(ticket, call, deadline))
             return
         if call.store in self._untold:
-            yield Finish(ticket, error=self._untold.pop(call.store))
+            error = epoch_changed(self.books[call.store], self._epoch, self._untold.pop(call.store))
+            yield Finish(ticket, error=error)
             return
         if call.store in self.books and self._standstill.holds(self.books[call.store], call):
             self._standstill.hold(ticket, call, deadline)
             yield from self._say_where_it_stands()
             return
         if isinstance(call, calls.TOGETHER):
-            late = [one for one, _ in self._late]
-            if call in [*late, *(one.call for one in self._talks.values() if one.finished)]:
+            known = [
+                *(one for one, _ in self._late),
+                *(one.call for one in self._talks.values() if one.finished),
+            ]
+            if call in known:
                 yield from self._again(ticket, call, deadline)
                 return
         if isinstance(call, calls.OpenStore) and call.store not in self.books:
@@ -232,6 +245,7 @@ class Worker:
 
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
+        self.member.waits_in = next((name_of(call) for call in self._waited_for()), "")
         yield from self.member.on_timer(now)
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
@@ -248,15 +262,21 @@ class Worker:
                 yield from self.probe(link)
         self.neighbours.on_timer(now)
         yield from self._flow(now)
-        for request in list(self._barriers.values()):
-            if now >= request.sent_at + BARRIER_AGAIN_S:
-                yield from self._send_barrier(request, now)
+        for request in list(self._asked.values()):
+            if now >= request.sent_at + ASK_AGAIN_S:
+                yield from self._ask_scheduler(request, now)
         yield from self._end_joining(now)
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
         if self._standstill.is_impatient(self.member.heard_at, now):
             yield Send(SCHEDULER, self.member.packet(Proceeding(self._standstill.cut, False)))
             yield from self._make(self._standstill.go_on(), now)
+
+    def _waited_for(self) -> Iterator[calls.Call]:
+        """Yield the calls for which the user waits."""
+        held = [self._standstill.held, *(one.held for one in self._rejoins.values())]
+        yield from (one.call for some in held for one in some)
+        yield from (one.call for one in self._talks.values() if not one.finished)
 
     def deadline(self) -> float | None:
         """When something is due next."""
@@ -290,8 +310,8 @@ class Worker:
         if bundle is not None:
             yield bundle
         yield from self._due_on(self.neighbours.links.values())
-        for request in self._barriers.values():
-            yield request.sent_at + BARRIER_AGAIN_S
+        for request in self._asked.values():
+            yield request.sent_at + ASK_AGAIN_S
         for talk in self._talks.values():
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
@@ -315,13 +335,13 @@ class Worker:
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        if isinstance(message, Released | Checkpointed):
-            request = self._barriers.pop(message.seq, None)
+        if isinstance(message, Released | Resumed | Checkpointed):
+            request = self._asked.pop(message.seq, None)
             if request is not None:
                 yield from self.answered(request, packet, now)
             return
-        if isinstance(message, Error) and message.seq in self._barriers:
-            request = self._barriers.pop(message.seq)
+        if isinstance(message, Error) and message.seq in self._asked:
+            request = self._asked.pop(message.seq)
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
         if isinstance(message, Halt):
@@ -334,6 +354,11 @@ class Worker:
             stood, held = self._standstill.proceed(message)
             yield Send(SCHEDULER, self.member.packet(Proceeding(message.cut, stood)))
             yield from self._make(held, now)
+            return
+        if isinstance(message, Probed):
+            for one in message.pending:
+                if one.seq in self._asked:
+                    self._asked[one.seq].waits_for = one.reason
             return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
@@ -413,7 +438,7 @@ class Worker:
                     else:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
-            case Declared() | FoundAll() | Pulled() | Done() | StateIs() | StatusIs() | Revived():
+            case _ if isinstance(message, ANSWERS):
                 request = link.answer(message.seq)
                 if request is not None:
                     yield from self.answered(request, packet, now)
@@ -463,7 +488,7 @@ class Worker:
         frames = tuple([to_frame(one) for one in request.payload])
         return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
 
-    def _send_barrier(self, request: Request, now: float) -> Effects:
+    def _ask_scheduler(self, request: Request, now: float) -> Effects:
         request.sent_at = now
         yield Send(SCHEDULER, self.member.packet(request.message, request.seq))
 
@@ -486,31 +511,33 @@ class Worker:
             talk.answers = {}
             if isinstance(step, Drain):
                 talk.requests = []
-                talk.waiting = set(self._unacked.get(talk.call.store, ()))
+                talk.waiting = dict(self._unacked.get(talk.call.store, {}))
                 self._draining.append(talk)
                 yield from self._ask_after(talk.waiting, now)
             else:
                 talk.requests = step
-                talk.waiting = set(step)
+                talk.waiting = dict.fromkeys(step)
                 yield from self._ask(talk, now)
             if talk.waiting:
                 return
             answers = [talk.answers[one] for one in talk.requests]
 
     def _ask(self, talk: Talk, now: float) -> Effects:
-        unacked = self._unacked.setdefault(talk.call.store, set())
+        unacked = self._unacked.setdefault(talk.call.store, {})
         talk.is_asking = True
         for request in talk.requests:
             request.owner = talk
             if request.server is None:
-                self._barrier_seq += 1
-                request.seq = self._barrier_seq
-                self._barriers[request.seq] = request
-                yield from self._send_barrier(request, now)
+                self._asked_seq += 1
+                request.seq = self._asked_seq
+                self._asked[request.seq] = request
+                yield from self._ask_scheduler(request, now)
                 continue
             if isinstance(request.message, Push):
-                unacked.add(request)
+                unacked[request] = None
                 talk.has_pushed = True
+            if isinstance(request.message, Join | Return) and request.server == JUDGE:
+                yield from self.neighbours.tell(request.message)
             if self.neighbours.collect(self.books[talk.call.store], request):
                 yield from self.neighbours.ask(request, now)
             else:
@@ -524,6 +551,9 @@ class Worker:
     def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Ask those who were asked how it goes; they may not have said all that they know."""
         waited_for = list(requests)
+        for request in waited_for:
+            if request.server is None:
+                yield from self._ask_scheduler(request, now)
         for link in self._links():
             if any(one.link is link and one.seq for one in waited_for):
                 yield from self.probe(link)
@@ -543,7 +573,7 @@ class Worker:
             request.on_reply = None
             packet = replace(packet, payload=())
         talk.answers[request] = packet
-        talk.waiting.discard(request)
+        talk.waiting.pop(request, None)
         if not talk.waiting and not talk.is_asking and talk.ticket in self._talks:
             yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
 
@@ -554,7 +584,7 @@ class Worker:
             return
         yield from self.taken_in(request, now)
         talk = _talk_of(request)
-        talk.waiting.discard(request)
+        talk.waiting.pop(request, None)
         if talk.ticket in self._talks:
             yield from self._go_on(talk, error, now)
 
@@ -565,9 +595,9 @@ class Worker:
             return
         if not isinstance(request.message, Push):
             return
-        self._unacked[_talk_of(request).call.store].discard(request)
+        self._unacked[_talk_of(request).call.store].pop(request, None)
         for talk in [one for one in self._draining if request in one.waiting]:
-            talk.waiting.discard(request)
+            talk.waiting.pop(request, None)
             if not talk.waiting:
                 self._draining.remove(talk)
                 yield from self._go_on(talk, [], now)
@@ -624,7 +654,7 @@ class Worker:
                     yield Connect(link.route, one.endpoint, is_near)
                 yield Send(link.route, self.member.hello())
         self.neighbours.begin_epoch()
-        self._barriers.clear()
+        self._asked.clear()
         self._unacked.clear()
         self._draining.clear()
         self._late.clear()
@@ -635,14 +665,10 @@ class Worker:
             if talk.ticket > 0 and not talk.finished:
                 held.append(Held(talk.ticket, talk.call, talk.deadline))
         for store, book in self.books.items():
-            if store in self._rejoins:
-                before = self._rejoins[store].before
-            elif store in self._untold:
-                before = self._untold.pop(store).before
-            else:
-                before = book.versions()
-            names = tuple(self._rejoins.setdefault(store, Rejoin(before)).before)
-            yield from self._rejoin(store, book, names, now)
+            if store not in self._rejoins:  # else this is the second loss in a row
+                new = Rejoin(book.versions(), book.optimized.number)
+                self._rejoins[store] = self._untold.pop(store, new)
+            yield from self._rejoin(store, book, tuple(self._rejoins[store].before), now)
         yield from self._make(held, now)
 
     def _rejoin(self, store: str, book: Catalogue, names: tuple[str, ...], now: float) -> Effects:
@@ -660,11 +686,11 @@ class Worker:
             return
         if error is None:
             assert isinstance(value, dict)
-            error = epoch_changed(self.books[store], self.member.view, one.before, value)
+            one.after = value
+            error = epoch_changed(self.books[store], self._epoch, one)
             yield Note("debug", str(error))
             if not one.held:
-                assert isinstance(error, EpochChanged)
-                self._untold[store] = error
+                self._untold[store] = one
         for held in one.held:
             yield Finish(held.ticket, error=error)
 
@@ -697,17 +723,17 @@ class Worker:
             if request not in talk.waiting:
                 continue
             if request.server is None:
-                self._barriers.pop(request.seq, None)
+                self._asked.pop(request.seq, None)
             elif not request.payload_bytes:
                 request.drop()
 
     def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
         """Give the same call, if it timed out before, to a new ticket."""
-        late = next((one for one in self._late if one[0] == call), None)
-        if late is not None:
-            self._late.remove(late)
-            yield Finish(ticket, late[1])
-            return
+        for late in self._late:
+            if late[0] == call:
+                self._late.remove(late)
+                yield Finish(ticket, late[1])
+                return
         talk = next(one for one in self._talks.values() if one.finished and one.call == call)
         del self._talks[talk.ticket]
         talk.ticket, talk.deadline = ticket, deadline

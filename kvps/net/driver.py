@@ -142,19 +142,22 @@ def drive(
 ) -> Exit:
     """Run ``core`` until it asks to exit; return that wish."""
     heard = listener or Silent()
-    quiet_until = -math.inf
+    quiet_until, unsaid = -math.inf, 0
 
     def receive(
         arrivals: Iterator[tuple[Route, Packet | Dropped]],
     ) -> tuple[Route, Packet | Dropped] | None:
         """Return what comes next; None at the end, and where there was no packet."""
-        nonlocal quiet_until
+        nonlocal quiet_until, unsaid
         try:
             return next(arrivals, None)
         except ProtocolError as error:
             if clock() >= quiet_until:
-                quiet_until = clock() + BAD_BYTES_EVERY_S
-                log.warning("dropped what is no packet: %s", error)
+                more = f", and {unsaid} more since the last such line" if unsaid else ""
+                quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
+                log.warning("dropped what is no packet%s: %s", more, error)
+            else:
+                unsaid += 1
             return None
 
     def perform(effects: Effects) -> Exit | None:

@@ -5,6 +5,12 @@ answer does), a routing id is an address (identity is in the envelope), and a qu
 the windows of the protocol, not by a water mark. What it does know first is that a connection
 broke: with ``watch`` the events of the ROUTER's monitor are turned into drops, told apart by the
 file descriptor that libzmq names on every message.
+
+A network may do worse than to break. Packets that go by TCP have a checksum, and what does not
+agree with its own is no packet. A connection that looks open and carries nothing is closed and
+opened again by the one who opened it, who hears no answer to libzmq's heartbeats; its peer does not
+judge by them, since a process that stands still is not lost for that. And a connection of which
+libzmq could not read the framing it gives up for good, so that is opened again, too.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import zmq.utils.monitor
 
 from kvps import wire
 from kvps.core.effects import Hold, Route
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, ProtocolError
 from kvps.messages import Packet
 from kvps.net.driver import DROPPED, Dropped
 
@@ -41,16 +47,36 @@ _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.TCP_KEEPALIVE_IDLE, 30),
     (zmq.BACKLOG, 1024),
 )
+CONTROL_HEARTBEAT_S = 2.0, 4.0
+DATA_HEARTBEAT_S = 5.0, 15.0
+"""How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
+come then. To the scheduler both together leave room before the silence for which it gives a member up;
+with payload they allow for a frame that takes as long, and for megabytes that are under way before."""
 
 
 class ZmqTransport:
     """The sockets of one process. ``endpoint`` is where it can be reached, if it listens."""
 
-    def __init__(self, bind: str | None = None, watch: bool = False) -> None:
+    def __init__(
+        self, bind: str | None = None, watch: bool = False, *, checksums: bool = True
+    ) -> None:
+        """Open none yet, but a place to listen if one is given.
+
+        Args:
+            bind: as :meth:`listen` has it.
+            watch: as :meth:`listen` has it.
+            checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
+
+        Raises:
+            ConfigError: if that cannot be.
+        """
+        self._checksums = checksums
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
+        self._openings: dict[str, tuple[str, bool | None]] = {}
+        """To where each connection was opened, and whether that is near."""
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._routes: dict[int, Route] = {}
@@ -102,6 +128,10 @@ class ZmqTransport:
             del self._names[old]
             old.close(0)
         dealer = self._socket(zmq.DEALER)
+        if _is_wire(endpoint):
+            every_s, silence_s = CONTROL_HEARTBEAT_S if is_near is None else DATA_HEARTBEAT_S
+            dealer.setsockopt(zmq.HEARTBEAT_IVL, int(every_s * 1000))
+            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -110,26 +140,32 @@ class ZmqTransport:
                 f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
                 "tcp://HOST:PORT"
             ) from error
+        self._openings[name] = endpoint, is_near
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody."""
-        frames = wire.encode(packet)
-        target = self._dealers.get(route) if isinstance(route, str) else self._router
+        if isinstance(route, bytes):
+            target, endpoint = self._router, self.endpoint
+        else:
+            target, (endpoint, _) = self._dealers.get(route), self._openings.get(route, NOWHERE)
+        frames = wire.encode(packet, checked=self._checksums and _is_wire(endpoint))
         if isinstance(route, bytes):
             frames.insert(0, route)
         tracker = None
         if target is not None:
-            with contextlib.suppress(zmq.Again):
-                try:
-                    tracker = target.send_multipart(
-                        frames, zmq.NOBLOCK, copy=not packet.payload, track=hold is not None
-                    )
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EHOSTUNREACH:
-                        raise
+            try:
+                tracker = target.send_multipart(
+                    frames, zmq.NOBLOCK, copy=not packet.payload, track=hold is not None
+                )
+            except zmq.Again:  # no queue is ever full: there is none, as libzmq has given up
+                if isinstance(route, str):
+                    self.connect(route, *self._openings[route])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
         if hold is not None:
             if tracker is None or tracker.done:
                 hold.release()
@@ -155,17 +191,26 @@ class ZmqTransport:
 
     def _receive(self, one: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
         for _ in range(BATCH):
+            if one.closed:  # what came before led to a new connection in its place
+                return
             try:
                 frames = one.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             if name is not None:
-                yield name, wire.decode([frame.buffer for frame in frames])
+                yield name, self._decode(name, frames)
                 continue
             route = frames[0].bytes
             if self._monitor is not None and len(frames) > 1:
                 self._routes[frames[1].get(zmq.SRCFD)] = route
-            yield route, wire.decode([frame.buffer for frame in frames[1:]])
+            yield route, self._decode(route, frames[1:])
+
+    def _decode(self, route: Route, frames: list[zmq.Frame]) -> Packet:
+        try:
+            return wire.decode([frame.buffer for frame in frames])
+        except ProtocolError as error:
+            whence = route if isinstance(route, str) else _address_of(frames)
+            raise type(error)(f"{error} (from {whence})") from None
 
     def _drops(self) -> Iterator[tuple[Route, Dropped]]:
         assert self._monitor is not None
@@ -192,3 +237,19 @@ class ZmqTransport:
         self._context.destroy(linger=int(linger_s * 1000))
         self._waker.close()
         self._woken.close()
+
+
+NOWHERE = "", None
+
+
+def _is_wire(endpoint: str) -> bool:
+    """Whether what goes there leaves this process's memory for good, and may come out changed."""
+    return endpoint.startswith("tcp:")
+
+
+def _address_of(frames: list[zmq.Frame]) -> str:
+    """Return the address of the host that sent these, as far as libzmq tells."""
+    try:
+        return str(frames[0].get("Peer-Address"))
+    except (IndexError, zmq.ZMQError):
+        return "an unknown host"

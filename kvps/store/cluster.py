@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvps
+from kvps import config
 from kvps.core.effects import Core, Exit
 from kvps.core.member import JOIN_MAX_S, Identity
 from kvps.core.scheduler import Scheduler, Settings
@@ -120,7 +121,7 @@ class LocalCluster:
     def start(self) -> None:
         """Start the scheduler and the servers."""
         settings = Settings(self.workers, self.servers)
-        transport = ZmqTransport("tcp://127.0.0.1:0", watch=True)
+        transport = ZmqTransport("tcp://127.0.0.1:0", watch=True, checksums=config.checksums())
         self.scheduler = transport.endpoint
         now = time.monotonic()
         self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)

@@ -91,6 +91,10 @@ class DistStore(KVStore):
         this to learn where to go on. What its predecessor got in beyond that number is
         acknowledged and not applied again. In a fresh job it is 0.
 
+        Its next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
+        too, if each step makes them alike, and sets the rate before it pushes. Barriers that the
+        predecessor has behind it, or should have, are passed at once.
+
         Example:
             >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
             >>> for step in range(start, steps): ...  # doctest: +SKIP
@@ -113,6 +117,41 @@ class DistStore(KVStore):
         self._begin()
         self._call(calls.Stand(self._name, name), self._limit(timeout))
         self._raise_later()
+
+    @property
+    def joins(self) -> int:
+        """How many joins are over; a replacement of a lost worker knows it after :meth:`resume`."""
+        return self._session.core.books[self._name].joins
+
+    def join(self, timeout: float | None = None) -> int:
+        """Say that this worker has run out of batches; return when every worker has.
+
+        Flushes first. From then on rounds of this store close without this worker, and nobody
+        waits for its clock. When the last worker has joined all calls return, and everybody takes
+        part again: the next push of a key is of the same round on every worker. While it waits,
+        this worker cannot push; other stores go on as they are.
+
+        Args:
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            The rank that joined last, the same on every worker: it has seen every round.
+
+        Raises:
+            Timeout: naming who has not joined; the call stands, and is made again to wait on.
+            WorkerLost: if one of those ended, and none replaces it.
+
+        Example:
+            >>> for x, y in batches:  # other workers may have more of them  # doctest: +SKIP
+            ...     train(x, y)
+            >>> last = kv.join()  # doctest: +SKIP
+            >>> kv.broadcast("w", w, out=w)  # doctest: +SKIP
+        """
+        self._begin()
+        last = self._call(calls.JoinStore(self._name), self._limit(timeout))
+        assert isinstance(last, int)
+        self._raise_later()
+        return last
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
         """Return which elements of each key lie on which server.

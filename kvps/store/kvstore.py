@@ -585,6 +585,15 @@ class KVStore(KVStoreBase, abc.ABC):
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
         """Flush, then wait until every worker stands here."""
 
+    @property
+    def joins(self) -> int:
+        """How many joins are over; a replacement knows it after :meth:`resume`."""
+        return 0
+
+    @abc.abstractmethod
+    def join(self, timeout: float | None = None) -> int:
+        """Let the others go on without this worker until all have joined; return who was last."""
+
     @abc.abstractmethod
     def placement(self) -> dict[str, tuple[Part, ...]]:
         """Return which elements of each key lie on which server."""

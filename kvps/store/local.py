@@ -76,6 +76,11 @@ class LocalStore(KVStore):
         """Return at once: there is one worker."""
         self._begin()
 
+    def join(self, timeout: float | None = None) -> int:
+        """Return 0 at once: there is one worker, and it was the last."""
+        self._begin()
+        return 0
+
     def placement(self) -> dict[str, tuple[Part, ...]]:
         """Return an empty map: there are no servers."""
         return {}

@@ -164,7 +164,7 @@ def _run_scheduler(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     settings = Settings(workers, servers, keep_alive=keep_alive, persist=kept is not None)
-    transport = ZmqTransport(bind, watch=True)
+    transport = ZmqTransport(bind, watch=True, checksums=config.checksums())
     try:
         snapshot = kept.read() if kept is not None else None
         now = time.monotonic()

@@ -73,7 +73,7 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
     """
     wish = config.transport()
-    zmq = ZmqTransport(bind)
+    zmq = ZmqTransport(bind, checksums=config.checksums())
     if wish == "tcp":
         keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")

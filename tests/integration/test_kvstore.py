@@ -326,6 +326,28 @@ def test_barriers_make_pushes_visible():
     run(work, workers=3, servers=2)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_workers_with_different_numbers_of_batches_join(name):
+    def work(rank):
+        kv = store(name)
+        kv.init("w", torch.zeros(3))
+        for _ in range(1 + 2 * rank):
+            kv.push("w", torch.ones(3))
+        last = kv.join(timeout=20)
+        found = kv.pull("w").tolist()
+        if "_sync" in name:
+            assert kv.pushpull("w", torch.ones(3)).tolist() == [2.0] * 3  # of both again
+        return last, found, kv.joins
+
+    if name in ("local", "device"):
+        assert run(work) == [(0, [1.0] * 3, 0)]
+        return
+    (first, second) = run(work, workers=2)
+    assert first == second
+    assert first[0] in (0, 1)
+    assert first[1:] == (([1.0] if "_sync" in name else [4.0]) * 3, 1)
+
+
 def test_several_stores_in_one_job():
     def work(rank):
         one, two = store(), store()

@@ -357,3 +357,39 @@ def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) 
     assert "at exit: server 0 " in plain.err, plain
     cluster.process.signal(signal.SIGTERM)
     cluster.process.wait()
+
+
+def test_one_that_hangs_is_named_and_is_not_lost(processes: Processes) -> None:
+    """The command of worker 1 is stopped in the middle; when it goes on, so does the job."""
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server("--log-level", "warning")
+    script = processes.script(
+        "import kvps, os, torch\n"
+        "kv = kvps.create('dist_sync', timeout=60)\n"
+        "kv.init('w', torch.zeros(4))\n"
+        "kv.pushpull('w', torch.ones(4))\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "if kv.rank: \n"
+        "    while not os.path.exists('go'): pass\n"
+        "for call in (lambda: kv.pushpull('w', torch.ones(4), timeout=12), lambda: kv.barrier(timeout=3)):\n"
+        "    try: call()\n"
+        "    except kvps.Timeout as error: print(error, flush=True)\n"
+        "kv.barrier()\n"
+        "print('sum', kv.pull('w').tolist())\n"
+    )
+    workers = [cluster.worker(sys.executable, script, flags=["--rank", rank]) for rank in (0, 1)]
+    pid = int(workers[1].expect(r"pid (\d+)").group(1))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stalls = r"waits for a push of rank 1 \(alive, but no progress for 1\d s\)"
+        workers[0].expect(stalls)
+        workers[0].expect(r"barrier.* waits for rank 1 \(hangs: .* is silent for 1\d s\)")
+        server.expect(r"waits for rank 1 \(alive, but no progress for 1\d s\)")
+    finally:
+        (processes.folder / "go").touch()
+        os.kill(pid, signal.SIGCONT)
+    for one in workers:
+        assert one.wait() == 0, one
+        assert "sum [2.0, 2.0, 2.0, 2.0]" in one.out
+    assert [server.wait(), cluster.process.wait()] == [0, 0]
+    assert "lost" not in cluster.process.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 
@@ -15,6 +17,7 @@ from kvps.messages import Beat, Envelope, Packet, Pulled, Role, Stand
 from kvps.net.driver import Dropped
 from kvps.net.zeromq import ZmqTransport
 from kvps.tensors import from_frame, to_frame
+from tests.integration.processes import until
 
 ENVELOPE = Envelope(bytes(16), 0, Role.WORKER, 1, 1, 0)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -112,6 +115,42 @@ def test_bytes_that_are_no_packet(transports):
         stranger.send_multipart([b"", b""])
         with pytest.raises(ProtocolError):
             take(server)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+UNREADABLE = {
+    "a greeting of another mechanism": (GREETING.replace(b"NULL", b"NUML"), b""),
+    "a frame of 2^63 octets": (GREETING + READY, b"\x02\x7f" + b"\xff" * 7),
+    "a frame over the limit": (GREETING + READY, b"\x02" + (1 << 30).to_bytes(8, "big")),
+}
+"""What a listener says to open a ZMTP connection, and after it has heard the other side."""
+
+
+@pytest.mark.spec("R113")
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, what):
+    """libzmq itself gives it up for good, and says so to nobody."""
+    begins, breaks = UNREADABLE[what]
+    member = transports()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        member.connect("server 0", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        opened = []
+
+        def is_opened_again():
+            member.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+            list(member.poll(0.01))
+            with contextlib.suppress(TimeoutError):
+                opened.append(listener.accept()[0])
+                opened[-1].sendall(begins)
+                opened[-1].recv(len(GREETING), socket.MSG_WAITALL)
+                opened[-1].sendall(breaks)
+            return len(opened) > 1
+
+        until(is_opened_again, "second connection", 20.0)
+        for one in opened:
+            one.close()
 
 
 def test_a_busy_port_is_named(transports):

@@ -16,6 +16,7 @@ each line of it is right. Commands::
     leave ROUTE [code=N] [final]                barrier ROUTE NUMBER
     drop ROUTE                                  wait SECONDS [beating ROUTE …]
     restart                                     stop
+    stand SECONDS
     say ROUTE MESSAGE [field=value …]
 
 Where a server has no place for checkpoints it says so once (``say s0 Shelf …``); until it does, it is
@@ -85,6 +86,8 @@ def run(command: str, stage: list[Stage]) -> list[Effect]:
             return stage[0].wait(float(seconds), routes)
         case ["wait", seconds]:
             return stage[0].wait(float(seconds))
+        case ["stand", seconds]:
+            return stage[0].stand(float(seconds))
         case ["restart"]:
             return stage[0].restart()
         case ["stop"]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvps.core import calls
-from kvps.core.effects import Copied, Finish
+from kvps.core.effects import Copied, Finish, Save
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.scheduler import Scheduler, Settings
@@ -24,6 +24,7 @@ from kvps.core.worker import Worker
 from kvps.errors import KvpsError
 from kvps.messages import Open, Role
 from kvps.tensors import spec_of
+from tests.simulation.disk import Disk
 from tests.simulation.network import Faults, Network, Process
 from tests.simulation.shelf import Shelves
 
@@ -32,6 +33,8 @@ TRASH = 77
 """Written over values that the caller may reuse."""
 CHUNK_BYTES = 512
 """Small, so that small tensors meet every limit."""
+LEAVE_MAX_S = 5.0
+"""How long a worker whose script ended waits for an answer to its LEAVE, as a process does."""
 
 
 @dataclass
@@ -132,6 +135,9 @@ class Store:
     def barrier(self, name: str | None = None) -> Script:
         yield self._do(calls.Stand(self.name, name))
 
+    def join(self) -> Script:
+        return (yield self._do(calls.JoinStore(self.name)))
+
     def flush(self) -> Script:
         yield self._do(calls.Flush(self.name))
 
@@ -205,6 +211,11 @@ class Client:
         self.result, self.error, self.done_at = result, error, self._network.now
         code = 0 if error is None else 1
         self._perform(self.core.leave(error is None, code, "the script ended"))
+        self._network.at(self._network.now + LEAVE_MAX_S, self._stop)
+
+    def _stop(self) -> None:
+        if self.process.alive:
+            self._network.kill(self.process)
 
 
 class Cluster:
@@ -219,13 +230,16 @@ class Cluster:
         faults: Faults | None = None,
         machines: Sequence[int] = (),
         checkpoint_every_s: float | None = None,
+        rates: dict[str, float] | None = None,
     ) -> None:
         """Start all processes, at slightly different times.
 
-        ``machines`` are those of the workers, by rank; servers are on machine 1.
+        ``machines`` are those of the workers, by rank; servers are on machine 1. ``rates`` are those
+        of the clocks of processes, where they are wrong.
         """
         self.machines = list(machines)
         self.network = Network(seed, faults or Faults())
+        self.network.rates = rates or {}
         self.checkpoint_every_s = checkpoint_every_s
         """How often servers want cuts; None for servers without a disk."""
         self.shelves = Shelves(self.network)
@@ -235,8 +249,7 @@ class Cluster:
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         self.settings = Settings(workers, servers, persist=True)
-        self.saved: bytes | None = None
-        """What a restarted scheduler finds: nothing yet, or (empty) that the job is over."""
+        self.disk = Disk()
         self.start_scheduler()
         for rank in range(servers):
             self.network.at(self._soon(), lambda rank=rank: self.start_server(rank))  # type: ignore[misc]
@@ -249,17 +262,31 @@ class Cluster:
     def start_scheduler(self) -> Process:
         """Start the scheduler, from what the former one saved if it did."""
         now = self.network.time("scheduler")
+        saved = self.disk.read("scheduler")
         core = (
-            Scheduler.restore(self.settings, self.saved, now)
-            if self.saved
+            Scheduler.restore(self.settings, saved, now)
+            if saved
             else Scheduler(self.settings, JOB, now)
         )
-        self.scheduler = self.network.add("scheduler", core, "sim://scheduler")
-        self.scheduler.on_save = lambda effect: setattr(self, "saved", effect.state)
-        self.network.perform(self.scheduler, iter(()))
-        return self.scheduler
+        self.scheduler = process = self.network.add("scheduler", core, "sim://scheduler")
+        process.on_save = lambda effect: self._save(process, effect)
+        self.network.perform(process, iter(()))
+        return process
+
+    def _save(self, process: Process, effect: Save) -> None:
+        """Write what a process must find again; one that cannot ends, and has told nobody."""
+        try:
+            self.disk.write(process.name, effect.state)
+        except OSError:
+            self.network.kill(process)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the scheduler has written that there is nothing to go on from."""
+        return self.disk.read("scheduler") == b""
 
     def start_server(self, rank: int) -> Process:
+        """Start a server: the first at this rank, or another in its place, which holds nothing."""
         pid = next(self._pids)
         endpoint = f"sim://server-{rank}-{pid}"
         name = f"server {rank}"
@@ -310,7 +337,7 @@ class Cluster:
         self.network.run(lambda: self.network.now >= end, end)
 
     def part(self, limit_s: float) -> None:
-        """Let every process end that still lives; nobody has anything left to do."""
+        """Let the scheduler and the servers end; the workers' scripts have."""
         end = self.network.now + limit_s
         self.network.run(lambda: not self.scheduler.alive and not self.is_anyone_alive, end)
 
@@ -321,8 +348,8 @@ class Cluster:
 
     @property
     def is_anyone_alive(self) -> bool:
-        """Whether any process has not ended."""
-        return any(one.alive for one in self.processes)
+        """Whether the scheduler or a server has not ended."""
+        return any(one.alive for one in (self.scheduler, *self.servers))
 
     @property
     def processes(self) -> list[Process]:

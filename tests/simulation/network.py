@@ -31,6 +31,7 @@ from kvps.core.effects import (
     Save,
     Send,
 )
+from kvps.errors import ProtocolError
 from kvps.messages import Loan, Packet, View
 
 EVENTS_MAX = 300_000
@@ -45,7 +46,8 @@ class Faults:
 
     lose: float = 0.0
     double: float = 0.0
-    """Probabilities, for each packet."""
+    flip: float = 0.0
+    """Probabilities, for each packet; that one of its bits changes on the way."""
     latency_s: float = 0.001
     jitter_s: float = 0.0
     """Over the latency, packets overtake each other."""
@@ -98,10 +100,14 @@ class Network:
         self.now = 0.0
         self.carried: Counter[str] = Counter()
         """Packets that were sent, by the name of their message."""
+        self.damaged = 0
+        """Of those, how many were changed on the way."""
         self.lose: Callable[[Process, Process, Packet], bool] = lambda source, target, packet: False
         """Losses besides the random ones."""
         self.delays: Callable[[Process, Process, Packet], Sequence[float]] = lambda *_: (0.0,)
         """How much later than usual each copy of a packet arrives; one of none is lost."""
+        self.overhears: Callable[[Process, Packet], None] = lambda source, packet: None
+        """Sees each packet as its sender has it, in the order in which it says them."""
         self.checks = True
         """Whether every core checks itself after every event."""
         self.rates: dict[str, float] = {}
@@ -157,12 +163,36 @@ class Network:
         if is_noticed:
             for connection in process.routes.values():
                 if connection.owner is process:
-                    self.at(self.now + 0.01, lambda one=connection: self._break(one))  # type: ignore[misc]
+                    self._break(connection)
+
+    def reset(self, one: Process, other: Process) -> None:
+        """Break the connections between two processes. What is under way there is lost.
+
+        They are whole again at once, but under other routing ids.
+        """
+        for source, target in ((one, other), (other, one)):
+            for connection in source.routes.values():
+                if connection.owner is source and self._other_end(source, connection) is target:
+                    self._break(connection)
+                    connection.back = self._back()
+
+    def _back(self) -> bytes:
+        return next(self._backs).to_bytes(4, "big")
 
     def _break(self, connection: Connection) -> None:
-        peer = self._by_endpoint.get(connection.endpoint)
-        if peer is not None and connection.back in peer.routes:
-            self.perform(peer, peer.core.on_drop(connection.back, self.time(peer.name)))
+        """Tell the one to whom a connection was opened, a little later, that it is broken."""
+        back = connection.back
+
+        def tell() -> None:
+            peer = self._by_endpoint.get(connection.endpoint)
+            if peer is None or back not in peer.routes:
+                return
+            if self.now < peer.wakes_at:
+                self.at(peer.wakes_at, tell)
+            else:
+                self.perform(peer, peer.core.on_drop(back, self.time(peer.name)))
+
+        self.at(self.now + 0.01, tell)
 
     def perform(self, process: Process, effects: Effects) -> None:
         """Do what a core asks for."""
@@ -171,9 +201,8 @@ class Network:
                 case Send():
                     self._send(process, effect.to, effect.packet, effect.hold)
                 case Connect():
-                    back = next(self._backs).to_bytes(4, "big")
                     process.routes[effect.to] = Connection(
-                        process, effect.to, effect.endpoint, back
+                        process, effect.to, effect.endpoint, self._back()
                     )
                 case Listen():
                     process.more_endpoints.append(effect.endpoint)
@@ -235,6 +264,7 @@ class Network:
         assert connection is not None, f"{source.name} knows no way to {route!r}"
         head, *payload = wire.encode(packet)
         self.carried[type(packet.message).__name__] += 1
+        self.overhears(source, packet)
         delay = 1.0 if self.faults.in_order else self.random.random()
         leaves = self.now + delay * self.faults.latency_s
         is_lost = self.random.random() < self.faults.lose
@@ -245,19 +275,34 @@ class Network:
                 self.at(source.wakes_at, leave)
                 return
             frames = [bytes(head), *(bytes(one) for one in payload)]
+            if self.faults.flip:
+                now = replace(packet, payload=tuple([memoryview(one) for one in frames[1:]]))
+                frames = [bytes(one) for one in wire.encode(now, checked=True)]
+                if self.random.random() < self.faults.flip:
+                    self._flip_bit_of(frames)
             if hold is not None:
                 hold.release()
             target = self._other_end(source, connection)
             if target is None or is_lost or self.lose(source, target, packet):
                 return
+            back = connection.back
+            if route not in (connection.name, back):
+                return  # to a routing id that is nobody's any more
             for late_s in [*self.delays(source, target, packet)] * copies:
                 jitter = self.random.random() * self.faults.jitter_s
                 arrives = self.now + self.faults.latency_s + jitter + late_s
                 if self.faults.in_order and not late_s:
                     arrives = connection.busy_until = max(arrives, connection.busy_until + 1e-9)
-                self.at(arrives, lambda: self._arrive(source, connection, frames))
+                self.at(arrives, lambda: self._arrive(source, connection, frames, back))
 
         self.at(leaves, leave)
+
+    def _flip_bit_of(self, frames: list[bytes]) -> None:
+        place = self.random.choice([at for at, one in enumerate(frames) if one])
+        frame = bytearray(frames[place])
+        frame[self.random.randrange(len(frame))] ^= 1 << self.random.randrange(8)
+        frames[place] = bytes(frame)
+        self.damaged += 1
 
     def _other_end(self, source: Process, connection: Connection) -> Process | None:
         if connection.owner is source:
@@ -265,12 +310,14 @@ class Network:
         owner = connection.owner
         return owner if owner.alive and owner.routes.get(connection.name) is connection else None
 
-    def _arrive(self, source: Process, connection: Connection, frames: list[bytes]) -> None:
+    def _arrive(
+        self, source: Process, connection: Connection, frames: list[bytes], back: bytes
+    ) -> None:
         target = self._other_end(source, connection)
-        if target is None or not target.alive:
+        if target is None or not target.alive or back != connection.back:
             return
         if self.now < target.wakes_at:
-            self.at(target.wakes_at, lambda: self._arrive(source, connection, frames))
+            self.at(target.wakes_at, lambda: self._arrive(source, connection, frames, back))
             return
         route: Route = connection.name
         if connection.owner is source:
@@ -280,7 +327,11 @@ class Network:
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            packet = wire.decode([memoryview(one) for one in memory])
+            try:
+                packet = wire.decode([memoryview(one) for one in memory])
+            except ProtocolError:
+                assert self.faults.flip, "what was sent is a packet"
+                return
         if isinstance(packet.message, View):
             self._view = frames[0], packet
         if self.faults.lent and packet.payload:

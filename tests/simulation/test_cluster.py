@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tests.simulation.training import (
     faults_of,
     kill_at_each_packet,
     lose_each_packet,
+    one_hot,
     outlive,
     patient,
     reference,
@@ -93,6 +95,19 @@ def test_all_weights_are_those_of_one_process(seed: int, request: pytest.Fixture
             check(job.steps, client.result, reference(job)[-1])
 
 
+@pytest.mark.spec("R111")
+@pytest.mark.parametrize("seed", FEWER)
+def test_bits_may_change_on_the_way(seed: int, request: pytest.FixtureRequest) -> None:
+    job = job_of(seed)
+    job.faults = replace(job.faults, flip=0.05)
+    with replayable(request, job):
+        cluster = play(job)
+        assert cluster.network.damaged
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            check(job.steps, client.result, reference(job)[-1])
+
+
 # --- every single fault of a small job ------------------------------------------------------------
 
 
@@ -137,27 +152,6 @@ def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
         assert client.error is None, client.error
         assert not client.later, client.later
     return cluster
-
-
-def one_hot(job: Job, rank: int) -> Script:
-    """Push to each element once, over all ranks; and to ``even`` everywhere at once."""
-    kv, size = job.store, job.workers * job.steps * 3
-    zeros = {"hot": torch.zeros(size), "even": torch.zeros(140)}
-    yield from kv.open()
-    yield from kv.init(zeros)
-    yield from kv.set_optimizer("sgd", lr=1.0)
-    begin = yield from kv.resume(["hot", "even"])
-    for step in range(begin, job.steps):
-        hot = torch.zeros(size)
-        hot[rank * job.steps + step :: job.workers * job.steps] = -1
-        yield from kv.push({"hot": hot, "even": -torch.ones(140)})
-        if job.ways[step] == "pull":
-            pulled = yield from kv.pull(zeros)
-            # Nobody waits for the rest of a push whose worker is lost.
-            assert job.kills or len(pulled["even"].unique()) == 1, f"torn: {pulled['even']}"
-            assert pulled["hot"].max() <= 1, "an element was pushed to twice"
-    # Barriers do not wait for the replacement of a lost worker here; this pull does.
-    return (yield from kv.pull(zeros, min_version=job.workers * job.steps))
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])

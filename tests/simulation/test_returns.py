@@ -58,6 +58,8 @@ def train(job: Job, rank: int) -> Script:
                 step = yield from patient(kv.resume, list(job.sizes))
                 is_begun = True
             while step < job.steps:
+                if job.has_optimizer and step % 3 == 0:  # all ranks count these calls, too
+                    yield from kv.set_rate(1.0 + step)
                 gradients = job.gradients(rank, step)
                 if job.ways[step] == "one by one":
                     for name in gradients:
@@ -81,9 +83,7 @@ def train(job: Job, rank: int) -> Script:
 
 def where(error: EpochChanged) -> int:
     """Return the step at which the servers are now."""
-    (step,) = set(error.after.values())
-    for key, version in error.before.items():
-        assert step <= version + 1, f"key {key} is ahead of what was pushed"
+    (step,) = set(error.after.values())  # a model of two moments is none
     return step
 
 

@@ -254,7 +254,7 @@ def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) ->
                 said += one.join(Role.WORKER, rank, pid=2)
             views += sum(isinstance(send.packet.message, View) for send in said)
             one.now += 0.001
-        if one.core.job.is_untold:
+        while one.core.job.is_untold:
             due = one.core.deadline()
             assert due is not None
             one.now = max(one.now, due)

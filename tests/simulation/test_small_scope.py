@@ -17,6 +17,7 @@ import torch
 from kvps.core.effects import Save
 from kvps.core.link import PROBE_AFTER_S
 from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.faults import restart
 from tests.simulation.network import Faults
 from tests.simulation.training import (
     LOST,
@@ -96,17 +97,6 @@ def test_anything_may_befall_any_one_packet(mode: str, way: str, fate: tuple[flo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_may_die_at_any_packet(mode: str, way: str, rank: int) -> None:
     kill_at_each_packet(job_of(mode, way), rank, PLAYS[mode])
-
-
-def restart(cluster: Cluster, after_s: float) -> None:
-    """Kill the scheduler; start it again later, from what it saved, if the job is not over."""
-    cluster.network.kill(cluster.scheduler)
-
-    def start() -> None:
-        if cluster.saved != b"":
-            cluster.start_scheduler()
-
-    cluster.network.at(cluster.network.now + after_s, start)
 
 
 @each_job

@@ -17,7 +17,13 @@ from kvps.messages import Packet
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults, Process
 
-SEEDS = range(int(os.environ.get("KVPS_SEEDS", "120")))
+
+def seeds(default: int) -> range:
+    """Return as many seeds as KVPS_SEEDS says, or the everyday number of them."""
+    return range(int(os.environ.get("KVPS_SEEDS", default)))
+
+
+SEEDS = seeds(120)
 FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
 
 
@@ -27,7 +33,9 @@ def replayable(request: pytest.FixtureRequest, job: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        again = f"KVPS_SEEDS={len(SEEDS)} python -m pytest '{request.node.nodeid}'"
+        as_many = os.environ.get("KVPS_SEEDS")
+        setting = f"KVPS_SEEDS={as_many} " if as_many else ""
+        again = f"{setting}.venv/bin/python -m pytest '{request.node.nodeid}'"
         raise AssertionError(f"{error}\n{job}\nplay it again: {again}") from error
 
 
@@ -49,6 +57,8 @@ class Job:
     """How each step pushes and pulls; the same on every rank, as in a real script."""
     machines: list[int] = field(default_factory=list)
     """On which machine each worker is."""
+    is_hurt: bool = False
+    """A worker may be lost in the midst of a push, and replaced; also if ``kills`` names none."""
 
     def initial(self) -> Values:
         return {name: torch.arange(float(size)) % 5 for name, size in self.sizes.items()}
@@ -109,6 +119,29 @@ def train(job: Job, rank: int) -> Script:
     versions_now = yield from patient(kv.versions, list(job.sizes))
     assert versions_now == [job.steps] * len(job.sizes)
     return weights
+
+
+def one_hot(job: Job, rank: int) -> Script:
+    """Push to each element once, over all ranks; and to ``even`` everywhere at once."""
+    kv, size = job.store, job.workers * job.steps * 3
+    zeros = {"hot": torch.zeros(size), "even": torch.zeros(140)}
+    yield from kv.open()
+    yield from kv.init(zeros)
+    yield from kv.set_optimizer("sgd", lr=1.0)
+    begin = yield from kv.resume(["hot", "even"])
+    for step in range(begin, job.steps):
+        hot = torch.zeros(size)
+        hot[rank * job.steps + step :: job.workers * job.steps] = -1
+        yield from kv.push({"hot": hot, "even": -torch.ones(140)})
+        if job.ways[step] == "pull":
+            pulled = yield from kv.pull(zeros)
+            # Nobody waits for the rest of a push whose worker is lost.
+            assert job.kills or job.is_hurt or len(pulled["even"].unique()) == 1, (
+                f"torn: {pulled['even']}"
+            )
+            assert pulled["hot"].max() <= 1, "an element was pushed to twice"
+    # Barriers do not wait for the replacement of a lost worker here; this pull does.
+    return (yield from kv.pull(zeros, min_version=job.workers * job.steps))
 
 
 def patient(call: Callable[..., Script], *args: Any, **options: Any) -> Script:

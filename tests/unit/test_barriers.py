@@ -195,3 +195,90 @@ class TestWithoutWaiting:
         barriers.check(set())
         self.lose(barriers, 2)
         assert stand(barriers, 0) == stand(barriers, 1) == []
+
+
+class TestResuming:
+    """Who takes another's place does not know the numbers."""
+
+    def stand(
+        self, barriers: Barriers, rank: int, number: int, after: int, resumed: bool = False
+    ) -> list[Answer]:
+        waiter = Waiter(f"w{rank}", 10 * rank + number, resumed)
+        answers = barriers.stand(rank, waiter, Barrier("kv", "b", number, True, after, resumed))
+        barriers.check({0, 1, 2})
+        return answers
+
+    @pytest.mark.spec("R124")
+    def test_nobody_waits_for_it_where_it_has_been(self) -> None:
+        barriers = Barriers(range(2))
+        self.stand(barriers, 0, 5, after=3)
+        assert barriers.resume(1, "other", 9) == []
+        assert barriers.resume(1, "kv", 2) == []
+        assert barriers.resume(1, "kv", 3) == [Answer("w0", Released(5))]
+        assert self.stand(barriers, 0, 6, after=3) == [Answer("w0", Released(6))]
+        assert self.stand(barriers, 1, 0, after=3, resumed=True) == [Answer("w1", Released(10))]
+        assert self.stand(barriers, 0, 7, after=4) == []
+
+    @pytest.mark.spec("R124")
+    def test_its_first_barrier_behind_that_is_the_one_of_the_others(self) -> None:
+        barriers = Barriers(range(2))
+        barriers.resume(1, "kv", 3)
+        self.stand(barriers, 0, 7, after=4)
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
+            Answer("w0", Released(7)),
+            Answer("w1", Released(10, 7)),
+        ]
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [Answer("w1", Released(10, 7))]
+
+    @pytest.mark.spec("R124")
+    def test_it_floats_until_another_comes_there(self) -> None:
+        barriers = Barriers(range(3))
+        barriers.resume(1, "kv", 3)
+        at = Barrier("kv", "b", 0, True, 4, resumed=True)
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == []
+        assert barriers.missing(1, at) == (0, 2)
+        assert self.stand(barriers, 0, 6, after=3) == []
+        assert self.stand(barriers, 2, 6, after=3) != []
+        assert self.stand(barriers, 0, 7, after=4) == []
+        assert barriers.missing(1, at) == (2,)
+        assert barriers.missing(2, Barrier("kv", "b", 7)) == ()
+        assert Answer("w1", Released(10, 7)) in self.stand(barriers, 2, 7, after=4)
+        assert not barriers.floating
+
+    @pytest.mark.spec("R124")
+    def test_where_all_float_it_is_the_next(self) -> None:
+        barriers = Barriers(range(3))
+        barriers.released["kv", "b"] = 4
+        for rank in (0, 1):
+            barriers.resume(rank, "kv", 3)
+        assert self.stand(barriers, 1, 0, after=5, resumed=True) == []
+        assert self.stand(barriers, 0, 0, after=4, resumed=True) == []
+        assert barriers.require([0, 1], {}) == [], "they stand at two"
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
+            Answer("w1", Released(10, 5)),
+            Answer("w0", Released(0, 5)),
+        ]
+
+    def test_another_is_asked_for_where_it_floats(self) -> None:
+        barriers = Barriers(range(2))
+        barriers.resume(1, "kv", 3)
+        self.stand(barriers, 1, 0, after=4, resumed=True)
+        barriers.withdraw(1)
+        assert barriers.require([0, 1], {}) == []
+        assert self.stand(barriers, 0, 7, after=4) == []
+
+    def test_one_that_is_gone_is_missed_only_where_it_is_needed(self) -> None:
+        barriers = Barriers(range(2))
+        barriers.resume(1, "kv", 3)
+        require(barriers, 0, w1="exit code 1")
+        assert self.stand(barriers, 0, 7, after=3) == [Answer("w0", Released(7))]
+        with pytest.raises(WorkerLost):
+            self.stand(barriers, 0, 8, after=4)
+
+    @pytest.mark.spec("R124")
+    def test_without_rounds_it_goes_on_behind_the_last(self) -> None:
+        barriers = Barriers(range(2))
+        barriers.released = {("kv", "b"): 3, ("kv", "c"): 1, ("other", "d"): 1}
+        self.stand(barriers, 1, 4, after=0)
+        stand(barriers, 0, 0, name="e")
+        assert barriers.next_numbers(1, "kv") == {"b": 5, "c": 2}

@@ -143,6 +143,13 @@ def test_host_aggregation():
         config.host_aggregation(None, {"KVPS_HOST_AGGREGATION": "both"})
 
 
+def test_packets_have_checksums_unless_told_otherwise():
+    assert config.checksums({})
+    assert not config.checksums({"KVPS_CHECKSUM": "0"})
+    with pytest.raises(ConfigError, match="KVPS_CHECKSUM='crc' is neither"):
+        config.checksums({"KVPS_CHECKSUM": "crc"})
+
+
 def test_how_much_travels_at_once():
     assert config.chunk_bytes({}) is None, "kvps decides"
     assert config.chunk_bytes({"KVPS_CHUNK_BYTES": "1M"}) == 1 << 20

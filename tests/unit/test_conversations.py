@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvps.core import calls, dispatch
 from kvps.core.hyper import resolve
-from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout
+from kvps.core.rounds import WINDOW
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.messages import (
     ENTRIES_MAX,
     Ask,
@@ -23,8 +26,13 @@ from kvps.messages import (
     Found,
     FoundAll,
     GetState,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
     Load,
     Message,
+    Node,
     Open,
     Optimize,
     Piece,
@@ -34,6 +42,10 @@ from kvps.messages import (
     Push,
     Rate,
     Released,
+    Resume,
+    Resumed,
+    Return,
+    Role,
     Run,
     SetState,
     Stand,
@@ -46,6 +58,7 @@ from kvps.tensors import PRIVATE, Memory
 from tests.workbench import (
     Bench,
     Readable,
+    member,
     opened,
     part_servers,
     pull,
@@ -539,12 +552,20 @@ class TestLookup:
         assert not one.sent(Find)
 
 
+def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:
+    """Answer RESUME, and HISTORY server by server; ``seq`` is filled in."""
+    one.scheduler(Resumed(one.seqs(Resume)[-1], replaced, barriers))
+    for server, answer in enumerate(known):
+        one.server(server, replace(answer, seq=one.seqs(History, server)[-1]))
+
+
 class TestResume:
     def test_numbers_from_the_lowest_that_is_owed_on_any_part(self) -> None:
         one = ready()
         ticket = one.call(calls.Resume("kv", ("w",)))
         stood(one, one.seqs(Pull, 0)[0], 0, 3, owed=5)
         stood(one, one.seqs(Pull, 1)[0], 1, 3, owed=4)
+        resumed(one, replaced=False)
         assert one.finish(ticket).value == 4  # type: ignore[union-attr]
         one.call(push({"w": HOT}))
         assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 4),)
@@ -565,7 +586,151 @@ class TestResume:
         one.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
         for server in (0, 1):
             stood(one, one.seqs(Pull, server)[0], server, 3, owed=5)
+        resumed(one, replaced=False)
         assert one.finish(ticket).value == 0  # type: ignore[union-attr]
+
+    def begin(self, one: Bench, *known: HistoryIs, **barriers: int) -> int:
+        """Take another's place, which owes push 4."""
+        ticket = one.call(calls.Resume("kv", ("w",)))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 4, owed=4)
+        resumed(one, *known, **barriers)
+        return ticket
+
+    @pytest.mark.spec("R124")
+    def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
+        one = ready(1)
+        one.core.books["kv"].barriers = {"": 3, "epoch": 9}
+        assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
+        one.call(calls.Stand("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
+        one.scheduler(Released(one.seqs(Barrier)[-1]))  # its predecessor has that one behind it
+        one.call(calls.Stand("kv", None))
+        one.scheduler(Released(one.seqs(Barrier)[-1], 6))
+        one.call(calls.Stand("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 7, True, 4, resumed=False)
+
+    @pytest.mark.spec("R124")
+    def test_without_rounds_barriers_go_on_behind_the_last(self) -> None:
+        one = ready(1, mode="async")
+        nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
+        self.begin(one, nothing, nothing, epoch=5)
+        assert one.sent(Resume) == [Resume("kv", None)]
+        one.call(calls.Stand("kv", "epoch"))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "epoch", 5, False, 0)
+        one.call(calls.Stand("kv", "new"))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
+
+    @pytest.mark.spec("R125")
+    def test_rank_0_makes_a_call_with_all_that_some_servers_heard(self) -> None:
+        one = ready()
+        old, new = (HistoryIs(0, 1, 0, calls_, calls_, 0.25, 0, False) for calls_ in (3, 4))
+        ticket = self.begin(one, new, old)
+        assert one.sent(Rate) == [Rate("kv", 4, True, 0.25, 4)]
+        assert [server_of(send) for send in one.sends(Rate)] == [1]
+        one.server(1, Done(one.seqs(Rate)[0]))
+        assert one.is_done(ticket)
+
+    @pytest.mark.spec("R125")
+    @pytest.mark.parametrize(("after", "number"), [(4, 2), (3, 3)])
+    def test_rank_0_makes_the_same_call_again_or_the_next(self, after: int, number: int) -> None:
+        one = ready()
+        self.begin(one, *[HistoryIs(0, 1, after, 2, after, 0.5, 0, False)] * 2)
+        rate = one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", number, True, 0.25, 4, resumed=False)
+        for server in (0, 1):
+            one.server(server, Done(one.seqs(Rate, server)[-1]))
+        assert one.is_done(rate)
+        one.call(calls.SetRate("kv", 0.125))
+        assert one.sent(Rate)[-1] == Rate("kv", number + 1, True, 0.125, 4, resumed=False)
+        one.call(calls.SetOptimizer("kv", resolve("test", {})))
+        assert one.sent(Optimize)[-1].call == 1 + (after < 4)
+
+    @pytest.mark.spec("R125")
+    def test_without_rounds_it_is_another_call_that_need_not_agree(self) -> None:
+        one = ready(mode="async")
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
+
+    @pytest.mark.spec("R126")
+    def test_another_rank_says_that_it_does_not_know_the_number(self) -> None:
+        one = ready(1)
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 4, 0.5, 0, False)] * 2)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", 2, False, 0.25, 4, resumed=True)
+        one.call(calls.SetOptimizer("kv", resolve("test", {})))
+        assert one.sent(Optimize)[-1].resumed
+
+    @pytest.mark.spec("R122", "R123")
+    def test_it_is_away_if_its_predecessor_was(self) -> None:
+        one = ready(1)
+        ticket = self.begin(
+            one,
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True),
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True),
+        )
+        assert one.sent(Return) == [Return("kv", 2)]
+        assert [server_of(send) for send in one.sends(Return)] == [1]
+        one.server(1, Done(one.seqs(Return)[0]))
+        assert one.is_done(ticket)
+        assert "has joined" in str(one.error(one.call(push({"w": HOT}))))
+        one.call(calls.JoinStore("kv"))
+        assert one.sent(Join) == [Join("kv", 3, True), Join("kv", 3, False)]
+
+
+class TestJoin:
+    @pytest.mark.spec("R120")
+    def test_says_return_to_all_servers_before_it_ends(self) -> None:
+        one = ready(1)
+        one.call(push({"w": HOT}))
+        ticket = one.call(calls.JoinStore("kv"))
+        assert not one.sent(Join), "its push is not known to be in"
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert one.sent(Join) == [Join("kv", 1, True), Join("kv", 1, False)]
+        one.server(1, Joined(one.seqs(Join, 1)[0], 0))
+        assert not one.sent(Return)
+        one.server(0, Joined(one.seqs(Join, 0)[0], 0))
+        assert one.sent(Return) == [Return("kv", 1)] * 2
+        for server in (0, 1):
+            assert not one.sent(Pull)
+            one.server(server, Done(one.seqs(Return, server)[0]))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 5, owed=5)
+        assert one.finish(ticket).value == 0  # type: ignore[union-attr]
+        one.call(push({"w": HOT}))
+        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 5),)
+        one.init({"later": HOT})
+        assert one.core.books["kv"].key("later").is_refused, "others may have pushed it"
+
+    def test_one_that_ends_before_it_was_said_is_none(self) -> None:
+        one = ready(1)
+        one.call(push({"w": HOT}))
+        ticket = one.call(calls.JoinStore("kv"))
+        one.view(member(Node(Role.WORKER, 0), "gone"))
+        assert isinstance(one.error(ticket), WorkerLost)
+        assert not one.core.books["kv"].is_away
+
+    def test_a_push_that_waits_for_room_does_not_come_behind_it(self) -> None:
+        one = ready(1)
+        for _ in range(WINDOW):
+            one.call(push({"w": HOT}, eager=False))
+        late = one.call(push({"w": HOT}, eager=False))
+        one.core.books["kv"].is_away = True
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1, owed=1)
+        assert "has joined" in str(one.error(late))
+
+    def test_where_each_push_is_applied_no_number_is_asked(self) -> None:
+        one = ready(1, mode="async")
+        ticket = one.call(calls.JoinStore("kv"))
+        for server in (0, 1):
+            one.server(server, Joined(one.seqs(Join, server)[0], 1))
+        for server in (0, 1):
+            one.server(server, Done(one.seqs(Return, server)[0]))
+        assert one.finish(ticket).value == 1  # type: ignore[union-attr]
+        assert not one.sent(Pull)
 
 
 class TestBroadcast:
@@ -858,6 +1023,7 @@ class TestDropped:
         ticket = one.call(calls.Resume("kv", ("w",)))
         for server, owed in enumerate((4, 5)):
             stood(one, one.seqs(Pull, server)[-1], server, 4, owed)
+        resumed(one, replaced=False)
         assert one.is_done(ticket)
         for number in (3, 4):
             ticket = one.call(pull({"w": torch.zeros(40)}))

@@ -6,7 +6,7 @@ import pytest
 
 from kvps.core import pace
 from kvps.core.effects import Exit, Save, Send
-from kvps.core.job import Job, Place, next_job
+from kvps.core.job import LOOK_EVERY_S, Job, Place, next_job
 from kvps.core.seats import NAME_MAX, SEATS_MAX, Settings, State
 from kvps.errors import WorkerLost
 from kvps.messages import Envelope, Error, Hello, Node, Packet, Released, Role, Stop, View, Welcome
@@ -265,7 +265,7 @@ class TestWelcome:
 def test_a_drop_makes_the_deadline_sooner() -> None:
     stage = running()
     stage.shelf("s0")
-    assert stage.scheduler.deadline() == stage.now + 12
+    assert stage.scheduler.deadline() == stage.now + LOOK_EVERY_S
     stage.drop("w0")
     assert stage.scheduler.deadline() == stage.now + 1
 

@@ -76,6 +76,31 @@ class TestTake:
         seat, replaces = table.take("b", hello(pid=11), 2.0)
         assert (seat.node, seat.incarnation, replaces) == (W1, 2, True)
 
+    @pytest.mark.spec("R23")
+    def test_its_own_seat_if_the_link_to_it_is_mute(self) -> None:
+        """HELLO came along a connection that WELCOME never left by, and that nobody saw break."""
+        table = seats()
+        table.take("a", hello(1, pid=11), 1.0)
+        table.take("g", hello(0, pid=12), 1.0)
+        for route, pid, now in (("a", 11, 9.0), ("b", 13, 9.0), ("b", 11, 3.9)):
+            table.part_mute(route, hello(1, pid=pid), now)
+            assert set(table.routes) == {"a", "g"}, "its own, another's, or too soon"
+        table.part_mute("b", hello(1, pid=11), 4.0)
+        assert set(table.routes) == {"g"}
+        assert table.doubt(hello(1, pid=11)) == ""
+        seat, replaces = table.take("b", hello(1, pid=11), 4.0)
+        assert (seat.node, seat.incarnation, replaces) == (W1, 3, True)
+        table.check()
+
+    @pytest.mark.spec("R20", "R23")
+    def test_who_has_begun_is_not_alone_because_it_is_silent(self) -> None:
+        table = seats()
+        table.take("a", hello(1, pid=11), 1.0)
+        table.by_node[W1].has_begun = True
+        table.part_mute("b", hello(1, pid=11), 9.0)
+        with pytest.raises(ConfigError, match="rank 1 is alive"):
+            table.take("b", hello(1, pid=11), 9.0)
+
     def test_a_suspect_is_given_a_moment(self) -> None:
         table = seats()
         table.take("a", hello(0), 1.0)

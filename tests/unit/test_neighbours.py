@@ -17,6 +17,8 @@ from kvps.messages import (
     Envelope,
     Error,
     Hello,
+    Join,
+    Joined,
     Message,
     Node,
     Packet,
@@ -467,6 +469,37 @@ class TestLeading:
         assert isinstance(one.error(ticket), Timeout)
         pulled(one, Pull)
         assert sink.tolist() == [0.0] * 4
+
+
+class TestAway:
+    """One that has joined pushes nothing: bundles go without it, until all are back."""
+
+    @pytest.mark.spec("R97")
+    def test_bundles_do_not_wait_for_one_that_has_joined(self) -> None:
+        one = bench()
+        one.call(push({"c": ONES}))
+        one.neighbour(1, ASKED, ONES, seq=1)
+        assert not pushes(one)
+        one.neighbour(2, Join("kv", 1, False))
+        assert [message.ranks for message in pushes(one)] == [(0, 1)]
+        one.server(0, Ack((Receipt(seq_of(one, Push), 0),)))
+
+    def test_all_are_back_when_this_worker_is(self) -> None:
+        one = bench()
+        one.neighbour(2, Join("kv", 1, False))
+        one.neighbour(2, Join("other", 1, False))
+        one.neighbour(1, Join("kv", 1, False))
+        one.call(calls.JoinStore("kv"))
+        assert (
+            said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
+        )
+        assert one.core.neighbours._bundles._expected == {0}
+        one.server(0, Joined(seq_of(one, Join), 0))
+        assert one.core.neighbours._bundles._expected == {0, 1}, "of another store"
+        one.neighbour(1, Join("kv", 1, False))
+        assert one.core.neighbours._bundles._expected == {0, 1}, "it came late"
+        one.neighbour(1, Join("kv", 2, False))
+        assert one.core.neighbours._bundles._expected == {0}
 
 
 class TestRefusal:

@@ -22,3 +22,12 @@ def test_nothing_is_made_where_nobody_is_lost() -> None:
 
 def test_shrink_goes_on_without_it() -> None:
     assert QUORUM.required("shrink") == {0, 2}
+
+
+@pytest.mark.spec("R120")
+def test_nobody_waits_for_those_who_are_away() -> None:
+    quorum = QUORUM.without(frozenset({1, 2}))
+    assert quorum.required("wait") == {0}
+    assert quorum.members("wait") == {0, 1, 2}
+    assert quorum.live == {0}
+    assert QUORUM.without(frozenset()) is QUORUM

@@ -380,10 +380,10 @@ def test_a_probe_tells_what_is_missing_and_why_the_rest_waits(stage: ServerStage
     (answer,) = heard(stage.say(1, Probe(tuple(range(49, 56))), seq=0), Probed)
     assert answer.missing == (49, 52, 55)
     assert dict(answer.pending) == {
-        50: "key 'x': rank 0 has not given a value",
-        51: "key 'y' and 2 more: rank 0 has not given a value",
-        53: "key 'a': round 0 waits for a push of rank 0",
-        54: "rank 0 has not set the learning rate",
+        50: "key 'x': rank 0 (alive, last request 0 s ago) has not given a value",
+        51: "key 'y' and 2 more: rank 0 (alive, last request 0 s ago) has not given a value",
+        53: "key 'a': round 0 waits for a push of rank 0 (alive, last request 0 s ago)",
+        54: "rank 0 (alive, last request 0 s ago) has not set the learning rate",
     }
 
 
@@ -393,8 +393,8 @@ def test_reasons_of_the_optimizer_and_of_rounds_that_nobody_opened(stage: Server
     stage.pull(1, "a", least=5, seq=51)
     reasons = dict(heard(stage.say(1, Probe((50, 51))), Probed)[0].pending)
     assert reasons == {
-        50: "rank 0 has not set the optimizer",
-        51: "key 'a': round 0 waits for a push of rank 0, 1",
+        50: "rank 0 (alive, last request 0 s ago) has not set the optimizer",
+        51: "key 'a': round 0 waits for a push of ranks 0 (alive, last request 0 s ago), 1 (alive, last request 0 s ago)",
     }
     stage.show(w0="left", w1="left")
     reasons = dict(heard(stage.say(1, Probe((51,))), Probed)[0].pending)
@@ -414,7 +414,7 @@ def test_reasons_of_stores_without_rounds() -> None:
     stage.pull(0, "a", least=9, seq=52)
     reasons = dict(heard(stage.say(0, Probe((50, 51, 52))), Probed)[0].pending)
     assert reasons == {
-        50: "key 'a': rank 0 is 2 pushes ahead of rank 1, staleness allows 1",
+        50: "key 'a': rank 0 is 2 pushes ahead of rank 1 (alive, last request 0 s ago), staleness allows 1",
         51: "key 'a': 3 of 5 pushes of rank 0 are applied",
         52: "key 'a': it is at version 4, asked for is 9",
     }

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Send
+from kvps.core.effects import Effect, Note, Send
+from kvps.core.job import LOOK_EVERY_S
+from kvps.core.presence import QUIET_AFTER_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.messages import (
     Barrier,
@@ -24,11 +26,15 @@ from kvps.messages import (
     Left,
     Message,
     Packet,
+    Pending,
+    Probed,
     Proceeding,
     Pull,
     Recall,
     Released,
     Restored,
+    Resume,
+    Resumed,
     Role,
     Status,
     Stop,
@@ -232,6 +238,26 @@ class TestBeat:
         stage.hello("g", "worker", guardian=True)
         assert stage.phase == "running"
 
+    def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
+        stage = running()
+        stage.beat("w1", 5)
+        quiet = "warning: worker 1 lives, but has called nothing for 60 s"
+        assert notes(stage.wait(QUIET_AFTER_S + 9, ["w0", "w1", "s0"])) == [quiet]
+        assert notes(stage.beat("w1", 5)) == []
+        assert notes(stage.beat("w1", 6)) == ["warning: worker 1 calls again"]
+
+    def test_of_a_guardian_tells_nothing_of_the_script(self) -> None:
+        stage = running()
+        stage.leave("w1", done=False)
+        stage.hello("g", "worker", rank=1, guardian=True)
+        stage.attach("w1", "g")
+        stage.beat("w1", 5)
+        stage.barrier("w0")
+        stage.wait(42, ["w0", "g", "s0"])
+        (answer,) = sent(stage.barrier("w0"), Probed)
+        hangs = "hangs: its kvps-worker lives, its process is silent for 42 s"
+        assert answer.pending[0].reason == f"waits for rank 1 ({hangs})"
+
     def test_of_one_who_waits_for_its_welcome(self) -> None:
         stage = Stage(2, 0, keep_alive=True)
         stage.hello("w0", guardian=True)
@@ -322,6 +348,54 @@ class TestLeave:
         assert told(stage.leave("s0"), Left) == ["s0"]
 
 
+class TestResume:
+    def resume(self, stage: Stage, route: str, pushed: int | None = 3) -> list[Effect]:
+        return stage.say(route, Resume("kv", pushed), seq=9)
+
+    @pytest.mark.spec("R124")
+    def test_is_nothing_to_one_who_is_the_first(self) -> None:
+        stage = running()
+        stage.barrier("w1")
+        assert sent(self.resume(stage, "w0"), Resumed) == [Resumed(9, False, {})]
+        assert not sent(self.resume(stage, "w0"), Released)
+
+    @pytest.mark.spec("R124")
+    @pytest.mark.parametrize("again", [False, True])
+    def test_lets_the_others_pass(self, again: bool) -> None:
+        stage = running(2, persist=True)
+        stage.barrier("w0", seq=4)
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        effects = self.resume(stage, "w5")
+        assert sent(effects, Resumed) == [Resumed(9, True, {})]
+        assert told(effects, Released) == ["w0"]
+        if again:
+            stage.restart()
+        assert told(stage.barrier("w0", 1, seq=5), Released) == ["w0"]
+
+    @pytest.mark.spec("R124")
+    def test_tells_the_numbers_where_there_are_no_rounds(self) -> None:
+        stage = running()
+        stage.barrier("w1", 4)
+        stage.leave("w1", done=False)
+        stage.hello("w5")
+        assert sent(self.resume(stage, "w5", None), Resumed) == [Resumed(9, True, {"b": 5})]
+
+    def test_one_who_came_while_the_job_formed_is_the_first(self) -> None:
+        stage = Stage(2, 0)
+        stage.hello("w0", rank=0)
+        stage.leave("w0", done=False)
+        stage.hello("w5", rank=0)
+        stage.hello("w1", rank=1)
+        assert sent(self.resume(stage, "w5"), Resumed) == [Resumed(9, False, {})]
+
+    @pytest.mark.spec("R16")
+    def test_is_for_workers(self) -> None:
+        stage = running()
+        (error,) = sent(self.resume(stage, "s0"), Error)
+        assert "resumes nothing" in error.text
+
+
 class TestBarrier:
     @pytest.mark.spec("R34")
     def test_is_passed_at_once_where_it_was_released(self) -> None:
@@ -348,6 +422,34 @@ class TestBarrier:
             ("w0", Released(3)),
             ("w1", Released(8)),
         ]
+
+    @pytest.mark.spec("R127")
+    def test_one_that_asks_again_is_told_who_is_missing(self) -> None:
+        stage = running(3)
+        assert not sent(stage.barrier("w0", seq=3), Probed)
+        (answer,) = sent(stage.barrier("w0", seq=4), Probed)
+        never = "(alive, has called nothing yet)"
+        assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),))
+        stage.barrier("w1")
+        assert not sent(stage.barrier("w2"), Probed)
+
+    @pytest.mark.spec("R127")
+    def test_who_hangs_is_told_from_who_waits_and_who_is_silent(self) -> None:
+        stage = running(5)
+        everybody = ["w0", "w1", "w2", "w3", "s0"]
+        for route in ("w1", "w2"):
+            stage.beat(route, 7)
+        stage.barrier("w0", seq=3)
+        stage.wait(8, [*everybody, "w4"])
+        stage.say("w2", Beat(8, "pull()"))
+        stage.leave("w3", done=False, reason="killed")
+        stage.wait(4, ["w0", "w1", "s0"])
+        stage.say("w2", Beat(8, "pull()"))
+        (answer,) = sent(stage.barrier("w0", seq=4), Probed)
+        assert answer.pending[0].reason == (
+            "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, waits in pull() for 4 s), "
+            "3 (lost for 4 s: exit code 0: killed), 4 (silent for 4 s)"
+        )
 
     def test_a_lost_worker_is_waited_for(self) -> None:
         stage = running()
@@ -417,6 +519,22 @@ def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> No
     assert sent(stage.wait(0.1, beating=["s0", "w0"]), View)
 
 
+@pytest.mark.spec("R71")
+def test_nobody_is_lost_for_time_in_which_the_scheduler_stood_still() -> None:
+    stage = running()
+    assert not sent(stage.stand(18), View)
+    assert not sent(stage.wait(11.9), View)
+    assert {one.state for one in sent(stage.wait(0.1), View)[-1].members} == {"lost"}
+
+
+def test_it_does_not_stand_still_while_there_is_nothing_to_look_at() -> None:
+    stage = Stage(2, 1)
+    assert stage.scheduler.deadline() is None
+    stage.wait(1_000)
+    effects = stage.hello("w0") + stage.wait(3, beating=["w0"])
+    assert not [one for one in effects if isinstance(one, Note) and "stood still" in one.text]
+
+
 def test_a_timer_that_rings_early_does_nothing() -> None:
     stage = running()
     stage.shelf("s0")
@@ -444,7 +562,7 @@ def test_restored() -> None:
     stage.barrier("w1")
     assert stage.restart() == []
     stage.shelf("s0")
-    assert stage.scheduler.deadline() == stage.now + 12
+    assert stage.scheduler.deadline() == stage.now + LOOK_EVERY_S
     assert told(stage.barrier("w0"), Released) == ["w0"]
     stage.wait(12, beating=["s0", "w0"])
     (welcome,) = sent(stage.hello("w5"), Welcome)

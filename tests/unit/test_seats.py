@@ -112,3 +112,12 @@ def test_only_workers_have_guardians() -> None:
 def test_a_reason_is_shortened_to_whole_characters() -> None:
     assert shortened("ä" * 150) == "ä" * (NAME_MAX // 2)
     assert shortened("x" + "ä" * 150) == "x" + "ä" * (NAME_MAX // 2 - 1)
+
+
+def test_how_a_holder_stands_in_words() -> None:
+    assert Seat(Node(Role.WORKER, 0)).presence(9.0) == "not here yet"
+    seat = held()
+    assert seat.presence(seat.heard_at + 2) == "alive, has called nothing yet"
+    assert seat.presence(seat.heard_at + 3) == "silent for 3 s"
+    seat.lose("its connection broke", 100.0)
+    assert seat.presence(142.0) == "lost for 42 s: its connection broke"

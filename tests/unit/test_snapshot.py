@@ -16,7 +16,8 @@ CUTS = (12, 11, 2, True, 7)
 
 def snapshot_of(stage: Stage) -> Snapshot:
     job = stage.scheduler.job
-    return Snapshot(job.name, job.number, job.formed, job.seats, job.barriers.released, CUTS)
+    passed, resumed = job.barriers.released, job.barriers.resumed
+    return Snapshot(job.name, job.number, job.formed, job.seats, passed, resumed, CUTS)
 
 
 def test_round_trip() -> None:
@@ -25,11 +26,13 @@ def test_round_trip() -> None:
     stage.leave("w1", done=False, code=3, reason="boom")
     stage.barrier("w0")
     stage.scheduler.job.barriers.released["kv", "c"] = 5
+    stage.scheduler.job.barriers.resumed["kv", 1] = 7
     former = snapshot_of(stage)
     again = load(dump(former), stage.settings, 50.0)
     assert again[:3] == (JOB, 2, True)
     assert again.released == {("kv", "c"): 5}
     assert again.cuts == CUTS
+    assert again.resumed == {("kv", 1): 7}
     assert again.seats.issued == 3
     for node, seat in former.seats.by_node.items():
         copy = again.seats.by_node[node]
@@ -62,14 +65,14 @@ def test_refuses_what_it_did_not_write(state: bytes) -> None:
 
 
 def test_refuses_a_seat_that_does_not_exist() -> None:
-    head, rows, released, cuts = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, rows, *others = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     rows[0][1] = 4
     with pytest.raises(StorageError, match="cannot be read"):
-        load(msgpack.packb([head, rows, released, cuts]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, rows, *others]), Settings(1, 0), 0.0)
 
 
 def test_refuses_another_format() -> None:
-    head, rows, released, cuts = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    head, *others = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
     head[0] = FORMAT + 1
     with pytest.raises(StorageError, match=f"has format {FORMAT + 1}"):
-        load(msgpack.packb([head, rows, released, cuts]), Settings(1, 0), 0.0)
+        load(msgpack.packb([head, *others]), Settings(1, 0), 0.0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from kvps.core.effects import Note
+from kvps.core.presence import ranks_in_words
 from kvps.core.stalls import STALL_AFTER_S, Stall, Stalls
 from tests.server_stage import ServerStage
 
 
 def stall(store: str = "kv", age_s: float = STALL_AFTER_S, *missing: int) -> Stall:
-    return Stall(store, "w", 7, age_s, missing or (3,))
+    missing = missing or (3,)
+    return Stall(store, "w", 7, age_s, missing, ranks_in_words(missing))
 
 
 def texts(stalls: Stalls, *oldest: Stall) -> list[str]:
@@ -34,6 +36,18 @@ def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
     assert texts(stalls) == []
 
 
+def test_what_goes_on_is_said_again_when_it_is_twice_as_old() -> None:
+    stalls = Stalls()
+    told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
+    assert told == [10, 20, 40, 80]
+
+
+def test_a_younger_round_of_the_same_rank_is_no_news() -> None:
+    stalls = Stalls()
+    texts(stalls, stall("kv", 30))
+    assert texts(stalls, stall("kv", 12)) == []
+
+
 def test_each_store_has_its_own() -> None:
     stalls = Stalls()
     assert len(texts(stalls, stall("a"), stall("b"))) == 2
@@ -41,7 +55,7 @@ def test_each_store_has_its_own() -> None:
 
 
 def test_one_that_waits_for_norms_waits_for_no_rank() -> None:
-    assert texts(Stalls(), Stall("kv", "w", 7, 99.0, ())) == []
+    assert texts(Stalls(), Stall("kv", "w", 7, 99.0, (), "")) == []
 
 
 def test_not_every_rank_of_a_thousand_is_named() -> None:
@@ -61,12 +75,18 @@ def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
     one.notes.clear()
     one.now += 8
     one.take(one.server.on_timer(one.now))
-    said = "store 'kv': round 0 of key 'a' has been open for 12 s and waits for rank 2"
+    said = (
+        "store 'kv': round 0 of key 'a' has been open for 12 s and waits for rank 2 "
+        "(has asked nothing here yet)"
+    )
     assert [note for note in one.notes if isinstance(note, Note)] == [Note("warning", said)]
     one.notes.clear()
     one.push(2, "a", [1.0], 0)
     one.now += 5
     one.take(one.server.on_timer(one.now))
     (note,) = one.notes
-    assert "key 'b' has been open for 13 s and waits for ranks 1, 2" in note.text  # type: ignore[union-attr]
+    assert note.text.endswith(  # type: ignore[union-attr]
+        "key 'b' has been open for 13 s and waits for ranks 1 (alive, but no progress for 13 s), "
+        "2 (alive, last request 5 s ago)"
+    )
     assert torch.equal(one.chunk().buffer.tensor[:1], torch.tensor([3.0]))

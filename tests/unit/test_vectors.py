@@ -28,7 +28,9 @@ from tests.vectors.packets import PACKETS, name_of
 
 TESTS = Path(__file__).resolve().parents[1]
 VECTORS = json.loads((TESTS / "vectors" / "packets.json").read_text(encoding="utf-8"))
+WITH_CHECKSUMS = json.loads((TESTS / "vectors" / "checked.json").read_text(encoding="utf-8"))
 FRAMES = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in VECTORS}
+CHECKED = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in WITH_CHECKSUMS}
 PROTOCOL = (TESTS.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 HELLO_OF_1_0 = (
@@ -53,10 +55,17 @@ def test_reading_the_vector_gives_the_packet(name: str) -> None:
     assert decode(FRAMES[name]) == PACKETS[name]
 
 
+@pytest.mark.spec("R110", "R112")
+@pytest.mark.parametrize("name", CHECKED)
+def test_writing_and_reading_with_a_checksum_agrees_with_the_vector(name: str) -> None:
+    assert [bytes(frame) for frame in encode(PACKETS[name], checked=True)] == CHECKED[name]
+    assert decode(CHECKED[name]) == PACKETS[name]
+
+
 @pytest.mark.spec("R73")
 def test_every_message_has_a_vector() -> None:
-    assert set(FRAMES) == {name_of(cls) for cls in MESSAGES.values()}
-    assert len(FRAMES) == len(VECTORS)
+    assert set(FRAMES) == set(CHECKED) == {name_of(cls) for cls in MESSAGES.values()}
+    assert len(FRAMES) == len(VECTORS) == len(WITH_CHECKSUMS)
 
 
 @pytest.mark.spec("R76")
@@ -90,7 +99,8 @@ def section(number: int) -> str:
 
 def test_document_shows_its_vectors() -> None:
     shown = [re.sub(r"#.*|\s", "", text) for text in CODE.findall(section(13))]
-    assert shown == ["".join(frame.hex() for frame in FRAMES[n]) for n in ("HELLO", "PUSH", "ACK")]
+    vectors = [FRAMES["HELLO"], FRAMES["PUSH"], CHECKED["PUSH"], FRAMES["ACK"]]
+    assert shown == ["".join(frame.hex() for frame in frames) for frames in vectors]
 
 
 @pytest.mark.spec("R73")

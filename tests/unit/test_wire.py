@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvps import messages as m
 from kvps import wire
 from kvps.errors import ProtocolError
 from kvps.messages import MESSAGES, Message, Packet
-from kvps.wire import HEAD, HEAD_BYTES_MAX, decode, encode
+from kvps.wire import HEAD, HEAD_BYTES_MAX, Damaged, decode, encode
 from tests.vectors.packets import PACKETS, WORKER, floats
 
 Frames = list[bytes]
@@ -192,7 +193,6 @@ def test_the_largest_numbers_come_through() -> None:
         (with_head("BEAT", 2, b"\x00"), "version 0"),
         (with_head("BEAT", 2, b"\x02"), "expected a packet of version 1, got .* version 2"),
         (with_head("BEAT", 24, b"\x03"), "role has number 3"),
-        (with_head("BEAT", 26, b"\x01"), "reserved"),
         (with_head("BEAT", 27, b"\x01"), "reserved"),
         (with_head("BEAT", 32, b"\xff"), "over 2\\^63-1"),
         (with_head("BEAT", 40, b"\x80"), "over 2\\^63-1"),
@@ -325,6 +325,78 @@ def test_what_is_lent_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_open_of_before_has_chunks_of_a_mebibyte() -> None:
     message = decode(with_fields("OPEN", "s", "sync", 0, False, "wait", 7)).message
     assert message == m.Open("s", "sync", 0, False, "wait", 7, 1 << 20)
+
+
+# --- checksums ----------------------------------------------------------------------------------
+
+
+def checked(name: str, *loans: m.Loan) -> Frames:
+    """A packet of that kind with a checksum; with loans in place of its payload if some are given."""
+    packet = PACKETS[name]
+    if loans:
+        packet = Packet(packet.envelope, packet.message, (), loans)
+    return [bytes(frame) for frame in encode(packet, checked=True)]
+
+
+@pytest.mark.spec("R110", "R112")
+@pytest.mark.parametrize("name", PACKETS)
+def test_a_packet_is_the_same_with_a_checksum_and_without(name: str) -> None:
+    plain, frames = frames_of(name), checked(name)
+    assert decode(frames) == decode(plain) == PACKETS[name]
+    assert frames[1:] == plain[1:]
+    head = frames[0]
+    assert head[:26] + b"\0" + head[27:-4] == plain[0]
+    assert head[26] == 1
+    everything = head[:-4] + b"".join(frames[1:])
+    assert int.from_bytes(head[-4:], "big") == zlib.crc32(everything)
+
+
+@pytest.mark.spec("R110")
+def test_what_is_lent_is_not_summed() -> None:
+    (head,) = checked("PUSH", *LENT)
+    assert decode([head]).loans == LENT
+    assert int.from_bytes(head[-4:], "big") == zlib.crc32(head[:-4])
+
+
+FLIPPED = {**{name: checked(name) for name in PACKETS}, "PUSH, lent": checked("PUSH", *LENT)}
+
+
+@pytest.mark.spec("R14", "R111")
+@pytest.mark.parametrize("name", FLIPPED)
+def test_no_bit_may_change(name: str) -> None:
+    """Each bit of each octet of each frame, the checksum and the octet that announces it included."""
+    frames = FLIPPED[name]
+    for place, frame in enumerate(frames):
+        for at in range(len(frame)):
+            for bit in range(8):
+                damaged = bytearray(frame)
+                damaged[at] ^= 1 << bit
+                refused([*frames[:place], damaged, *frames[place + 1 :]], ".")
+
+
+@pytest.mark.spec("R111")
+def test_what_is_damaged_is_told_from_what_is_no_packet() -> None:
+    head, payload = checked("PUSH")
+    with pytest.raises(Damaged, match=r"of \d+ octets was damaged .* checksum is [0-9a-f]{8}, and"):
+        decode([head, payload[:-1] + b"\x3e"])
+    with pytest.raises(Damaged):  # nothing in it is believed: not even that no message has its tag
+        decode([head[:3] + b"\xff" + head[4:], payload])
+
+
+@pytest.mark.spec("R5", "R111")
+def test_a_packet_is_checked_or_not() -> None:
+    head, payload = checked("PUSH")
+    refused([head[:26] + b"\x02" + head[27:], payload], "1 or 0, and not 2")
+    refused([head[:26] + b"\x00" + head[27:], payload], "ExtraData")
+    refused([head[:48], payload], "head of 49")
+    refused([head[:49], payload], "damaged")
+
+
+@pytest.mark.spec("R111")
+def test_frames_that_were_exchanged_are_damaged() -> None:
+    head, first, second = checked("STATE-IS")
+    assert len(first) == len(second)
+    refused([head, second, first], "damaged")
 
 
 # --- msgpack ------------------------------------------------------------------------------------

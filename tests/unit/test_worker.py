@@ -32,6 +32,8 @@ from kvps.messages import (
     Halt,
     Halted,
     Hello,
+    Join,
+    Joined,
     Leave,
     Left,
     Node,
@@ -48,6 +50,7 @@ from kvps.messages import (
     Push,
     Rate,
     Released,
+    Return,
     Role,
     Stand,
     Stop,
@@ -441,7 +444,7 @@ class TestCallsOfAllRanks:
         assert "It still stands. Call it again to wait on" in str(one.error(first))
         second = one.call(call, 1.0)
         one.wait(0.5)
-        assert len(one.sent(cls)) == 1
+        assert len(set(one.seqs(cls))) == 1
         self.release(one, cls)
         assert one.is_done(second)
 
@@ -455,14 +458,45 @@ class TestCallsOfAllRanks:
         self.release(one, cls)
         assert one.is_done(one.call(call))
         assert one.finish(one.call(call)) is None, "the one after that is the next"
-        assert len(one.sent(cls)) == 2
+        assert len(set(one.seqs(cls))) == 2
+
+    @pytest.mark.spec("R121")
+    def test_a_join_that_succeeds_late_says_who_was_last(self) -> None:
+        one = small()
+        first = one.call(calls.JoinStore("kv"), 1.0)
+        one.wait(0.9)
+        (seq,) = one.seqs(Join)
+        one.server(0, Probed((), (Pending(seq, "rank 1 has not joined"),)))
+        one.wait(0.1)
+        assert "join() of store 'kv' is not done: rank 1 has not joined" in str(one.error(first))
+        assert isinstance(one.error(one.call(push({"w": torch.ones(4)}))), ConfigError)
+        one.server(0, Joined(seq, 1))
+        one.server(0, Done(one.seqs(Return)[0]))
+        (ask,) = one.sends(Pull)
+        stands = (Stand(0, 4, 7, 7),)
+        one.server(0, Pulled(ask.packet.envelope.seq, 1, FLOAT, False, stands))
+        second = one.finish(one.call(calls.JoinStore("kv")))
+        assert second is not None
+        assert (second.value, second.error) == (1, None)
+        one.call(push({"w": torch.ones(4)}))
+        assert one.sent(Push)[-1].runs[0].number == 7
 
     def test_another_is_another(self) -> None:
         one = small()
         one.call(calls.Stand("kv", "x"), 1.0)
         one.wait(1.0)
         one.call(calls.Stand("kv", "y"))
-        assert [message.name for message in one.sent(Barrier)] == ["x", "y"]
+        assert [message.name for message in dict.fromkeys(one.sent(Barrier))] == ["x", "y"]
+
+    def test_each_of_several_that_came_late_is_found(self) -> None:
+        one = small()
+        for name in ("x", "y"):
+            one.call(calls.Stand("kv", name), 1.0)
+        one.wait(1.0)
+        for seq in dict.fromkeys(one.seqs(Barrier)):
+            one.scheduler(Released(seq))
+        assert one.is_done(one.call(calls.Stand("kv", "y")))
+        assert one.is_done(one.call(calls.Stand("kv", "x")))
 
     def test_what_came_too_late_is_not_kept_for_ever(self) -> None:
         one = small()
@@ -472,7 +506,7 @@ class TestCallsOfAllRanks:
         for seq in one.seqs(Barrier):
             one.scheduler(Released(seq))
         assert len(one.core._late) == LATE_MAX
-        assert not one.core._barriers
+        assert not one.core._asked
         assert not one.core._talks
 
 
@@ -805,6 +839,33 @@ class TestScheduler:
             "to wait on, or give a longer timeout="
         )
 
+    @pytest.mark.spec("R127")
+    def test_a_late_barrier_names_who_is_missing(self) -> None:
+        one = small()
+        ticket = one.call(calls.Stand("kv", "epoch"), 1.0)
+        one.wait(0.9)
+        assert len(one.sent(Barrier)) == 2  # it asks before it gives up
+        (seq,) = set(one.seqs(Barrier))
+        one.scheduler(Probed((), (Pending(seq, "waits for rank 1"), Pending(99, "of another"))))
+        one.wait(0.1)
+        assert "is not done: number 0 of 'epoch' waits for rank 1. It" in str(one.error(ticket))
+
+    @pytest.mark.spec("R127")
+    def test_one_without_a_number_is_named_by_its_place(self) -> None:
+        one = small()
+        one.core.books["kv"].is_resumed = True
+        ticket = one.call(calls.Stand("kv", "epoch"), 1.0)
+        one.wait(1.0)
+        assert "not every worker stands at 'epoch' after round 0" in str(one.error(ticket))
+
+    def test_a_late_resume_waits_for_the_scheduler(self) -> None:
+        one = small()
+        ticket = one.call(calls.Resume("kv", ()), 1.0)
+        one.wait(1.0)
+        assert "resume() of store 'kv' is not done: the scheduler has not answered" in str(
+            one.error(ticket)
+        )
+
     def test_a_barrier_without_a_scheduler_is_its_loss(self) -> None:
         one = small()
         ticket = one.call(calls.Stand("kv", None), 20.0)
@@ -878,6 +939,24 @@ def test_progress_is_what_the_user_asks_for() -> None:
     one.call(calls.Ask("kv"))
     one.wait(1.0)
     assert one.sent(Beat)[-1].progress == before + 1
+
+
+@pytest.mark.spec("R29")
+def test_one_that_waits_or_computes_for_long_beats_on_and_says_which_it_does() -> None:
+    one = small()
+    one.effects.clear()
+    ticket = one.call(push({"w": torch.ones(4)}), timeout_s=600.0)
+    one.wait(60.0)
+    waiting = one.sent(Beat)
+    assert len(waiting) >= 59
+    assert {beat.reason for beat in waiting[1:]} == {"push()"}
+    one.ack(0, one.seqs(Push)[-1])
+    assert one.is_done(ticket)
+    one.effects.clear()
+    one.wait(60.0)  # a long backward pass
+    computing = one.sent(Beat)
+    assert len(computing) >= 59
+    assert {(beat.progress, beat.reason) for beat in computing} == {(waiting[-1].progress, "")}
 
 
 def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:

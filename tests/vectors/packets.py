@@ -1,7 +1,7 @@
-"""One packet of each message, as packets.json spells it in bytes.
+"""One packet of each message, as packets.json spells it in bytes, and checked.json with a checksum.
 
 A vector is never changed: what it says has been promised. A new message adds an entry here and
-one there; ``python -m tests.vectors.packets`` prints the JSON of all.
+one in each; ``python -m tests.vectors.packets [checked]`` prints the JSON of all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import sys
 
 from kvps import messages as m
 from kvps.messages import Envelope, Message, Packet, Role
@@ -125,6 +126,13 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),
         (SERVER, m.Taken(0x0123456789ABCDEF, False, "another user's"), ()),
         (asking_nothing(WORKER), m.Release(18, (4, 17)), ()),
+        (WORKER, m.Join("weights", 2, True), ()),
+        (SERVER, m.Joined(42, 1), ()),
+        (WORKER, m.Return("weights", 2), ()),
+        (WORKER, m.History("weights"), ()),
+        (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True), ()),
+        (WORKER, m.Resume("weights", 200), ()),
+        (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
         (SCHEDULER, m.Halt(12, {"weights": 6}), ()),
         (asking_nothing(WORKER), m.Halted(12, {"weights": 6}, True), ()),
         (SCHEDULER, m.Proceed(12), ()),
@@ -168,9 +176,11 @@ PACKETS = {
 
 
 if __name__ == "__main__":
+    checked = "checked" in sys.argv
     vectors = [
-        {"name": name, "frames": [bytes(frame).hex() for frame in encode(packet)]}
+        {"name": name, "frames": [bytes(frame).hex() for frame in encode(packet, checked=checked)]}
         for name, packet in PACKETS.items()
     ]
-    vectors[0]["frozen"] = True
+    if not checked:
+        vectors[0]["frozen"] = True
     print(json.dumps(vectors, indent=2))  # noqa: T201

@@ -1,0 +1,67 @@
+"""Which ranks of a store have run out of batches, and since which join, on one server.
+
+Theory of operation
+-------------------
+A rank without batches *joins*: it says so to every server, when all its pushes are in. From then on
+it is *away*: rounds close without it, and nobody waits for its clock. Its k-th join is over when
+every rank has made its own k-th::
+
+    rank 0   push push push JOIN 1 · · · · · · · · RETURN 1  push …
+    rank 1   push push push push push push JOIN 1  RETURN 1  push …
+                                     │             │
+             rounds of rank 1 alone ─┘             └─ rounds of both again
+
+One server of a job, the *judge*, says when that is; were each to say it, servers that have seen
+different views could part. A rank that was told so by the judge says RETURN to all servers before it
+pushes again, and waits for their answers. So a server that gets a push of a rank that is back has
+heard, of this very rank, that the join is over, and waits for it from then on; no order of packets
+and no loss can change that. A JOIN that comes late is of a join that is over, and does nothing.
+
+What a rank has joined is its own, and not its process's: a replacement finds it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+JUDGE = 0
+"""The rank of the server that says when a join is over."""
+
+
+@dataclass(slots=True)
+class Joins:
+    """The joins of one store."""
+
+    over: int = 0
+    """The number of the last join that is over; they count from 1."""
+    last: int = 0
+    """Who was the last to join."""
+    made: dict[int, int] = field(default_factory=dict)
+    """By rank, the number of its last join."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The ranks that have joined, and wait for the others."""
+        return frozenset([rank for rank, call in self.made.items() if call > self.over])
+
+    def join(self, rank: int, call: int) -> None:
+        """``rank`` has run out of batches for the ``call``-th time."""
+        if call > self.made.get(rank, 0):
+            self.made[rank] = call
+            if call > self.over:
+                self.last = rank
+
+    def missing(self, needed: frozenset[int]) -> tuple[int, ...]:
+        """Return which of the ranks that are ``needed`` the next join waits for."""
+        return tuple([rank for rank in sorted(needed) if self.made.get(rank, 0) <= self.over])
+
+    def judge(self, needed: frozenset[int]) -> int:
+        """Return the number of the last join that all ranks ``needed`` have made."""
+        return min([self.made.get(rank, 0) for rank in needed], default=0)
+
+    def end(self, call: int) -> bool:
+        """The ``call``-th join is over; return whether that is new."""
+        if call <= self.over:
+            return False
+        self.over = call
+        return True

@@ -1,0 +1,80 @@
+"""How a rank stands that others wait for, in words: who hangs is not dead, and who is dead hangs not.
+
+A worker's core beats while its script computes, waits or hangs, so that it lives says nothing about the
+script. What does is when the script last called; or, if it waits in a call, which one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+SILENT_AFTER_S = 3.0
+"""Members beat once a second; one that said nothing for so long is called silent."""
+QUIET_AFTER_S = 60.0
+"""A script that called nothing for so long, and waits for nothing, is worth a line of log."""
+HANGS_AFTER_S = 10.0
+"""One who lives, and did nothing for so long while others wait for it, may hang."""
+NAMED_MAX = 20
+"""Ranks that one text names."""
+
+
+def ranks_in_words(ranks: Iterable[int], describe: Callable[[int], str] = lambda rank: "") -> str:
+    """Return ``rank 3`` or ``ranks 1, 3``, each with what ``describe`` says of it; not too many."""
+    listed = list(ranks)
+    told = [(rank, describe(rank)) for rank in listed[:NAMED_MAX]]
+    named = ", ".join(f"{rank} ({words})" if words else f"{rank}" for rank, words in told)
+    more = len(listed) - NAMED_MAX
+    return f"rank{'s' * (len(listed) != 1)} {named}" + (f" and {more} more" if more > 0 else "")
+
+
+def quiet_in_words(quiet_s: float, what: str) -> str:
+    """Say that somebody lives, and when it did something (``what``) last.
+
+    Example:
+        >>> quiet_in_words(2.0, "call"), quiet_in_words(42.0, "call")
+        ('alive, last call 2 s ago', 'alive, but no progress for 42 s')
+    """
+    if quiet_s < HANGS_AFTER_S:
+        return f"alive, last {what} {quiet_s:.0f} s ago"
+    return f"alive, but no progress for {quiet_s:.0f} s"
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the beats of a member tell about its script."""
+
+    calls: int
+    moved_at: float
+    """When the number of calls last grew."""
+    waits_in: str = ""
+    """The call that the script waits in."""
+    is_quiet: bool = False
+    """Said to be so in the log."""
+    heard_at: float | None = None
+    """When its process beat last; None before it does. Its guardian may beat on without it."""
+
+    def beat(self, calls: int, waits_in: str, now: float) -> str:
+        """Take in a beat of the script's own process; return what is new and worth a line of log."""
+        if calls < self.calls:
+            return ""  # a guardian's, which a scheduler that began anew takes for the script's
+        self.heard_at = now
+        if calls > self.calls:
+            self.calls, self.moved_at = calls, now
+        self.waits_in = waits_in
+        was_quiet = self.is_quiet
+        self.is_quiet = calls > 0 and not waits_in and now - self.moved_at >= QUIET_AFTER_S
+        if self.is_quiet == was_quiet:
+            return ""
+        if self.is_quiet:
+            return f"lives, but has called nothing for {now - self.moved_at:.0f} s"
+        return "calls again"
+
+    def words(self, now: float) -> str:
+        """Say how the script of a member that beats stands."""
+        quiet_s = now - self.moved_at
+        if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
+            return f"hangs: its kvps-worker lives, its process is silent for {now - self.heard_at:.0f} s"
+        if self.waits_in:
+            return f"alive, waits in {self.waits_in} for {quiet_s:.0f} s"
+        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has called nothing yet"

@@ -1,0 +1,235 @@
+"""Who is away, and until when: the joins of a store, and what a server does with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.joins import Joins
+from kvps.messages import (
+    Barrier,
+    Done,
+    Error,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
+    Optimize,
+    Probe,
+    Probed,
+    Pulled,
+    Push,
+    Rate,
+    Return,
+    Run,
+)
+from kvps.specs import BY_NAME
+from tests.server_stage import ServerStage, heard, optimizing, pulled, refusal
+
+FLOAT = BY_NAME["float32"].id
+
+
+def test_a_rank_is_away_until_its_join_is_over() -> None:
+    joins = Joins()
+    joins.join(1, 1)
+    assert joins.away == {1}
+    assert joins.missing(frozenset({0, 1, 2})) == (0, 2)
+    assert joins.judge(frozenset({0, 1})) == 0
+    joins.join(0, 1)
+    assert joins.judge(frozenset({0, 1})) == 1
+    assert joins.last == 0
+    assert joins.end(1)
+    assert not joins.end(1)
+    assert joins.away == frozenset()
+
+
+def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
+    joins = Joins()
+    joins.join(1, 1)
+    joins.end(1)
+    joins.join(0, 1)
+    joins.join(1, 1)
+    assert joins.away == frozenset()
+    assert joins.last == 1
+
+
+def test_nobody_has_joined_where_nobody_is_needed() -> None:
+    assert Joins().judge(frozenset()) == 0
+
+
+# --- on a server ----------------------------------------------------------------------------------
+
+
+def staged(workers: int = 2, rank: int = 0, mode: str = "sync", **options: object) -> ServerStage:
+    stage = ServerStage(workers, servers=2, rank=rank)
+    stage.open(mode, **options)
+    if mode != "sync":
+        stage.optimizer("test")
+    stage.init("w", [0.0])
+    return stage
+
+
+@pytest.mark.spec("R120")
+def test_rounds_close_without_one_that_is_away() -> None:
+    stage = staged()
+    stage.push(0, "w", [1.0], 0)
+    stage.push(1, "w", [2.0], 0)
+    assert stage.pull(0, "w", after=2, seq=50) == []
+    stage.push(0, "w", [3.0], 1)
+    assert stage.span("w").version == 1
+    said = stage.say(1, Join("kv", 1, False))
+    assert heard(said, Joined) == [Joined(stage.seqs[1], 1)]
+    assert pulled(said) == {50: [3.0]}
+    stage.push(0, "w", [4.0], 2)
+    assert stage.values("w") == [4.0]
+
+
+@pytest.mark.spec("R120", "R121")
+def test_the_judge_answers_when_all_have_joined() -> None:
+    stage = staged()
+    assert stage.say(1, Join("kv", 1, True)) == []
+    (answer,) = heard(stage.say(1, Probe((stage.seqs[1],))), Probed)
+    assert answer.pending[0].reason == "rank 0 (alive, last request 0 s ago) has not joined"
+    assert stage.say(1, Join("kv", 1, True), seq=1) == []
+    said = stage.say(0, Join("kv", 1, True), seq=9)
+    assert set(heard(said, Joined)) == {Joined(1, 0), Joined(9, 0)}
+    assert heard(stage.say(1, Join("kv", 1, True), seq=3), Joined) == [Joined(3, 0)]
+    stage.push(0, "w", [4.0], 0)
+    assert stage.span("w").version == 0, "all are back"
+
+
+@pytest.mark.spec("R120")
+def test_another_server_waits_for_all_when_it_hears_of_the_end() -> None:
+    stage = staged(rank=1)
+    for rank in (0, 1):
+        stage.say(rank, Join("kv", 1, False))
+    stage.push(0, "w", [5.0], 0)
+    assert stage.span("w").version == 0, "nobody is left to close a round"
+    assert heard(stage.say(1, Return("kv", 1)), Done)
+    assert stage.values("w") == [5.0], "what was pushed before is of the rounds before"
+    stage.push(0, "w", [6.0], 1)
+    assert heard(stage.say(0, Return("kv", 1)), Done)
+    assert stage.span("w").version == 1, "one that is back pushes, and the others do not yet"
+    stage.say(0, Join("kv", 1, False))
+    assert stage.span("w").version == 1, "it came late"
+
+
+@pytest.mark.spec("R102", "R120")
+def test_what_is_not_finite_is_dropped_from_what_a_join_closes_too() -> None:
+    stage = ServerStage(2, servers=2, rank=1)
+    stage.open("sync", on_nonfinite="skip")
+    for key in ("a", "b", "c"):
+        stage.init(key, [0.0])
+    stage.optimizer("test")
+    for rank in (0, 1):
+        stage.say(rank, Join("kv", 1, False))
+    place = stage.pieces["a"][0]
+    for number, row in enumerate(([1.0, float("nan"), 1.0], [1.0, 1.0, 1.0])):
+        runs = (Run(place.start, 3, number),)  # the keys lie side by side, in one span
+        stage.say(0, Push(place.chunk, FLOAT, (0,), 1.0, False, runs), torch.tensor(row))
+    stage.say(1, Return("kv", 1))
+    assert [stage.span(key).version for key in ("a", "b", "c")] == [2, 2, 2]
+    assert [stage.values(key) for key in ("a", "b", "c")] == [[2.0], [1.0], [2.0]]
+
+
+@pytest.mark.spec("R121")
+def test_a_view_may_end_a_join() -> None:
+    stage = staged(3)
+    stage.say(1, Join("kv", 1, True))
+    stage.say(0, Join("kv", 1, True))
+    assert heard(stage.show(w2="lost"), Joined) == []
+    (answer,) = heard(stage.say(1, Probe((1,))), Probed)
+    assert answer.pending[0].reason == "rank 2 (lost) has not joined"
+    assert len(heard(stage.show(w2="left"), Joined)) == 2
+
+
+@pytest.mark.spec("R121")
+@pytest.mark.parametrize(("mode", "policy"), [("sync", "shrink"), ("async", "wait")])
+def test_a_store_that_does_not_wait_for_the_lost_joins_without_them(mode: str, policy: str) -> None:
+    stage = staged(3, mode=mode, on_worker_lost=policy)
+    stage.say(1, Join("kv", 1, True))
+    stage.say(0, Join("kv", 1, True))
+    assert len(heard(stage.show(w2="lost"), Joined)) == 2
+
+
+@pytest.mark.spec("R122")
+def test_a_replacement_is_away_like_its_predecessor() -> None:
+    stage = staged()
+    stage.say(1, Join("kv", 1, True))
+    stage.replace(1)
+    stage.push(0, "w", [4.0], 0)
+    assert stage.values("w") == [4.0]
+    assert heard(stage.say(0, Join("kv", 1, True)), Joined), "nobody else is missing"
+
+
+@pytest.mark.spec("R123")
+def test_the_clock_of_one_that_is_away_does_not_count() -> None:
+    stage = staged(mode="ssp", staleness=0)
+    stage.push(1, "w", [1.0], 0)
+    for number in range(3):
+        stage.push(0, "w", [1.0], number)
+    assert stage.pull(0, "w", seq=50) == []
+    assert pulled(stage.say(1, Join("kv", 1, True))) == {50: [4.0]}
+
+
+# --- who resumes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R125")
+def test_a_server_tells_what_it_heard() -> None:
+    stage = staged()
+    empty = heard(stage.say(1, History("kv")), HistoryIs)
+    assert empty == [HistoryIs(stage.seqs[1], 0, 0, 0, 0, 0.0, 0, False)]
+    stage.optimizer("sgd", call=2, lr=1.0)
+    stage.say(0, Rate("kv", 3, True, 0.5, 7))
+    for rank in (0, 1):
+        stage.say(rank, Join("kv", 1, True))
+    stage.say(1, Join("kv", 2, True))
+    (full,) = heard(stage.say(1, History("kv")), HistoryIs)
+    assert full == HistoryIs(stage.seqs[1], 2, 0, 3, 7, 0.5, 1, True)
+    assert not heard(stage.say(0, History("kv")), HistoryIs)[0].joined
+
+
+@pytest.mark.spec("R126")
+def test_one_that_resumes_waits_for_the_first_call_that_comes_no_earlier() -> None:
+    stage = staged()
+    stage.optimizer("sgd", lr=1.0)
+    assert stage.say(1, Rate("kv", 7, False, 0.0, 3, resumed=True)) == [], "none was made"
+    assert len(heard(stage.say(0, Rate("kv", 1, True, 0.5, 3)), Done)) == 2
+    assert stage.say(1, Rate("kv", 7, False, 0.25, 4, resumed=True)) == []
+    assert heard(stage.say(1, Rate("kv", 7, False, 0.5, 4, resumed=True)), Done), "it says the same"
+    assert heard(stage.say(1, Rate("kv", 7, False, 0.125, 3, resumed=True)), Done)
+    assert len(heard(stage.say(0, Rate("kv", 2, True, 0.125, 5)), Done)) == 2
+
+
+@pytest.mark.spec("R126")
+def test_so_with_the_optimizer() -> None:
+    stage = staged()
+
+    def say(rank: int, lr: float, after: int, call: int = 1) -> list[object]:
+        made = optimizing("sgd", call, rank == 0, lr=lr)
+        fields = (made.numbers, made.lr_mult, made.wd_mult, after, rank == 1)
+        said = stage.say(rank, Optimize("kv", call, rank == 0, "sgd", *fields))
+        return list(heard(said, Done))
+
+    assert not say(1, 0.5, 3)
+    assert len(say(0, 0.5, 3)) == 2
+    assert say(1, 0.5, 4)
+    assert say(1, 0.25, 3)
+    assert not say(1, 0.25, 4)
+    assert len(say(0, 0.125, 4, call=2)) == 2
+
+
+@pytest.mark.spec("R125")
+def test_calls_after_other_rounds_need_not_agree() -> None:
+    stage = staged()
+    stage.optimizer("sgd", lr=1.0)
+    stage.say(0, Rate("kv", 1, True, 0.5, 3))
+    assert heard(stage.say(1, Rate("kv", 1, False, 0.25, 4)), Done)
+    assert "Mismatch" in refusal(stage.say(1, Rate("kv", 1, False, 0.25, 3)))
+
+
+def test_nothing_else_is_for_a_server() -> None:
+    stage = staged()
+    assert heard(stage.say(0, Barrier("kv", "b", 0)), Error)
+    assert not heard(stage.say(0, Return("kv", 0)), Pulled)

@@ -1,0 +1,61 @@
+"""How a rank stands, in words; and what its beats tell of its script."""
+
+from __future__ import annotations
+
+from kvps.core.presence import QUIET_AFTER_S, Progress, quiet_in_words, ranks_in_words
+
+
+def test_one_rank_and_many_are_named_with_what_is_known_of_them() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([1, 3]) == "ranks 1, 3"
+    words = ranks_in_words([1, 3], lambda rank: "lost" if rank == 3 else "")
+    assert words == "ranks 1, 3 (lost)"
+    assert ranks_in_words(range(25)).endswith("18, 19 and 5 more")
+
+
+def test_one_that_did_something_just_now_is_told_from_one_that_may_hang() -> None:
+    assert quiet_in_words(9.0, "request") == "alive, last request 9 s ago"
+    assert quiet_in_words(42.0, "request") == "alive, but no progress for 42 s"
+
+
+def test_a_script_that_calls_makes_progress() -> None:
+    script = Progress(0, 100.0)
+    assert script.words(101.0) == "alive, has called nothing yet"
+    script.beat(5, "", 102.0)
+    assert script.words(104.0) == "alive, last call 2 s ago"
+    script.beat(5, "", 143.5)
+    assert script.words(144.0) == "alive, but no progress for 42 s"
+    script.beat(6, "", 145.0)
+    assert script.words(145.0) == "alive, last call 0 s ago"
+
+
+def test_one_that_waits_in_a_call_does_not_hang() -> None:
+    script = Progress(0, 0.0)
+    script.beat(5, "pull()", 10.0)
+    script.beat(5, "pull()", 69.0)
+    assert script.words(70.0) == "alive, waits in pull() for 60 s"
+    assert script.beat(5, "pull()", 10.0 + 2 * QUIET_AFTER_S) == ""
+
+
+def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
+    script = Progress(0, 0.0)
+    assert script.beat(0, "", QUIET_AFTER_S) == ""  # it may load data before its first call
+    script.beat(1, "", 100.0)
+    assert script.beat(1, "", 100.0 + QUIET_AFTER_S - 1) == ""
+    assert script.beat(1, "", 100.0 + QUIET_AFTER_S) == "lives, but has called nothing for 60 s"
+    assert script.beat(1, "", 100.0 + QUIET_AFTER_S + 1) == ""
+    assert script.beat(2, "", 100.0 + QUIET_AFTER_S + 2) == "calls again"
+
+
+def test_one_whose_process_says_nothing_any_more_hangs() -> None:
+    script = Progress(0, 0.0)
+    script.beat(7, "barrier()", 1.0)
+    assert script.words(3.0) == "alive, waits in barrier() for 2 s"
+    assert script.words(43.0) == "hangs: its kvps-worker lives, its process is silent for 42 s"
+
+
+def test_a_beat_with_fewer_calls_is_not_the_scripts() -> None:
+    script = Progress(0, 0.0)
+    script.beat(7, "barrier()", 1.0)
+    assert script.beat(0, "", 43.0) == ""
+    assert script.words(43.0).startswith("hangs")
