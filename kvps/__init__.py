@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvps.store.cluster import LocalCluster
     from kvps.store.create import create, shutdown
     from kvps.store.kvstore import KVStore
+    from kvps.store.leaving import leave_at_sigterm
     from kvps.trainer import Trainer
 
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -58,6 +59,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.store.cluster": ("LocalCluster",),
     "kvps.store.create": ("create", "shutdown"),
     "kvps.store.kvstore": ("KVStore",),
+    "kvps.store.leaving": ("leave_at_sigterm",),
     "kvps.data": ("data_sampler", "split_and_load"),
     "kvps.trainer": ("Trainer",),
 }
@@ -86,6 +88,7 @@ __all__ = [
     "__version__",
     "create",
     "data_sampler",
+    "leave_at_sigterm",
     "shutdown",
     "split_and_load",
 ]

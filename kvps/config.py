@@ -300,6 +300,18 @@ def join_max_s(env: Mapping[str, str] | None = None) -> float:
     return limit_s
 
 
+def as_seconds(name: str, given: str) -> float:
+    """Return what ``name`` was given, as a time.
+
+    Raises:
+        ConfigError: unless they are over 0.
+    """
+    seconds = as_number(name, given)
+    if seconds <= 0:
+        raise ConfigError(f"{name}={seconds:g}: use a number of seconds over 0")
+    return seconds
+
+
 def environment(
     changes: Mapping[str, str], defaults: Mapping[str, str], env: Mapping[str, str] | None = None
 ) -> dict[str, str]:

@@ -984,3 +984,61 @@ class Resumed(Message):
     """The sender has taken another's place; else it knows its own numbers."""
     barriers: dict[str, int]
     """By name, the number of the next barrier of this rank, in a store without rounds."""
+
+
+# --- one who looks ------------------------------------------------------------------------------
+
+
+class OldRound(NamedTuple):
+    """The oldest open round of a store on one server."""
+
+    server: int
+    store: str
+    key: str
+    number: int
+    missing: tuple[int, ...]
+    age_s: float
+
+
+@_tag(77)
+@dataclass(frozen=True, slots=True)
+class Stalled(Message):
+    """Server to scheduler: these rounds have been open for a while; none, if none has."""
+
+    rounds: tuple[OldRound, ...]
+
+
+@_tag(78)
+@dataclass(frozen=True, slots=True)
+class Look(Message):
+    """Anybody to scheduler: how does the job stand?"""
+
+
+class Sight(NamedTuple):
+    """One seat, as the scheduler shows it to one who looks."""
+
+    role: int
+    rank: int
+    incarnation: int
+    state: str
+    """As in a view."""
+    host: str
+    pid: int
+    endpoint: str
+    heard_s: float
+    """Since its holder was last heard."""
+    presence: str
+    """How its holder stands, in words."""
+
+
+@_tag(79)
+@dataclass(frozen=True, slots=True)
+class Seen(Message):
+    """Answer to LOOK."""
+
+    seq: int
+    phase: str
+    reason: str
+    members: tuple[Sight, ...]
+    rounds: tuple[OldRound, ...]
+    """The oldest of each store, the oldest first."""

@@ -108,18 +108,17 @@ class Trainer:
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
         _check_free(self._kv, tensors)
-        replaces = self._spread(tensors)
+        if self._on_store and isinstance(optimizer, torch.optim.Optimizer):
+            hyper = describe(optimizer, {one: name for name, one in self._params.items()})
+        replaces = self._spread(tensors, hyper if self._on_store else None)
         if self._on_store:
-            if isinstance(optimizer, torch.optim.Optimizer):
-                hyper = describe(optimizer, {one: name for name, one in self._params.items()})
-            assert hyper is not None
-            self._install(hyper)
-        elif replaces:
+            return
+        if replaces:
             raise ConfigError(
                 "this worker replaces one that was lost; with update_on_kvstore=False only the "
                 "other workers have the weights: start the job anew, or update in the store"
             )
-        elif isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         else:
             assert hyper is not None
@@ -287,8 +286,12 @@ class Trainer:
 
     # --- small things -------------------------------------------------------------------------------
 
-    def _spread(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Give every worker rank 0's values; return whether this one replaces a lost one."""
+    def _spread(self, tensors: Mapping[str, torch.Tensor], hyper: Hyper | None) -> bool:
+        """Give every worker rank 0's values, and the store its optimizer, if it has one.
+
+        Return whether this worker replaces a lost one. It makes the calls that all make at the
+        beginning before it resumes: from there on its calls are those of the others' present step.
+        """
         if self._kv is None:
             return False
         names = list(tensors)
@@ -296,12 +299,16 @@ class Trainer:
         replaces = False
         if isinstance(self._kv, KVStore):
             self._kv.init(names, values)
+            if hyper is not None:
+                self._install(hyper)
             trained = [name for name, one in self._params.items() if one.requires_grad]
             replaces = self._kv.resume(trained) > 0
             self._kv.pull(names, out=values)
         else:
             for name, value in zip(names, values, strict=True):
                 self._kv.broadcast(name, value, out=value)
+            if hyper is not None:
+                self._install(hyper)
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
                 tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))

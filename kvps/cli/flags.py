@@ -70,6 +70,16 @@ def add_scheduler(parser: Parser) -> None:
     )
 
 
+def add_grace(parser: Parser) -> None:
+    """Add ``--grace``."""
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        help="let COMMAND leave behind the round that it is in when it gets SIGTERM, and give it "
+        "so long for that; KVPS_GRACE",
+    )
+
+
 def setting(parsed: argparse.Namespace, name: str, read: Callable[[str, str], T], default: T) -> T:
     """Return the setting ``name``: of its flag, its variable, or the default.
 

@@ -68,6 +68,8 @@ If a worker fails (its COMMAND ends with anything but 0), it is started again wi
 as often as --max-restarts allows; after that the others get WorkerLost and everything ends. So is
 a server, with --checkpoint-dir: all servers return to the last checkpoint, and workers go on.
 Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
+With --grace SECONDS a COMMAND that gets SIGTERM ends behind the round that it is in. So does one
+whose kvps-worker alone gets it, and the others go on without it.
 
 exit codes:
   0    every worker ended with 0
@@ -76,7 +78,7 @@ exit codes:
   any other: that of the first worker that failed; else that of a server or of the scheduler
 
 environment, where the flag is not given:
-  KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
+  KVPS_GRACE, KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
   KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES,
   KVPS_CHECKSUM (0 sends packets without checksums)
@@ -101,6 +103,8 @@ class Plan:
     checkpoint_dir: str | None = None
     """Where servers write checkpoints; one that fails is started again from there."""
     checkpoint_every: str | None = None
+    grace_s: float | None = None
+    """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
 
 
 def _parser() -> flags.Parser:
@@ -131,6 +135,7 @@ def _parser() -> flags.Parser:
         metavar="SECONDS",
         help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
     )
+    flags.add_grace(parser)
     parser.add_argument(
         "--env",
         metavar="NAME=VALUE",
@@ -148,13 +153,15 @@ def _main(argv: Sequence[str]) -> int:
     if workers < 1 or servers < 1:
         raise ConfigError(f"-n {workers} -s {servers}: use 1 or more of each")
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
+    grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
     screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(parsed.env, workers + servers)
     folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
-    plan = Plan(workers, servers, restarts, env, command, level, folder, parsed.checkpoint_every)
+    places = (folder, parsed.checkpoint_every)
+    plan = Plan(workers, servers, restarts, env, command, level, *places, grace_s)
     leash = Leash()
     try:
         return Launch(plan, screen, leash).run()
@@ -317,7 +324,8 @@ class Launch:
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []
-        self._start("worker", rank, life, [*final, "--", *self._plan.command])
+        grace = [] if self._plan.grace_s is None else ["--grace", self._plan.grace_s]
+        self._start("worker", rank, life, [*final, *grace, "--", *self._plan.command])
 
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
@@ -459,7 +467,8 @@ class Launch:
             self._enter(Stage.KILLING, None)
             self._signal(signal.SIGKILL)
             return
-        self._enter(Stage.STOPPING, STOP_MAX_S)
+        grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
+        self._enter(Stage.STOPPING, STOP_MAX_S + grace_s)
         if any(one.role == "worker" for one in self._children.values()):
             self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
         else:

@@ -15,6 +15,7 @@ from kvps.cli import flags
 
 NAME = "kvps"
 COMMANDS = {
+    "status": "show who is in a job, how they stand, and which rounds wait for whom",
     "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
     "checkpoint": "list and verify what servers wrote to the disk; export a model from it",
 }
@@ -22,7 +23,8 @@ WHAT = "Looks after clusters of kvps. The processes of a cluster have commands o
 MORE = f"""\
 commands:
 {"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
-example:
+examples:
+  kvps status
   kvps bench --workloads small
   kvps bench --help
   kvps checkpoint list /ckpt

@@ -18,7 +18,7 @@ from kvps import __version__, config
 from kvps.cli import flags
 from kvps.cli.leash import Leash, kill
 from kvps.core.effects import Effects, Finish
-from kvps.core.guardian import ASK, KILL, START, Guardian
+from kvps.core.guardian import ASK, END_MAX_S, KILL, START, Guardian
 from kvps.core.member import Identity
 from kvps.errors import ConfigError
 from kvps.messages import Role, Welcome
@@ -43,13 +43,15 @@ If COMMAND ends with 0, this worker leaves, and the job goes on without it. If i
 the worker is lost: rounds wait for a replacement of its rank (start this again with --rank R), or
 with --no-replacement the others get WorkerLost at once.
 
-SIGTERM and SIGINT are passed on; what does not end in 5 s is killed. COMMAND runs in a process
-group of its own, which ends with it, and with this process, whatever happens to either.
+SIGTERM and SIGINT are passed on; what does not end in 5 s is killed. With --grace SECONDS a
+COMMAND in Python that gets SIGTERM ends with 0 behind the round that it is in, and the others go
+on without it; it is killed when it takes longer. COMMAND runs in a process group of its own, which
+ends with it, and with this process, whatever happens to either.
 
 The exit code is that of COMMAND, 128 + N if signal N killed it. Before COMMAND starts:
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_RANK, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL
+  KVPS_SCHEDULER, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
   KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
@@ -73,6 +75,7 @@ def _parser() -> flags.Parser:
         action="store_true",
         help="nobody will replace this worker if COMMAND fails",
     )
+    flags.add_grace(parser)
     # Where kvps-launch wants to hear how COMMAND ended, before the scheduler hears it.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
     return parser
@@ -84,6 +87,7 @@ def _main(argv: Sequence[str]) -> int:
     scheduler = flags.scheduler_of(parsed)
     rank = flags.setting(parsed, "rank", config.as_whole, None)
     join_max_s = config.join_max_s()
+    grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
     leash = Leash()
     with _offer(scheduler, join_max_s) as master:
@@ -99,10 +103,11 @@ def _main(argv: Sequence[str]) -> int:
             join_max_s=join_max_s,
             machine=own_machine(),
         )
-        core = Guardian(identity, time.monotonic(), not parsed.no_replacement)
-        shell = Shell(
-            core, ZmqTransport(checksums=config.checksums()), leash, command, parsed.report_fd
-        )
+        limit_s = END_MAX_S if grace_s is None else grace_s
+        core = Guardian(identity, time.monotonic(), not parsed.no_replacement, limit_s)
+        env = {} if grace_s is None else {"KVPS_LEAVE_AT_SIGTERM": "1"}
+        transport = ZmqTransport(checksums=config.checksums())
+        shell = Shell(core, transport, leash, command, parsed.report_fd, env)
         try:
             return shell.run()
         finally:
@@ -142,6 +147,7 @@ class Shell(Silent):
         leash: Leash,
         command: Sequence[str],
         report_fd: int | None,
+        env: dict[str, str],
     ) -> None:
         self._core = core
         self._transport = transport
@@ -149,6 +155,8 @@ class Shell(Silent):
         self._leash = leash
         self._command = command
         self._report_fd = report_fd
+        self._env = env
+        """What COMMAND finds in its environment, besides its place in the cluster."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -217,7 +225,7 @@ class Shell(Silent):
         self._leash.hold(self._process.pid)
 
     def _environment(self, welcome: Welcome) -> dict[str, str]:
-        changes = {
+        changes = self._env | {
             "KVPS_SCHEDULER": self._core.member.identity.scheduler,
             "KVPS_RANK": str(welcome.rank),
             "KVPS_INCARNATION": str(welcome.incarnation),

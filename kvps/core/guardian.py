@@ -55,12 +55,20 @@ class Stage(enum.Enum):
 class Guardian:
     """One kvps-worker's part in one job."""
 
-    def __init__(self, identity: Identity, now: float, is_replaceable: bool = True) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        now: float,
+        is_replaceable: bool = True,
+        grace_s: float = END_MAX_S,
+    ) -> None:
+        """Hold a seat for a command; it may take ``grace_s`` to end when SIGTERM is passed on."""
         self.member = Membership(identity, now)
         self.stage = Stage.JOINING
         self.exit_code = 0
         """The command's, once it has ended."""
         self._is_replaceable = is_replaceable
+        self._grace_s = grace_s
         self._reason = ""
         self._ask_at: float | None = None
         self._kill_at: float | None = None
@@ -99,6 +107,8 @@ class Guardian:
             )
         elif self._kill_at is None:
             yield from self._ask(number, now)
+            if number == signal.SIGTERM:
+                self._kill_at = now + self._grace_s
         else:
             yield Finish(KILL)
 

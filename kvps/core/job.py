@@ -31,6 +31,7 @@ from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
 from kvps.core.membership import Seats
 from kvps.core.pace import Pace
 from kvps.core.phase import Phase, assess
+from kvps.core.picture import Picture
 from kvps.core.seats import Seat, Settings, State
 from kvps.core.snapshot import Snapshot, dump, load
 from kvps.messages import Checkpoint, Envelope, Message, Node, Packet, Role, Stop, View, Welcome
@@ -76,6 +77,7 @@ class Job:
         self.checkpoints = Checkpoints(settings.workers, settings.servers)
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
+        self.picture = Picture()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """What members are told once everything is over."""
@@ -241,6 +243,7 @@ class Job:
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
         self.checkpoints, self.since = Checkpoints(self.settings.workers, self.settings.servers), 0
+        self.picture = Picture()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()

@@ -32,6 +32,8 @@ from kvps.messages import (
 
 SCHEDULER: Route = "scheduler"
 BEAT_EVERY_S = 1.0
+STILL_S = 5.0
+"""A process whose timer rings so late has been stopped itself, and heard nobody in that time."""
 JOIN_MAX_S = 60.0
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
@@ -100,6 +102,7 @@ class Membership:
         self._leave: Leave | None = None
         """What was said, until it is known to have been heard."""
         self._next_beat = now
+        self._rang_at = now
 
     # --- what it knows ----------------------------------------------------------------------
 
@@ -217,6 +220,9 @@ class Membership:
 
     def on_timer(self, now: float) -> Effects:
         """Say HELLO again, or beat, or LEAVE again, if it is time."""
+        if now > self._rang_at + STILL_S:  # this process stood still, and not the scheduler
+            self.heard_at = now
+        self._rang_at = now
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
         self._next_beat = now + BEAT_EVERY_S

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from kvps.core.barriers import Waiter
 from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.phase import Phase
+from kvps.core.picture import sights
 from kvps.core.presence import ranks_in_words
 from kvps.core.seats import NAME_MAX, Seat, Settings, State, shortened
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
@@ -41,6 +42,7 @@ from kvps.messages import (
     ImageTaken,
     Leave,
     Left,
+    Look,
     Message,
     Node,
     Packet,
@@ -51,7 +53,9 @@ from kvps.messages import (
     Resume,
     Resumed,
     Role,
+    Seen,
     Shelf,
+    Stalled,
     Stop,
 )
 
@@ -77,6 +81,8 @@ class Scheduler:
         envelope, message = packet.envelope, packet.message
         try:
             match message:
+                case Look():
+                    self.job.send(route, self._seen(envelope.seq, now))
                 case Leave():
                     self._on_leave(route, envelope, message, now)
                 case Error():
@@ -98,6 +104,8 @@ class Scheduler:
                     self._on_cut(route, envelope, message, Role.SERVER, now)
                 case Resume():
                     self._on_resume(route, envelope, message, now)
+                case Stalled():
+                    self._on_stalled(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
@@ -179,7 +187,7 @@ class Scheduler:
         if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
             if news:
-                self.job.note("warning", f"{seat.node} {news}")
+                self.job.note("info", f"{seat.node} {news}")
         self.job.send(route, Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
@@ -260,6 +268,18 @@ class Scheduler:
             self.job.has_changed = True
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, Resumed(envelope.seq, True, numbers))
+
+    def _on_stalled(self, route: Route, envelope: Envelope, stalled: Stalled, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.SERVER:
+            raise ProtocolError(f"{seat.node} has no rounds; servers have")
+        self.job.picture.tell(seat.node.rank, stalled.rounds, now)
+
+    def _seen(self, seq: int, now: float) -> Seen:
+        """Return what one who looks is shown."""
+        seats = self.job.seats.by_node
+        members, rounds = sights(seats.values(), now), self.job.picture.rounds(seats, now)
+        return Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
 
     def _examine(self, envelope: Envelope, hello: Hello) -> None:
         major, minor = PROTOCOL

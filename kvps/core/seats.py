@@ -198,8 +198,9 @@ class Seat:
         """Say how its holder stands, to those who wait for it."""
         if self.state is State.HELD:
             silent_s = now - self.heard_at
-            is_silent = silent_s >= SILENT_AFTER_S
-            return f"silent for {silent_s:.0f} s" if is_silent else self.progress.words(now)
+            if silent_s >= SILENT_AFTER_S:
+                return f"silent for {silent_s:.0f} s"
+            return "alive" if self.node.role is Role.SERVER else self.progress.words(now)
         if self.state is State.EMPTY:
             return "not here yet"
         return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"

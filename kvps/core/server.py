@@ -23,10 +23,10 @@ from kvps.core.disk import Answer, Found, Loaded
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.engine import Engine
 from kvps.core.keeper import ORDERS, Keeper
-from kvps.core.member import SCHEDULER, Identity, Membership, check_protocol
+from kvps.core.member import SCHEDULER, STILL_S, Identity, Membership, check_protocol
 from kvps.core.requests import Requests
 from kvps.core.sessions import Session, Waiting
-from kvps.core.stalls import Stalls
+from kvps.core.stalls import Stall, Stalls
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.messages import (
     Envelope,
@@ -34,18 +34,22 @@ from kvps.messages import (
     Hello,
     Message,
     Norms,
+    OldRound,
     Packet,
     Revive,
     Revived,
     Role,
+    Stalled,
     Welcome,
 )
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
-STILL_S = 5.0
-"""A server whose timer rang so late has been stopped itself, and hears nobody's silence in that time."""
+TELL_AFTER_S = 1.0
+"""How long a round must have been open for the scheduler to be told of it."""
+TELL_MAX = 256
+"""How many stores, and how many ranks of each, it is told of."""
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
@@ -95,6 +99,8 @@ class Server:
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = Stalls()
+        self._has_told = False
+        """The scheduler knows of open rounds."""
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -138,7 +144,7 @@ class Server:
             yield from self.requests.tell_again()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            yield from self._stalls.look(self.requests.oldest(now))
+            yield from self._look(now)
             yield from self.requests.look_at_drops()
         if now > self._rang_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
@@ -151,6 +157,20 @@ class Server:
         """When the next beat, telling or look at the rounds is due."""
         beat = self.member.deadline()
         return None if beat is None else min(beat, self._next_tell, self._next_look)
+
+    def _look(self, now: float) -> Effects:
+        """Say in the log which rounds wait for whom, and tell the scheduler, for those who look."""
+        oldest = list(self.requests.oldest(now))
+        yield from self._stalls.look(oldest)
+        rounds = tuple([self._shown(one) for one in oldest if one.age_s >= TELL_AFTER_S])
+        if self.member.welcome is not None and (rounds or self._has_told):
+            self._has_told = bool(rounds)
+            yield Send(SCHEDULER, self.member.packet(Stalled(rounds[:TELL_MAX])))
+
+    def _shown(self, one: Stall) -> OldRound:
+        return OldRound(
+            self.member.rank, one.store, one.key, one.number, one.missing[:TELL_MAX], one.age_s
+        )
 
     # --- the scheduler --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.cluster import LocalCluster, worker_session
 from kvps.store.dist import DistStore
 from kvps.store.kvstore import TIMEOUT_S, seconds
+from kvps.store.leaving import leave_if_wished
 from kvps.store.local import LocalStore
 from kvps.store.names import Kind, kind_of
 from kvps.store.session import Session, leave_at_exit
@@ -226,6 +227,7 @@ class _Process:
         elif found.role != "worker":
             _become(found)
         else:
+            leave_if_wished(config.switch("KVPS_LEAVE_AT_SIGTERM"))
             self.session = worker_session(
                 found.scheduler, found.rank, found.incarnation, found.job, config.join_max_s()
             )

@@ -22,6 +22,7 @@ from kvps.store import states
 from kvps.store.arguments import names_of, reduce
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.leaving import Step
 from kvps.store.names import Kind
 from kvps.store.session import Session
 from kvps.tensors import Array
@@ -50,6 +51,7 @@ class DistStore(KVStore):
         self._session = session
         self._opened = opened
         self._worker_grace_s = worker_grace_s
+        self._step = Step(opened.store)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
@@ -91,7 +93,8 @@ class DistStore(KVStore):
         this to learn where to go on. What its predecessor got in beyond that number is
         acknowledged and not applied again. In a fresh job it is 0.
 
-        Its next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
+        Call it behind init() and set_optimizer(), which every process makes at its beginning. Its
+        next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
         too, if each step makes them alike, and sets the rate before it pushes. Barriers that the
         predecessor has behind it, or should have, are passed at once.
 
@@ -271,6 +274,7 @@ class DistStore(KVStore):
         eager: bool,
         limit_s: float,
     ) -> Ticket:
+        self._step.push(names)
         call = calls.PushValues(self._name, names, rows, sinks, priority, eager)
         return self._session.call(call, limit_s)
 

@@ -48,6 +48,8 @@ class StateFile(Silent):
         """
         self._folder = Path(folder)
         self._path = self._folder / STATE_FILE
+        self._failure = ""
+        """Why the last state is not there; empty if it is."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._folder, os.O_RDONLY)
@@ -80,8 +82,36 @@ class StateFile(Silent):
             raise StorageError(f"cannot read --state {self._folder}: {error}") from error
 
     def save(self, state: bytes) -> None:
-        """Put ``state`` in the place of the old one, whole or not at all."""
+        """Put ``state`` in the place of the old one, whole or not at all.
+
+        A disk that is full or fails does not end a job that does not need it: only a restart would.
+        The log says so when it begins and when it is over; each later state is tried again.
+        """
         aside = self._path.with_suffix(".tmp")
+        try:
+            self._write(aside, state)
+        except OSError as error:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            self._tell(f"{error.strerror or error}")
+        else:
+            self._tell("")
+
+    def _tell(self, failure: str) -> None:
+        if failure and failure != self._failure:
+            log.error(
+                "cannot save the scheduler's state (%s): %s. The job goes on, and what was saved "
+                "before stays; but a scheduler that is started again would not know what has changed "
+                "since, and the job would have to begin anew. Make room there: each change is saved "
+                "with the next",
+                self._path,
+                failure,
+            )
+        elif self._failure and not failure:
+            log.warning("the scheduler's state is saved again (%s)", self._path)
+        self._failure = failure
+
+    def _write(self, aside: Path, state: bytes) -> None:
         with open(aside, "wb") as file:
             file.write(state)
             file.flush()

@@ -89,7 +89,7 @@ def test_connections_that_are_cut_anywhere(
 
 
 @pytest.mark.spec("R113")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("attentive")
 def test_connections_that_carry_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch, mode: str
@@ -132,7 +132,7 @@ def test_half_open_connections_at_the_usual_pace(
 
 
 @pytest.mark.spec("R111", "R113")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("attentive")
 def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """In payload; and in what says how long a frame is, behind which nothing can be read."""

@@ -151,6 +151,24 @@ def test_ctrl_c_and_sigterm_end_everything(processes: Processes, number: int, co
     processes.check_nothing_left()
 
 
+def test_sigterm_with_grace_lets_everybody_finish_a_round(processes: Processes) -> None:
+    script = processes.script(
+        SUM + "try:\n"
+        "    while True: kv.pushpull('w', torch.ones(4)); print('round', flush=True)\n"
+        "finally: print('end', flush=True)\n"
+    )
+    launched = launch(processes, script, "-n", 2, "--grace", 30)
+    until(
+        lambda: {"[worker 0] round", "[worker 1] round"} <= set(launched.out.splitlines()), "rounds"
+    )
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 143, launched
+    assert {"[worker 0] end", "[worker 1] end"} <= set(launched.out.splitlines())
+    assert "Error" not in launched.err
+    assert "lost" not in launched.err
+    processes.check_nothing_left()
+
+
 def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
     launched = launch(processes, processes.script(SUM), "-n", 2)
     until(lambda: processes.pids(r"kvps\.cli\.scheduler"), "scheduler")

@@ -105,11 +105,11 @@ def test_no_payload_travels_between_those_who_share(monkeypatch: pytest.MonkeyPa
     travelled: Counter[str] = Counter()
     encode = wire.encode
 
-    def note(packet: Packet) -> list[bytes | memoryview]:
+    def note(packet: Packet, *, checked: bool) -> list[bytes | memoryview]:
         kind = type(packet.message).__name__
         travelled[kind] += sum(one.nbytes for one in packet.payload)
         travelled[f"{kind} lent"] += len(packet.loans)
-        return encode(packet)
+        return encode(packet, checked=checked)
 
     def work(rank: int) -> None:
         kv = kvps.create("dist_sync")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Processes, free_port, until
+from tests.integration.processes import Process, Processes, free_port, until
 
 SUM = """
 import kvps, torch
@@ -381,10 +382,10 @@ def test_one_that_hangs_is_named_and_is_not_lost(processes: Processes) -> None:
     pid = int(workers[1].expect(r"pid (\d+)").group(1))
     os.kill(pid, signal.SIGSTOP)
     try:
-        stalls = r"waits for a push of rank 1 \(alive, but no progress for 1\d s\)"
+        stalls = r"waits for a push of rank 1 \(alive, but no progress for \d+ s\)"
         workers[0].expect(stalls)
-        workers[0].expect(r"barrier.* waits for rank 1 \(hangs: .* is silent for 1\d s\)")
-        server.expect(r"waits for rank 1 \(alive, but no progress for 1\d s\)")
+        workers[0].expect(r"barrier.* waits for rank 1 \(hangs: .* is silent for \d+ s\)")
+        server.expect(r"waits for rank 1 \(alive, but no progress for \d+ s\)")
     finally:
         (processes.folder / "go").touch()
         os.kill(pid, signal.SIGCONT)
@@ -393,3 +394,73 @@ def test_one_that_hangs_is_named_and_is_not_lost(processes: Processes) -> None:
         assert "sum [2.0, 2.0, 2.0, 2.0]" in one.out
     assert [server.wait(), cluster.process.wait()] == [0, 0]
     assert "lost" not in cluster.process.err
+
+
+STEPS = """
+import kvps, os, torch
+kv = kvps.create("dist_sync", timeout=60)
+for key in ("a", "b"):
+    kv.init(key, torch.zeros(4))
+try:
+    for step in range(6):
+        if step == 3 and kv.rank == 0:
+            print("waits", flush=True)
+            while not os.path.exists("go"): pass
+        first = kv.pushpull("a", torch.ones(4), async_op=True)
+        print("in", step, flush=True)
+        sums = [one[0].item() for one in (kv.pushpull("b", torch.ones(4)), first.wait())]
+        print("step", step, sums, flush=True)
+finally:
+    print("end", os.getpid(), flush=True)
+"""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    (line,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(line, 16) >> (number - 1) & 1)
+
+
+def leaves_in_step_3(processes: Processes, workers: list[Process], pid: int) -> None:
+    """Worker 1 gets SIGTERM in the middle of step 3, in which worker 0 keeps it waiting."""
+    workers[0].expect("waits")
+    workers[1].expect("in 3")
+    workers[1].signal(signal.SIGTERM)
+    until(lambda: not catches(pid, signal.SIGTERM), "SIGTERM in the command")
+    (processes.folder / "go").touch()
+    assert [one.wait() for one in workers] == [0, 0], workers
+    both, alone = [2.0, 2.0], [1.0, 1.0]
+    for step in range(4):
+        assert all(f"step {step} {both}" in one.out for one in workers)
+    for step in (4, 5):
+        assert f"step {step} {alone}" in workers[0].out
+        assert f"step {step}" not in workers[1].out
+    assert all("end" in one.out for one in workers)
+
+
+def test_sigterm_lets_a_command_leave_behind_its_round(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 2)
+    servers = [cluster.server() for _ in range(2)]
+    script = processes.script("import os; print('pid', os.getpid(), flush=True)\n" + STEPS)
+    workers = [
+        cluster.worker(sys.executable, script, flags=["--rank", rank, "--grace", 30])
+        for rank in (0, 1)
+    ]
+    pid = int(workers[1].expect(r"pid (\d+)").group(1))
+    leaves_in_step_3(processes, workers, pid)
+    assert [one.wait() for one in (*servers, cluster.process)] == [0, 0, 0]
+
+
+def test_sigterm_lets_a_plain_worker_leave_that_wants_it_so(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    script = processes.script("import kvps; kvps.leave_at_sigterm()\n" + STEPS)
+    workers = [cluster.plain(script, KVPS_RANK=str(rank)) for rank in (0, 1)]
+    leaves_in_step_3(processes, workers, workers[1].pid)
+    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+
+
+def test_a_grace_must_be_a_time(processes: Processes) -> None:
+    worker = processes.kvps("worker", "--grace", "0", "--", "true")
+    assert worker.wait() == 78
+    assert "--grace=0: use a number of seconds over 0" in worker.err

@@ -47,7 +47,8 @@ class Do:
     """``copied`` and ``begun`` return earlier."""
 
 
-Script = Generator[Do, Any, Any]
+Script = Generator[Do | None, Any, Any]
+"""None waits until the script is woken."""
 Values = dict[str, torch.Tensor]
 
 
@@ -161,6 +162,7 @@ class Client:
         self._tickets = itertools.count(1)
         self._ticket = 0
         self._until = "finished"
+        self._is_idle = False
         process.on_finish, process.on_copied = self._finished, self._copied
 
     def begin(self) -> None:
@@ -169,6 +171,12 @@ class Client:
         self._network.perform(self.process, self.core.start(now))
         self._ticket = next(self._tickets)
         self._perform(self.core.on_join(self._ticket, now + 10_000.0, now))
+
+    def wake(self) -> None:
+        """Let the script go on, if it waits for that."""
+        if self._is_idle:
+            self._is_idle = False
+            self._soon(None, None)
 
     def _perform(self, effects: Any) -> None:
         self._network.perform(self.process, effects)
@@ -203,6 +211,9 @@ class Client:
         except KvpsError as raised:
             self._end(None, raised)
         else:
+            if step is None:
+                self._is_idle = True
+                return
             now = self._network.time(self.process.name)
             self._ticket, self._until = next(self._tickets), step.until
             self._perform(self.core.on_call(self._ticket, step.call, now + step.timeout_s, now))

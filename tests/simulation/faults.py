@@ -107,16 +107,16 @@ class Trouble:
         usurped: list[Client] = []
         network = cluster.network
         network.delays = Links(self, cluster)
-        for pause in self.pauses:
-            network.at(pause.at, lambda one=pause: _pause(cluster, one, usurped))  # type: ignore[misc]
+        for stop in self.pauses:
+            network.at(stop.at, lambda one=stop: pause(cluster, one, usurped))  # type: ignore[misc]
         for at, rank, is_noticed in self.kills:
             network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
             network.at(at + 1, lambda one=rank: replace_when_lost(cluster, one))  # type: ignore[misc]
         supervise(cluster)
         for one in self.restarts:
             network.at(one.at, lambda it=one: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
-        for reset in self.resets:
-            network.at(reset.at, lambda one=reset: _reset(cluster, one))  # type: ignore[misc]
+        for broken in self.resets:
+            network.at(broken.at, lambda one=broken: reset(cluster, one))  # type: ignore[misc]
         for at, is_full in zip(self.full or (), (True, False), strict=False):
             network.at(at, lambda it=is_full: setattr(cluster.disk, "is_full", it))  # type: ignore[misc]
         return usurped
@@ -197,19 +197,21 @@ def rank_of(name: str) -> int:
     return int(name.split()[1])
 
 
-def _reset(cluster: Cluster, reset: Reset) -> None:
-    one, other = ([it for it in cluster.processes if it.name == name] for name in reset.names)
+def reset(cluster: Cluster, broken: Reset) -> None:
+    """Break the connections between two processes, if both are there."""
+    one, other = ([it for it in cluster.processes if it.name == name] for name in broken.names)
     if one and other:
         cluster.network.reset(one[0], other[0])
 
 
-def _pause(cluster: Cluster, pause: Pause, usurped: list[Client]) -> None:
-    named = [one for one in cluster.processes if one.name == pause.name and one.alive]
+def pause(cluster: Cluster, stop: Pause, usurped: list[Client]) -> None:
+    """Stop a process for a while, if it is there; who is usurped meanwhile is added to the list."""
+    named = [one for one in cluster.processes if one.name == stop.name and one.alive]
     for process in named:
-        cluster.network.pause(process, pause.seconds)
-    if named and pause.is_usurped:
-        rank = rank_of(pause.name)
-        at = cluster.network.now + pause.seconds / 2
+        cluster.network.pause(process, stop.seconds)
+    if named and stop.is_usurped:
+        rank = rank_of(stop.name)
+        at = cluster.network.now + stop.seconds / 2
         cluster.network.at(at, lambda: _usurp(cluster, cluster.clients[rank], rank, usurped))
 
 

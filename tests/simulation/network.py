@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -116,6 +116,7 @@ class Network:
         self._order = itertools.count()
         self._by_endpoint: dict[str, Process] = {}
         self._backs = itertools.count(1)
+        self._to: defaultdict[str, list[Connection]] = defaultdict(list)
         self._view: tuple[bytes, Packet] | None = None
         """The head that was last decoded to a view: all members get the same."""
 
@@ -148,6 +149,8 @@ class Network:
         """Start a process; its core's ``start`` is for the caller to perform."""
         process = Process(name, core, endpoint)
         self._by_endpoint[endpoint] = process
+        for connection in self._to[endpoint]:  # what was on its way to a former process is lost
+            connection.back = self._back()
         return process
 
     def pause(self, process: Process, seconds: float) -> None:
@@ -201,9 +204,9 @@ class Network:
                 case Send():
                     self._send(process, effect.to, effect.packet, effect.hold)
                 case Connect():
-                    process.routes[effect.to] = Connection(
-                        process, effect.to, effect.endpoint, self._back()
-                    )
+                    connection = Connection(process, effect.to, effect.endpoint, self._back())
+                    process.routes[effect.to] = connection
+                    self._to[effect.endpoint].append(connection)
                 case Listen():
                     process.more_endpoints.append(effect.endpoint)
                     self._by_endpoint[effect.endpoint] = process

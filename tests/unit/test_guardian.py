@@ -41,10 +41,10 @@ WELCOME = Welcome(2, 7, 4, 1, 0, 2, "10.0.0.1:29500")
 class Stage:
     """A guardian, its clock, and a scheduler that says what the test wants."""
 
-    def __init__(self, is_replaceable: bool = True) -> None:
+    def __init__(self, is_replaceable: bool = True, **limits: float) -> None:
         identity = Identity(Role.WORKER, AT, "host", 9, "kvps", 2, guardian=True, master="m:1")
         self.now = 100.0
-        self.guardian = Guardian(identity, self.now, is_replaceable)
+        self.guardian = Guardian(identity, self.now, is_replaceable, **limits)
         self.started = list(self.guardian.start(self.now))
 
     def hear(self, message: Message) -> list[Effect]:
@@ -70,8 +70,8 @@ class Stage:
         return list(self.guardian.on_end(code, reason, self.now))
 
 
-def running(is_replaceable: bool = True) -> Stage:
-    stage = Stage(is_replaceable)
+def running(is_replaceable: bool = True, **limits: float) -> Stage:
+    stage = Stage(is_replaceable, **limits)
     assert Finish(START, WELCOME) in stage.hear(WELCOME)
     return stage
 
@@ -163,6 +163,15 @@ class TestRunning:
         assert stage.wait(0.2) == [Finish(KILL)]
         assert leaves(stage.end(137)) == [Leave(False, 137, True, "it ended")]
         assert not [one for one in stage.wait(60) if isinstance(one, Finish)]
+
+    def test_gives_a_command_that_may_leave_its_time_for_that(self) -> None:
+        stage = running(grace_s=30.0)
+        assert stage.signal(signal.SIGTERM) == [Finish(ASK, signal.SIGTERM)]
+        assert stage.wait(29.9) == []
+        assert stage.wait(0.2) == [Finish(KILL)]
+        stage = running(grace_s=30.0)
+        stage.signal(signal.SIGINT)
+        assert stage.wait(END_MAX_S + 0.1) == [Finish(KILL)]
 
     def test_kills_at_the_second_signal(self) -> None:
         stage = running()

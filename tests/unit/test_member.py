@@ -165,6 +165,12 @@ class TestLiving:
         talk.hear(Beat(0))
         assert talk.member.silent_for(talk.now) == 0.0
 
+    def test_time_in_which_it_was_stopped_itself_is_nobodys_silence(self) -> None:
+        talk = joined()
+        talk.now += 18.0
+        talk.take(talk.member.on_timer(talk.now))
+        assert talk.member.silent_for(talk.now) == 0.0
+
     @pytest.mark.spec("R28")
     def test_the_newest_view_counts(self) -> None:
         talk = joined()

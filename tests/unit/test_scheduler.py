@@ -241,10 +241,10 @@ class TestBeat:
     def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
         stage = running()
         stage.beat("w1", 5)
-        quiet = "warning: worker 1 lives, but has called nothing for 60 s"
+        quiet = "info: worker 1 lives, but has called nothing for 60 s"
         assert notes(stage.wait(QUIET_AFTER_S + 9, ["w0", "w1", "s0"])) == [quiet]
         assert notes(stage.beat("w1", 5)) == []
-        assert notes(stage.beat("w1", 6)) == ["warning: worker 1 calls again"]
+        assert notes(stage.beat("w1", 6)) == ["info: worker 1 calls again"]
 
     def test_of_a_guardian_tells_nothing_of_the_script(self) -> None:
         stage = running()

@@ -7,6 +7,7 @@ import torch
 from kvps.core.effects import Note
 from kvps.core.presence import ranks_in_words
 from kvps.core.stalls import STALL_AFTER_S, Stall, Stalls
+from kvps.messages import OldRound, Stalled
 from tests.server_stage import ServerStage
 
 
@@ -90,3 +91,23 @@ def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
         "2 (alive, last request 5 s ago)"
     )
     assert torch.equal(one.chunk().buffer.tensor[:1], torch.tensor([3.0]))
+
+
+def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are_none() -> None:
+    one = ServerStage(workers=3)
+    one.open()
+    one.init("a", [0.0])
+
+    def told(seconds: float) -> list[tuple[OldRound, ...]]:
+        one.now += seconds
+        said = one.take(one.server.on_timer(one.now))
+        return [each.message.rounds for each in said if isinstance(each.message, Stalled)]
+
+    assert told(10) == []
+    one.push(0, "a", [1.0], 0)
+    assert told(5) == [(OldRound(0, "kv", "a", 0, (1, 2), 5.0),)]
+    one.push(1, "a", [1.0], 0)
+    assert told(6) == [(OldRound(0, "kv", "a", 0, (2,), 11.0),)]
+    one.push(2, "a", [1.0], 0)
+    assert told(5) == [()]
+    assert told(5) == []

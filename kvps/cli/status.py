@@ -1,0 +1,141 @@
+"""``kvps status``: one screen of how a job stands, as its scheduler sees it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from kvps import config
+from kvps.cli import flags
+from kvps.core.effects import Exit
+from kvps.core.looker import Looker
+from kvps.core.presence import ranks_in_words
+from kvps.errors import KvpsError, SchedulerLost
+from kvps.messages import OldRound, Role, Seen, Sight
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+
+NAME = "kvps status"
+TIMEOUT_S = 5.0
+KEY_SHOWN = 40
+"""Characters of a key that a line shows."""
+WHAT = """\
+Shows who is in a job and how they stand, and the oldest round of each store that waits, for which ranks
+and since when. It takes no seat, and disturbs nobody."""
+MORE = f"""\
+examples:
+  kvps status --scheduler tcp://10.0.0.1:9091
+  watch kvps status
+  kvps status --json | jq '.rounds[0].missing'
+
+Rounds are shown that have been open for some seconds. What a worker does is told from its calls:
+'alive, but no progress for 42 s' may compute for long or hang, 'hangs' has a process that stands still.
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    flags.add_scheduler(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"wait so long for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+    )
+    parsed = parser.parse_args(argv)
+    flags.start_log(NAME, parsed)
+    scheduler = flags.scheduler_of(parsed)
+    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    job, seen = look(scheduler, limit_s)
+    print(json.dumps(as_json(job, seen), indent=2) if parsed.json else screen(job, seen))
+    return 0
+
+
+def look(scheduler: str, limit_s: float) -> tuple[bytes, Seen]:
+    """Ask a scheduler how its job stands; return the job's name, and what there is to see.
+
+    Raises:
+        SchedulerLost: if it does not answer in ``limit_s`` seconds, or its job is over.
+        KvpsError: if it refuses.
+    """
+    core = Looker(scheduler, time.monotonic(), limit_s)
+    transport = ZmqTransport()
+    inbox: Inbox[Looker] = Inbox(transport)
+    inbox.put(lambda core, now: core.start(now))
+    try:
+        wish: Exit = drive(core, transport, inbox)
+    finally:
+        transport.close(0.0)
+    if core.seen is not None:
+        return core.job, core.seen
+    if wish.code == 1:
+        raise KvpsError(core.error)
+    raise SchedulerLost(
+        f"{core.error}. Check that kvps-scheduler runs, and that --scheduler or KVPS_SCHEDULER names "
+        "its --bind address"
+    )
+
+
+def screen(job: bytes, seen: Seen) -> str:
+    """Return what a person is shown."""
+    lines = [f"job {job.hex()[:8]} is {seen.phase}: {seen.reason}", ""]
+    lines += _table(
+        ("member", "state", "incarnation", "where", "heard", "how it stands"),
+        [_member(one) for one in seen.members],
+    )
+    presence = {one.rank: one.presence for one in seen.members if one.role == Role.WORKER}
+    if seen.rounds:
+        lines += ["", "oldest open rounds:"]
+        lines += _table(
+            ("store", "key", "round", "open for", "waits for"),
+            [_round(one, presence) for one in seen.rounds],
+        )
+    else:
+        lines += ["", "no round has been open for long"]
+    return "\n".join(lines)
+
+
+def _member(one: Sight) -> tuple[str, ...]:
+    name = f"{Role(one.role)} {one.rank}"
+    if one.state == "empty":
+        return name, one.state, "", "", "", one.presence
+    where = f"{one.host}:{one.pid}"
+    return name, one.state, str(one.incarnation), where, f"{one.heard_s:.1f} s", one.presence
+
+
+def _round(one: OldRound, presence: dict[int, str]) -> tuple[str, ...]:
+    waits_for = "other servers"
+    if one.missing:
+        waits_for = ranks_in_words(one.missing, lambda rank: presence.get(rank, ""))
+    return one.store, one.key[:KEY_SHOWN], str(one.number), f"{one.age_s:.0f} s", waits_for
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Return lines with columns as wide as what is in them."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def as_json(job: bytes, seen: Seen) -> dict[str, object]:
+    """Return what a program is shown."""
+    members = [{**one._asdict(), "role": str(Role(one.role))} for one in seen.members]
+    return {
+        "job": job.hex(),
+        "phase": seen.phase,
+        "reason": seen.reason,
+        "members": members,
+        "rounds": [one._asdict() for one in seen.rounds],
+    }

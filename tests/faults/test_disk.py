@@ -1,0 +1,156 @@
+"""The disk of the scheduler's state is full: the job goes on, and the state stays readable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from kvps.store.roles import STATE_FILE, StateFile
+from tests.faults.jobs import Job
+from tests.faults.test_scheduler import Watched
+from tests.integration.processes import BIN, Process, Processes, until
+
+STEPS = 60
+MOUNT = 'mount -t tmpfs -o size=64k none "$1" && echo ready && exec cat'
+"""``cat`` keeps the mount, which nobody else sees, until this process closes its pipe, or ends."""
+
+
+class SmallDisk:
+    """A folder on a file system of 64 KiB, for processes that are started by :meth:`inside`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._keeper = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", MOUNT, "sh", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self._keeper.stdout is not None
+        self.is_there = self._keeper.stdout.readline() == b"ready\n"
+
+    @property
+    def seen(self) -> Path:
+        """The folder as those inside see it."""
+        return Path(f"/proc/{self._keeper.pid}/root{self.folder}")
+
+    def inside(self) -> list[str]:
+        """Return what to put before a command."""
+        return ["nsenter", "--mount", "--target", str(self._keeper.pid)]
+
+    def fill(self) -> None:
+        """Leave no room."""
+        with suppress(OSError), open(self.seen / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+
+    def make_room(self) -> None:
+        """Take back what :meth:`fill` did."""
+        (self.seen / "filler").unlink()
+
+    def close(self) -> None:
+        """Unmount it."""
+        self._keeper.communicate()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting is for root")
+    if not (shutil.which("unshare") and shutil.which("nsenter")):
+        pytest.skip("util-linux is not installed")
+    one = SmallDisk(tmp_path / "state")
+    try:
+        if not one.is_there:
+            pytest.skip("no file system can be mounted here")
+        yield one
+    finally:
+        one.close()
+
+
+class OnSmallDisk(Watched):
+    """A job whose scheduler keeps its state on a small disk."""
+
+    def __init__(self, job: Job, disk: SmallDisk) -> None:
+        super().__init__(job)
+        self._disk = disk
+
+    def start_scheduler(self) -> Process:
+        """Start the scheduler, or its next life."""
+        one = self.job.processes.start(
+            "scheduler",
+            *self._disk.inside(),
+            BIN / "kvps-scheduler",
+            *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
+            *("--state", self._disk.folder, "--log-level", "info"),
+            **self.job.env,
+        )
+        one.expect("at tcp://")
+        self.lives.append(one)
+        return one
+
+
+def test_a_full_disk_ends_no_job(processes: Processes, disk: SmallDisk) -> None:
+    job = Job(processes)
+    watched = OnSmallDisk(job, disk)
+    watched.start_scheduler()
+    watched.start_members("sync", STEPS)
+    until(lambda: len(job.rounds(0)) >= 3, "rounds", 60.0)
+    disk.fill()
+    before = (disk.seen / STATE_FILE).read_bytes()
+    first = watched.lives[0]
+    first.expect(f"cannot save .*{STATE_FILE}.*: No space left on device. The job goes on")
+    assert (disk.seen / STATE_FILE).read_bytes() == before, "the old state is whole"
+    assert {one.name for one in disk.seen.iterdir()} == {STATE_FILE, "filler"}
+    done = len(job.rounds(0))
+    until(lambda: len(job.rounds(0)) >= done + 6, "rounds, and barriers, without a disk", 60.0)
+    assert first.err.count("cannot save") == 1, "one line for one change"
+    disk.make_room()
+    first.expect("state is saved again")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    watched.run(60.0)
+    watched.check()
+    assert len(watched.lives) == 2
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_begins_on_a_full_disk(processes: Processes, disk: SmallDisk) -> None:
+    disk.fill()
+    watched = OnSmallDisk(Job(processes), disk)
+    watched.start_scheduler()
+    watched.start_members("async", 6)
+    watched.run(60.0)
+    watched.check()
+    assert "No space left on device" in watched.lives[0].err
+    assert {one.name for one in disk.seen.iterdir()} == {"filler"}
+
+
+@pytest.mark.parametrize("step", ["builtins.open", "os.fsync", "pathlib.Path.replace"])
+def test_a_save_that_fails_at_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with closing(StateFile(str(tmp_path))) as kept:
+        kept.save(b"one")
+        with monkeypatch.context() as broken:
+            broken.setattr(step, fail)
+            kept.save(b"two")
+            kept.save(b"three")
+        assert kept.read() == b"one"
+        assert [one.name for one in tmp_path.iterdir()] == [STATE_FILE]
+        kept.save(b"four")
+        assert kept.read() == b"four"
+    told = [(one.levelname, "Input/output error" in one.getMessage()) for one in caplog.records]
+    assert told == [("ERROR", True), ("WARNING", False)]

@@ -1,0 +1,170 @@
+"""Hosts vanish from the network, or hear and are not heard, and come back.
+
+Each host is a network namespace; iptables drops what should not arrive, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvps.bench.namespaces import Namespaces
+from tests.faults.jobs import Job
+from tests.integration.processes import BIN, Process, Processes, until
+
+log = logging.getLogger(__name__)
+PORT = 9091
+NOTICED_MAX_S = 15.0
+WORKERS = 2
+
+
+@pytest.fixture
+def hosts(has_namespaces: None) -> Iterator[Namespaces]:
+    """Host 0 is for the scheduler and a server, host 1 and 2 for a worker each."""
+    if shutil.which("iptables") is None:
+        pytest.skip("iptables is not installed")
+    with Namespaces(1 + WORKERS, "1gbit") as made:
+        rule = made.inside(0, ["iptables", "-L", "INPUT"])
+        if subprocess.run(rule, capture_output=True).returncode:
+            pytest.skip("iptables does not work in a namespace here")
+        yield made
+
+
+class Spread:
+    """A job over hosts."""
+
+    def __init__(self, processes: Processes, hosts: Namespaces) -> None:
+        self.job = Job(processes)
+        self._hosts = hosts
+        self.scheduler_at = f"tcp://{hosts.address(0)}:{PORT}"
+        self.members: list[Process] = []
+
+    def start(self, command: Sequence[object]) -> None:
+        """Start all of it; the workers run ``command``."""
+        here, there = f"tcp://{self._hosts.address(0)}", ("--scheduler", self.scheduler_at)
+        self.scheduler = self._start(
+            *(0, "scheduler", "--workers", WORKERS, "--servers", 1),
+            *("--bind", self.scheduler_at, "--insecure", "--log-level", "info"),
+        )
+        self._start(0, "server", *there, "--bind", f"{here}:0", "--insecure")
+        for rank in range(WORKERS):
+            self._start(1 + rank, "worker", *there, "--rank", rank, "--", *command)
+
+    def _start(self, host: int, role: str, *flags: object) -> Process:
+        argv = [str(one) for one in (BIN / f"kvps-{role}", *flags)]
+        env = {"KVPS_TRANSPORT": "tcp", **self.job.env}
+        one = self.job.processes.start(role, *self._hosts.inside(host, argv), **env)
+        self.members.append(one)
+        return one
+
+    def drop(self, host: int, *chains: str) -> None:
+        """Let nothing come to a host (INPUT) or leave it (OUTPUT) from now on."""
+        self._rule("-A", host, chains)
+
+    def heal(self, host: int, *chains: str) -> None:
+        """Undo :meth:`drop`."""
+        self._rule("-D", host, chains)
+
+    def _rule(self, verb: str, host: int, chains: Sequence[str]) -> None:
+        for chain in chains:
+            argv = ["iptables", verb, chain, "!", "-i" if chain == "INPUT" else "-o", "lo"]
+            subprocess.run(self._hosts.inside(host, [*argv, "-j", "DROP"]), check=True)
+
+    def goes_on(self, limit_s: float = 60.0) -> float:
+        """Wait until rank 0 has done three more steps; return how long that took."""
+        begun, at = len(self.job.rounds(0)), time.monotonic()
+        until(lambda: len(self.job.rounds(0)) >= begun + 3, f"rounds {self.members}", limit_s)
+        return time.monotonic() - at
+
+    def check(self, limit_s: float = 90.0) -> None:
+        """All ended well, and each push was counted once."""
+        assert [one.wait(limit_s) for one in self.members] == [0] * len(self.members), self.members
+        assert sum("each push counted once" in one.out for one in self.members) == WORKERS
+
+
+@pytest.mark.spec("R41", "R51")
+@pytest.mark.parametrize("chain", ["INPUT", pytest.param("OUTPUT", marks=pytest.mark.slow)])
+def test_a_worker_that_only_hears_or_is_only_heard(
+    processes: Processes, hosts: Namespaces, chain: str
+) -> None:
+    """For as long as it takes to lose and ask again, and not as long as to be given up."""
+    spread = Spread(processes, hosts)
+    spread.start(spread.job.command("sync", 60))
+    until(lambda: len(spread.job.rounds(0)) >= 3, f"rounds {spread.members}", 60.0)
+    spread.drop(2, chain)
+    try:
+        begun = len(spread.job.rounds(0))
+        told = time.monotonic() + 3.0
+        until(lambda: time.monotonic() > told, "end of the cut")
+        assert len(spread.job.rounds(0)) <= begun + 2, "rounds wait for it"
+    finally:
+        spread.heal(2, chain)
+    log.info("cut %s: three rounds %.1f s after healing", chain, spread.goes_on())
+    spread.check()
+    assert "lost" not in spread.scheduler.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.spec("R51", "R69", "R113")
+@pytest.mark.parametrize("chains", [("INPUT",), ("OUTPUT",), ("INPUT", "OUTPUT")])
+def test_a_host_that_is_given_up_and_comes_back(
+    processes: Processes, hosts: Namespaces, chains: tuple[str, ...]
+) -> None:
+    """Its silence is noticed in time; when it is heard again, it holds its seat again."""
+    spread = Spread(processes, hosts)
+    spread.start(spread.job.command("sync", 60))
+    until(lambda: len(spread.job.rounds(0)) >= 3, f"rounds {spread.members}", 60.0)
+    spread.drop(2, *chains)
+    try:
+        if "OUTPUT" in chains:
+            cut_at = time.monotonic()
+            spread.scheduler.expect(r"worker 1 .*lost: silent", NOTICED_MAX_S)
+            took = time.monotonic() - cut_at
+            log.info("%s: noticed after %.1f s", chains, took)
+            assert took <= NOTICED_MAX_S
+        told = time.monotonic() + 8.0
+        until(lambda: time.monotonic() > told, "end of the cut")
+    finally:
+        spread.heal(2, *chains)
+    log.info("cut %s: three rounds %.1f s after healing", chains, spread.goes_on())
+    spread.check()
+
+
+FAILS = """
+import sys, time, kvps, torch
+kv = kvps.create("dist_sync", on_worker_lost="fail", timeout=60)
+kv.init("w", torch.zeros(1000))
+print("begins", flush=True)
+try:
+    while True:
+        kv.pushpull("w", torch.ones(1000))
+        last = time.monotonic()
+except kvps.WorkerLost as error:
+    print(f"after {time.monotonic() - last:.2f} s: {error}", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spec("R71")
+def test_a_host_that_is_lost_for_good(processes: Processes, hosts: Namespaces) -> None:
+    spread = Spread(processes, hosts)
+    spread.start([sys.executable, processes.script(FAILS)])
+    first, second = spread.members[-2:]
+    first.expect("begins")
+    second.expect("begins")
+    spread.drop(2, "INPUT", "OUTPUT")
+    found = first.expect(r"after ([\d.]+) s: .*worker 1", 30.0)
+    log.info("a lost host is noticed after %s s", found[1])
+    assert float(found[1]) <= NOTICED_MAX_S
+    for one in spread.members:
+        one.signal(signal.SIGTERM)
+    for one in spread.members:
+        one.wait(60.0)

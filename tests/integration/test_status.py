@@ -1,0 +1,97 @@
+"""kvps status as a process: one screen of a job, for a person and for a program."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+
+from tests.integration.processes import BIN, Process, Processes, free_port, until
+
+WAITS = """
+import os
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60, name="ours")
+kv.init("w", torch.zeros(4))
+print("ready", flush=True)
+while kv.rank and not os.path.exists("go"): pass
+kv.pushpull("w", torch.ones(4))
+"""
+
+
+def status(processes: Processes, *flags: object, **env: str) -> Process:
+    return processes.start("status", BIN / "kvps", "status", *flags, **env)
+
+
+def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    script = processes.script(WAITS)
+    workers = [cluster.worker(sys.executable, script, flags=["--rank", rank]) for rank in (0, 1)]
+    for one in workers:
+        one.expect("ready")
+
+    def seen() -> dict[str, list[dict[str, object]]]:
+        asked = status(processes, "--json", "--scheduler", cluster.endpoint)
+        assert asked.wait() == 0, asked
+        shown: dict[str, list[dict[str, object]]] = json.loads(asked.out)
+        return shown if shown["rounds"] else {}
+
+    shown = until(seen, "round that waits")
+    (waits,) = shown["rounds"]
+    assert (waits["store"], waits["key"], waits["number"]) == ("ours", "w", 0)
+    assert (waits["server"], waits["missing"]) == (0, [1])
+    names = [(one["role"], one["rank"], one["state"]) for one in shown["members"]]
+    assert names == [("worker", 0, "held"), ("worker", 1, "held"), ("server", 0, "held")]
+    assert {one["pid"] for one in shown["members"]} == {*(one.pid for one in workers), server.pid}
+    assert all(
+        isinstance(one["incarnation"], int) and one["incarnation"] for one in shown["members"]
+    )
+
+    screen = status(processes, KVPS_SCHEDULER=cluster.endpoint)
+    assert screen.wait() == 0, screen
+    assert " is running: " in screen.out
+    assert screen.err == ""
+    lines = {line.split("  ")[0]: line for line in screen.out.splitlines()}
+    assert "alive, waits in push() for " in lines["worker 0"]
+    assert "alive" in lines["worker 1"]
+    assert "waits for" in lines["store"]
+    assert re.fullmatch(r"ours +w +0 +\d+ s +rank 1 \(alive.*\)", lines["ours"])
+
+    (processes.folder / "go").touch()
+    assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+
+
+def test_a_job_that_forms_says_who_is_missing(processes: Processes) -> None:
+    cluster = processes.scheduler(1, 1)
+    asked = status(processes, "--scheduler", cluster.endpoint)
+    assert asked.wait() == 0, asked
+    assert " is forming: waiting for 1 of 1 workers (rank 0)" in asked.out
+    assert asked.out.count("not here yet") == 2
+    assert "no round has been open for long" in asked.out
+    cluster.process.signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--timeout", "0.3"], 75, "no answer from the scheduler at tcp://127.0.0.1:"),
+        (["--timeout", "-1"], 78, "--timeout=-1: use a number of seconds over 0"),
+    ],
+)
+def test_without_a_scheduler(processes: Processes, flags: list[str], code: int, says: str) -> None:
+    asked = status(processes, "--scheduler", f"tcp://127.0.0.1:{free_port()}", *flags)
+    assert asked.wait() == code
+    assert says in asked.err
+    assert asked.out == ""
+
+
+def test_help_teaches(processes: Processes) -> None:
+    helped = status(processes, "--help")
+    assert helped.wait() == 0
+    for part in ("usage: kvps status", "example", "exit codes", "KVPS_TIMEOUT"):
+        assert part in helped.out
+    assert max(map(len, helped.out.splitlines())) <= 110

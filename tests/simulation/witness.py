@@ -1,0 +1,30 @@
+"""One who hears all that servers say, and holds them to it."""
+
+from __future__ import annotations
+
+from kvps.messages import Packet, Pulled
+from tests.simulation.network import Process
+
+
+class Witness:
+    """Reads what servers say: one value per version (I5), and versions that do not fall (I4)."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, int, int, int], bytes] = {}
+        self._newest: dict[tuple[int, int, int], int] = {}
+
+    def __call__(self, source: Process, packet: Packet) -> None:
+        if isinstance(packet.message, Pulled) and source.name.startswith("server"):
+            self._read(packet.message, b"".join(bytes(one) for one in packet.payload))
+
+    def _read(self, pulled: Pulled, values: bytes) -> None:
+        at = 0
+        for start, size, version, _ in pulled.runs:
+            where = (pulled.chunk, start, size)
+            assert version >= self._newest.get(where, 0), f"I4: {where} fell to {version}"
+            self._newest[where] = version
+            if pulled.values:
+                part = values[at : at + 4 * size]
+                at += 4 * size
+                first = self._values.setdefault((*where, version), part)
+                assert part == first, f"I5: {where} has two values at version {version}"

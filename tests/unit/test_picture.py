@@ -1,0 +1,116 @@
+"""What one who looks is shown of seats and rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvps.core.picture import TOLD_MAX_S, Picture, sights
+from kvps.core.seats import Seat, State
+from kvps.messages import (
+    Envelope,
+    Error,
+    Look,
+    Node,
+    OldRound,
+    Role,
+    Seen,
+    Sight,
+    Stalled,
+    Stop,
+)
+from tests.stage import Stage, sent
+
+NOBODY = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 9)
+OLD = OldRound(0, "kv", "w", 7, (1,), 12.0)
+
+
+def held(*servers: int) -> dict[Node, Seat]:
+    nodes = [Node(Role.SERVER, rank) for rank in servers]
+    return {node: Seat(node, State.HELD, 1) for node in nodes}
+
+
+def look(stage: Stage) -> Seen:
+    stage.peers.setdefault("looker", replace(stage.peers["w0"], incarnation=0))
+    (seen,) = sent(stage.say("looker", Look(), envelope=NOBODY), Seen, "looker")
+    return seen
+
+
+@pytest.mark.spec("R129")
+def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_now() -> None:
+    picture = Picture()
+    picture.tell(0, (OLD, OLD._replace(store="other", age_s=30.0)), 100.0)
+    picture.tell(1, (OLD._replace(key="b", age_s=15.0),), 101.0)
+    picture.tell(2, (OLD._replace(key="c", age_s=3.0),), 102.0)
+    shown = picture.rounds(held(0, 1, 2), 102.0)
+    assert [(one.server, one.store, one.key, one.age_s) for one in shown] == [
+        (0, "other", "w", 32.0),
+        (1, "kv", "b", 16.0),
+    ]
+    picture.tell(1, (), 103.0)
+    assert [one.server for one in picture.rounds(held(0, 1, 2), 103.0)] == [0, 0]
+
+
+@pytest.mark.spec("R129")
+def test_a_server_that_is_silent_or_lost_tells_nothing() -> None:
+    picture = Picture()
+    picture.tell(0, (OLD,), 100.0)
+    seats = held(0)
+    assert picture.rounds(seats, 100.0 + TOLD_MAX_S)
+    assert not picture.rounds(seats, 100.1 + TOLD_MAX_S)
+    seats[Node(Role.SERVER, 0)].lose("its connection broke", 100.0)
+    assert not picture.rounds(seats, 100.0)
+
+
+def test_every_seat_is_shown_the_workers_first() -> None:
+    worker = Seat(Node(Role.WORKER, 0))
+    server = Seat(Node(Role.SERVER, 1), State.HELD, 3, "gpu", 7, "tcp://gpu:1", heard_at=99.5)
+    assert sights([server, worker], 100.0) == (
+        Sight(2, 0, 0, "empty", "", 0, "", 0.0, "not here yet"),
+        Sight(1, 1, 3, "held", "gpu", 7, "tcp://gpu:1", 0.5, "alive"),
+    )
+
+
+@pytest.mark.spec("R128")
+def test_whoever_looks_is_answered_at_once_and_changes_nothing() -> None:
+    stage = Stage(2, 1)
+    stage.hello("w0", "worker")
+    before, saved = stage.states(), stage.saved
+    seen = look(stage)
+    assert (seen.seq, seen.phase) == (9, "forming")
+    assert [(one.role, one.state) for one in seen.members] == [
+        (2, "held"),
+        (2, "empty"),
+        (1, "empty"),
+    ]
+    stage.hello("w1", "worker")
+    stage.hello("s0", "server")
+    running = look(stage)
+    assert running.phase == "running"
+    assert {one.state for one in running.members} == {"held"}
+    assert before != stage.states()
+    now, saved = stage.states(), stage.saved
+    look(stage)
+    assert (stage.states(), stage.saved) == (now, saved)
+
+
+@pytest.mark.spec("R128")
+def test_one_who_looks_at_the_end_is_no_member_that_parts() -> None:
+    stage = Stage(1, 0)
+    stage.form()
+    stage.stop()
+    assert look(stage).phase == "running"
+    assert not sent(stage.wait(0.1), Stop, "looker")
+
+
+@pytest.mark.spec("R129")
+def test_what_servers_tell_is_shown() -> None:
+    stage = Stage(2, 1)
+    stage.form()
+    stage.say("s0", Stalled((OLD,)))
+    stage.wait(1.0, ["w0", "w1", "s0"])
+    (shown,) = look(stage).rounds
+    assert shown == OLD._replace(age_s=13.0)
+    (error,) = sent(stage.say("w0", Stalled((OLD,))), Error)
+    assert "worker 0 has no rounds" in error.text
