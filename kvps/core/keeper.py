@@ -125,7 +125,7 @@ class Keeper:
                     yield Note("warning", str(answer.error))
                 shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
                 yield self._say(shelf)
-            case Found() | Loaded():
+            case _:
                 raise AssertionError("it is the server's")
 
     # --- taking -------------------------------------------------------------------------------

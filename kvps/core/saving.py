@@ -49,7 +49,8 @@ def recount(
 ) -> Generator[Step, list[Packet], dict[str, int]]:
     """Find these keys as if for the first time; return their versions.
 
-    Pushes are numbered from what this rank owes, and calls of all ranks from what the servers know. A key that is not there is not known any more.
+    Pushes are numbered from what this rank owes, and calls of all ranks from what the servers know. A key
+    that is not there is not known any more.
     """
     book.keys.clear()
     yield from lookup(book, names)

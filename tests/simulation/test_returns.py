@@ -9,7 +9,7 @@ import pytest
 
 from kvps.errors import EpochChanged
 from tests.simulation.cluster import Cluster, Script, Store
-from tests.simulation.network import Process
+from tests.simulation.network import Faults, Process
 from tests.simulation.training import (
     FEWER,
     Job,
@@ -65,6 +65,10 @@ def train(job: Job, rank: int) -> Script:
                     for name in gradients:
                         yield from kv.push({name: gradients[name]})
                     pulled = yield from kv.pull(gradients)
+                elif job.ways[step] == "key by key":
+                    pulled = {}
+                    for name in gradients:  # each waits for all ranks before the next is pushed
+                        pulled |= yield from kv.pushpull({name: gradients[name]})
                 else:
                     pulled = yield from kv.pushpull(gradients)
                 check(step, pulled, versions[step + 1])
@@ -104,7 +108,7 @@ def campaign_of(seed: int) -> Campaign:
         dice.random() < 0.5,
         faults,
     )
-    job.ways = [dice.choice(["pushpull", "one by one"]) for _ in range(steps)]
+    job.ways = [dice.choice(["pushpull", "one by one", "key by key"]) for _ in range(steps)]
     campaign = Campaign(job, dice.choice([0.05, 0.3, 1.0]), dice.choice([0.01, 0.2]))
     for _ in range(dice.randint(1, 3)):
         kind = dice.choice(["server", "server", "server", "worker", "scheduler"])
@@ -204,3 +208,13 @@ def test_a_job_ends_as_if_no_server_had_been_lost(
     campaign = campaign_of(seed)
     with replayable(request, campaign):
         play(campaign)
+
+
+def test_a_cut_holds_up_nobody_who_waits_for_others_in_the_middle_of_a_step() -> None:
+    """One has pushed a key and waits for it; the other has halted before that push."""
+    sizes = {"a": 8, "b": 8, "c": 8}
+    job = Job(0, 3, 2, 60, sizes, faults=Faults(jitter_s=0.02))
+    job.ways = ["key by key"] * job.steps
+    cluster, _ = play(Campaign(job, every_s=0.05, takes_s=0.01))
+    assert cluster.scheduler.core.job.checkpoints.kept >= 3  # type: ignore[attr-defined]
+    assert not [note for note in cluster.scheduler.notes if "given up" in note]

@@ -27,6 +27,7 @@ CALLS = {
     "set_optimizer": calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})),
     "set_rate": calls.SetRate("kv", 0.1),
     "barrier": calls.Stand("kv", None),
+    "join": calls.JoinStore("kv"),
     "flush": calls.Flush("kv"),
     "status": calls.Ask("kv"),
     "save_state": calls.SaveState("kv"),

@@ -87,6 +87,18 @@ def test_and_goes_on_alike() -> None:
     assert elements([image_of(one)]) == elements([image_of(other)])
 
 
+def test_keys_that_were_always_pushed_together_have_one_history() -> None:
+    one = stage()
+    one.init("a", [1.0])
+    one.init("b", [2.0])
+    piece = one.places("a")[0]
+    together = Push(piece.chunk, 1, (0, 1), 1.0, False, (Run(piece.start, 2, 0),))
+    one.say(0, together, torch.ones(2))
+    first, second = (key.portions[0].history for key in image_of(one).stores[0].keys)
+    assert first is second
+    assert first.version == 1
+
+
 def test_the_keys_of_an_image_are_those_that_have_a_value() -> None:
     one = stage()
     one.init("a", [1.0])

@@ -17,6 +17,8 @@ from kvps.messages import (
     Find,
     Found,
     FoundAll,
+    History,
+    HistoryIs,
     Piece,
     Place,
     Pull,
@@ -46,6 +48,11 @@ def meet(one: Bench) -> None:
     one.scheduler(Released(one.seqs(Barrier)[-1]))
 
 
+def told(seq: int) -> HistoryIs:
+    """A server knows of no call of all ranks."""
+    return HistoryIs(seq, 0, 0, 0, 0, 0.0, 0, joined=False)
+
+
 class TestCheckpoint:
     @pytest.mark.spec("R146")
     def test_all_pushes_are_in_and_all_ranks_have_met_before_it_is_asked_for(self) -> None:
@@ -55,7 +62,7 @@ class TestCheckpoint:
         ticket = one.call(TAKE)
         assert not one.sent(Barrier)
         one.ack(0, *one.seqs(Push))
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0)]
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0, after=1)]
         assert not one.sent(Checkpoint)
         meet(one)
         assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 1)]
@@ -123,6 +130,8 @@ class TestRestore:
         self.revive(one, (7,), (7,))
         assert one.sent(Barrier)[1:] == [Barrier("kv", "kvps.restore", 1)]
         meet(one)
+        for server in (0, 1):
+            one.server(server, told(one.seqs(History, server)[-1]))
         assert one.is_done(ticket)
         assert one.finish(ticket).value == 7  # type: ignore[union-attr]
 
@@ -157,6 +166,7 @@ class TestRestore:
         one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(9, 0, 4),)),)))
         assert one.finish(ticket) is None
         one.server(0, Pulled(one.seqs(Pull)[-1], 9, FLOAT, False, (Stand(0, 4, 11, 11),)))
+        one.server(0, told(one.seqs(History)[-1]))
         assert one.is_done(ticket)
         book = one.core.books["kv"]
         assert set(book.keys) == {"w"}
