@@ -242,12 +242,10 @@ class DistStore(KVStore):
         assert isinstance(cut, int)
         return cut
 
-    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> None:
+        """Give the store's keys the values of a checkpoint."""
         self._begin()
-        cut = self._call(calls.RestoreCheckpoint(self._name, tag or ""), self._limit(timeout))
-        assert isinstance(cut, int)
-        return cut
+        self._call(calls.RestoreCheckpoint(self._name, tag or ""), self._limit(timeout))
 
     # --- hooks --------------------------------------------------------------------------------------
 

@@ -640,12 +640,13 @@ class KVStore(KVStoreBase, abc.ABC):
         """
 
     @abc.abstractmethod
-    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> None:
+        """Give the store's keys the values of a checkpoint.
 
         Every worker calls. Keys, versions, the optimizer and its state come back, and the next
         pushes are numbered from there, also where the number of servers has changed. Keys that the
-        checkpoint does not have keep their values.
+        checkpoint does not have keep their values. Whoever sets the learning rate later calls
+        ``set_optimizer`` in this process, too, before or after; states are kept.
 
         Args:
             tag: restore the newest with this tag; None for the newest of all.

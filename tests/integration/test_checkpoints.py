@@ -1,0 +1,157 @@
+"""Checkpoints in real clusters: taken, restored onto other servers, and returned to when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvps
+from tests.integration.processes import Processes, until
+
+SAVE = """
+import torch, kvps
+
+kv = kvps.create("dist_sync", name="model", bigarray_bound=1000)
+values = {"a": torch.arange(10.0), "wide": torch.arange(5000.0)}
+names = list(values)
+kv.init(names, list(values.values()))
+kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+for step in range(3):
+    out = kv.pushpull(names, [torch.ones_like(one) for one in values.values()])
+print("cut", kv.checkpoint("best"), flush=True)
+kv.pushpull(names, [torch.ones_like(one) for one in values.values()])
+kv.barrier()
+"""
+RESTORE = """
+import sys, torch, kvps
+
+kv = kvps.create("dist_sync", name="model", bigarray_bound=1000)
+names = ["a", "wide"]
+if sys.argv[1] == "init first":
+    kv.init(names, [torch.zeros(10), torch.zeros(5000)])
+    kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+cut = kv.restore("best")
+if sys.argv[1] == "restore first":
+    kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+print("cut", cut, kv.version(names), flush=True)
+# Momentum came back, too: v = 0.5 v + g, w -= v. After three steps of two workers v = 3.5.
+before = kv.pull(names)
+after = kv.pushpull(names, [torch.ones(10), torch.ones(5000)])
+for old, new, offset in zip(before, after, (10, 5000)):
+    expected = torch.arange(float(offset)) - (2 + 3 + 3.5)
+    assert torch.equal(old, expected), (old, expected)
+    assert torch.equal(new, old - (0.5 * 3.5 + kv.num_workers)), (new, old)
+assert kv.version("a") == 4
+kv.set_learning_rate(0.5)
+kv.barrier()
+"""
+
+
+def cluster(
+    processes: Processes, script: Path, workers: int, servers: int, folder: Path, *more: object
+) -> list[str]:
+    """Run a script in a cluster whose servers keep checkpoints; return what its workers printed."""
+    one = processes.scheduler(workers, servers)
+    running = [one.process]
+    running += [one.server("--checkpoint-dir", folder) for _ in range(servers)]
+    command = (sys.executable, script, *more)
+    started = [one.worker(*command) for _ in range(workers)]
+    for process in [*started, *running]:
+        assert process.wait(60.0) == 0, process
+    return [process.out for process in started]
+
+
+@pytest.mark.parametrize(("workers", "servers", "how"), [(2, 2, "restore first"), (1, 3, "init first")])
+def test_a_checkpoint_is_restored_onto_any_number_of_servers(
+    processes: Processes, tmp_path: Path, workers: int, servers: int, how: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    said = cluster(processes, processes.script(SAVE, "save.py"), 2, 2, folder)
+    assert said == ["cut 1\n"] * 2
+    said = cluster(
+        processes, processes.script(RESTORE, "restore.py"), workers, servers, folder, how
+    )
+    assert said == ["cut 1 [3, 3]\n"] * workers
+    exported = tmp_path / "model.safetensors"
+    command = ("checkpoint", "export", folder, "--tag", "best", "-o", exported)
+    assert processes.python("-m", "kvps.cli.main", *command).wait() == 0
+    assert torch.equal(load_file(exported)["a"], torch.arange(10.0) - 8.5)
+
+
+def test_a_store_without_a_place_says_so(processes: Processes) -> None:
+    script = processes.script(
+        "import kvps\nkv = kvps.create('dist_sync')\n"
+        "for call in (kv.checkpoint, kv.restore):\n"
+        "    try:\n        call()\n    except kvps.ConfigError as error:\n        print(error)\n"
+    )
+    one = processes.scheduler(1, 1)
+    server, worker = one.server(), one.plain(script)
+    assert worker.wait() == 0, worker
+    assert worker.out.count("start every kvps-server with --checkpoint-dir") == 2
+    assert server.wait() == 0
+
+
+TRAIN = """
+import sys, time, pathlib, torch, kvps
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+trainer = kvps.Trainer(model, "sgd", {"lr": 0.05}, kvstore="dist_sync", update_on_kvstore=ON_STORE)
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(64, 4, generator=generator)
+labels = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.25
+steps, enough = 0, pathlib.Path(sys.argv[1])
+while not enough.exists() or steps < 300:
+    model.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(inputs), labels, reduction="sum")
+    loss.backward()
+    trainer.step(64 * 2)
+    trainer.set_learning_rate(0.05 if steps % 2 else 0.04)
+    steps += 1
+    time.sleep(0.01)
+    if steps % 20 == 0:
+        print("steps", steps, flush=True)
+print("loss", round(float(loss) / 64, 4), flush=True)
+"""
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_a_trainer_goes_on_when_a_server_was_lost(
+    processes: Processes, tmp_path: Path, on_store: bool
+) -> None:
+    script, enough = processes.script(TRAIN.replace("ON_STORE", str(on_store))), tmp_path / "enough"
+    launch = processes.kvps(
+        "launch",
+        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),
+        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
+    )
+    launch.expect("steps 60")
+    until(lambda: list((tmp_path / "checkpoints").glob("cut-*/manifest.json")), "checkpoint")
+    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
+    launch.expect("all servers returned to the last checkpoint")
+    enough.touch()
+    assert launch.wait(60.0) == 0, launch
+    assert launch.out.count("loss 0.0") == 2, launch
+    told = launch.err.count("all servers returned to the last checkpoint")
+    assert told == 2, "each worker says it once"
+    assert "server 1 ended with exit code 137; starting it again (1 of 3)" in launch.err
+
+
+def test_a_local_store_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
+    with kvps.create("local") as kv:
+        kv.set_optimizer("adam", lr=0.1)
+        kv.init("w", torch.ones(3))
+        kv.pushpull("w", torch.ones(3))
+        assert kv.checkpoint() == 1
+        expected = kv.pushpull("w", torch.ones(3))
+    with kvps.create("local") as kv:
+        assert kv.restore() == 1
+        assert torch.equal(kv.pushpull("w", torch.ones(3)), expected)
+        assert kv.version("w") == 2
