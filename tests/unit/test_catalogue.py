@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.catalogue import Catalogue
+from kvps.core.catalogue import NONE, Catalogue, Made
 from kvps.core.plan import Held
 from kvps.errors import KeyNotFound
 from tests.workbench import opened, spec
@@ -97,9 +97,11 @@ def test_what_was_counted_is_forgotten() -> None:
     one = book()
     place(one, "a")
     plan = one.plan(("a",))
-    one.barriers["x"], one.optimize_calls, one.rate_calls, one.broadcasts = 4, 3, 2, 1
+    one.barriers["x"], one.optimized, one.rated, one.broadcasts = 4, Made(3), Made(2), 1
+    one.joins, one.is_away, one.is_resumed = 5, True, True
     one.forget()
     assert (one.keys, one.barriers) == ({}, {})
-    assert (one.optimize_calls, one.rate_calls, one.broadcasts) == (0, 0, 0)
+    assert (one.optimized, one.rated, one.broadcasts) == (NONE, NONE, 0)
+    assert (one.joins, one.is_away, one.is_resumed) == (0, False, False)
     place(one, "a", chunk=2)
     assert one.plan(("a",)) is not plan
