@@ -6,6 +6,10 @@ key a version ahead of another. The lagging parts, and only these, are then aske
 version of the leading one; a server answers such a request at the moment when its part gets there,
 so that one more round trip is enough unless the part was overtaken meanwhile.
 
+One case cannot be evened out by waiting: a rank that takes another's place, whose predecessor ended when
+some parts had its push and others had not. The others wait for this very rank, so it is given the parts
+as they are, and pushes what it owes.
+
 Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts
 at different versions until its replacement completes it. Nobody waits for that: while a worker is
 lost, such a key is taken as it is.
@@ -241,7 +245,7 @@ def even_out(
 ) -> Steps:
     """Read the lagging parts of those keys that were read torn, until none is."""
     keys = tally.plan.keys
-    torn = tally.settle(book.ordered)
+    torn = _without_own(tally.settle(book.ordered))
     while torn and (book.ordered or not book.is_short):
         lagging: list[Key] = []
         least: list[int] = []
@@ -257,7 +261,16 @@ def even_out(
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         tally.is_unwanted = tally.is_unwanted or again.is_unwanted
-        torn = {index: parts for index, parts in torn.items() if is_torn(parts)}
+        torn = _without_own({index: parts for index, parts in torn.items() if is_torn(parts)})
+
+
+def _without_own(torn: dict[int, Parts]) -> dict[int, Parts]:
+    """Return those that are not torn by a push that this rank owes to some parts only."""
+    return {
+        index: parts
+        for index, parts in torn.items()
+        if len({owed for _, owed in parts.values()}) == 1
+    }
 
 
 def stand(

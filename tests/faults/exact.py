@@ -1,8 +1,8 @@
 """A training script whose every bit is known: what it ends with must not depend on what befell it.
 
-Gradients depend on the step, the rank and the weights, the optimizer keeps state, and sums are taken in the
-order of the ranks. So one lost, doubled or changed push, or one element of a momentum that is not what it
-was, shows in all later weights.
+Gradients depend on the step and the rank, the optimizer keeps state, and sums are taken in the order of
+the ranks. So one lost, doubled or changed push, or one element of a momentum that is not what it was,
+shows in all later weights.
 
     python exact.py FOLDER PAUSE_S
 
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import kvps
 
@@ -45,7 +46,7 @@ def main(folder: Path, pause_s: float) -> None:
             try:
                 kv.pull(names, out=weights)
                 while (limit := limit_in(folder)) is None or step < limit:
-                    kv.pushpull(names, gradients(step, kv.rank, weights), out=weights)
+                    kv.pushpull(names, gradients(step, kv.rank), out=weights)
                     step += 1
                     rounds.write(f"{step} {time.monotonic():.6f}\n")
                     rounds.flush()
@@ -65,10 +66,10 @@ def initial() -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for size in SIZES.values()]
 
 
-def gradients(step: int, rank: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def gradients(step: int, rank: int) -> list[torch.Tensor]:
     """Return what a rank pushes in a step."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return [one * 0.1 + torch.randn(one.shape, generator=generator) for one in weights]
+    return [torch.randn(size, generator=generator) for size in SIZES.values()]
 
 
 def limit_in(folder: Path) -> int | None:
@@ -81,10 +82,12 @@ def digest(kv: kvps.KVStore, names: list[str], folder: Path) -> str:
     """Return a digest of all that the servers hold of the model."""
     path = folder / "states.safetensors"
     kv.save_optimizer_states(str(path))
-    sum_ = hashlib.sha256(path.read_bytes())
-    for one in kv.pull(names):
+    states = sorted(load_file(path).items())
+    sum_ = hashlib.sha256()
+    for one in [*(row for _, row in states), *kv.pull(names)]:
         sum_.update(one.numpy().tobytes())
-    return f"{kv.version(names)} {sum_.hexdigest()}"
+    titles = " ".join(title for title, _ in states)
+    return f"{kv.version(names)} {titles} {sum_.hexdigest()}"
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_a_run_ends_the_same_bit_by_bit(processes: Processes) -> None:
         name = kinds[kill] if kill < len(kinds) else dice.choice(run.names)
         # There is a cut to return to, and a scheduler that was restarted knows everybody again.
         run.members["scheduler"].expect(r"checkpoint \d+ is complete", 60.0)
-        time.sleep(dice.random())  # at any moment: this is no waiting for something
+        run.wait_for(run.steps + dice.randrange(1, 20), 60.0)
         before = max(run.step(rank) for rank in range(WORKERS))
         began = time.monotonic()
         run.kill(name)
