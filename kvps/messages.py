@@ -962,6 +962,8 @@ class HistoryIs(Message):
     """How many are over."""
     joined: bool
     """The asking rank has made the next one, too."""
+    restored: int = 0
+    """The checkpoint from which the store was restored last; 0 for none."""
 
 
 @_tag(75)

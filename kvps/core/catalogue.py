@@ -47,6 +47,8 @@ class Catalogue:
     """How many were made here; all ranks make the same ones."""
     is_resumed: bool = False
     """This rank took another's place, and knows neither how many calls that made, nor barriers."""
+    restored: int = 0
+    """The checkpoint from which the store was restored last; 0 for none."""
     joins: int = 0
     """How many are over, as this rank knows."""
     is_away: bool = False

@@ -393,6 +393,7 @@ def inherit(book: Catalogue) -> Steps:
         rate = Rate(store, newest.rate_calls, True, newest.lr, newest.rate_after)
         yield [Request(server, rate) for server in behind]
     book.joins = joins
+    book.restored = max(one.restored for one in known)
     book.is_away = any(one.joined and one.joins == joins for one in known)
     book.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
     book.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)

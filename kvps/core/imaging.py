@@ -121,10 +121,8 @@ def _optimize(space: Namespace, image: StoreImage) -> None:
     assert image.hyper is not None
     if space.hyper is None:
         space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
-        if space.optimize_calls <= image.optimize_calls:
-            space.optimize_calls, space.optimize_after = image.optimize_calls, image.optimize_after
-        if space.rate_calls <= image.rate_calls:
-            space.rate_calls, space.rate_after = image.rate_calls, image.rate_after
+        space.optimize_calls, space.optimize_after = image.optimize_calls, image.optimize_after
+        space.rate_calls, space.rate_after = image.rate_calls, image.rate_after
         space.updater = create(image.hyper)
     elif space.hyper.name != image.hyper.name:
         raise Mismatch(

@@ -57,6 +57,8 @@ from kvps.messages import (
 
 ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
 """What the scheduler may want of a keeper."""
+TEXT_MAX = 500
+"""Characters of an error that is told: others put it into texts of their own."""
 
 
 @dataclass(slots=True)
@@ -272,4 +274,4 @@ def _sums(image: Image) -> tuple[StoreSum, ...]:
 
 
 def _text(error: KvpsError | None) -> str:
-    return "" if error is None else str(error)[:1000] or type(error).__name__
+    return "" if error is None else str(error)[:TEXT_MAX] or type(error).__name__

@@ -102,6 +102,8 @@ class Namespace:
         self.optimize_calls = 0
         self.rate_calls = 0
         self.joins = Joins()
+        self.restored = 0
+        """The cut whose values it was given last; 0 for none."""
         self._slabs: dict[str, Slab] = {}
         self._chunks = chunks
         self._limit_bytes = limit_bytes

@@ -518,6 +518,7 @@ class Requests:
             space.sent_lr,
             space.joins.over,
             session.rank in space.joins.away,
+            space.restored,
         )
 
     def _find(self, seq: int, message: Find) -> Message:

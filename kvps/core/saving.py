@@ -33,7 +33,6 @@ def checkpoint(book: Catalogue, call: calls.TakeCheckpoint) -> Conversation:
 def restore(book: Catalogue, call: calls.RestoreCheckpoint) -> Conversation:
     """Give the store the values of a checkpoint that all servers have; return its number."""
     yield from barrier(book, RESTORE)
-    cut = 0
     if book.rank == 0:
         store, servers = book.opened.store, range(book.servers)
         answers = yield [Request(one, Revive(store, call.tag, 0)) for one in servers]
@@ -41,7 +40,7 @@ def restore(book: Catalogue, call: calls.RestoreCheckpoint) -> Conversation:
         yield [Request(one, Revive(store, call.tag, cut)) for one in servers]
     yield from barrier(book, RESTORE)
     yield from recount(book, tuple(book.keys))
-    return cut
+    return book.restored
 
 
 def recount(

@@ -289,6 +289,7 @@ class Server:
             else:
                 assert answer.image is not None
                 yield from self.requests.revive(message.store, answer.image)
+                self.requests.spaces[message.store].restored = message.cut
                 reply = Revived(seq, (message.cut,))
         except KvpsError as error:
             reply = Error(seq, error.code, str(error))

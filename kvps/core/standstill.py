@@ -105,8 +105,12 @@ class Standstill:
         self.held.append(Held(ticket, call, deadline))
 
     def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int]:
-        """Return how many pushes of the leading key were made, by synchronous store."""
-        return {name: _lead(book) for name, book in books.items() if book.ordered}
+        """Return how many pushes of the leading key were made, by synchronous store.
+
+        One that has joined is left out: the others' rounds close without this rank.
+        """
+        ordered = [(name, book) for name, book in books.items() if book.ordered]
+        return {name: _lead(book) for name, book in ordered if not book.is_away}
 
     def stands(self, books: Mapping[str, Catalogue], is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
@@ -115,6 +119,8 @@ class Standstill:
 
     def _stands(self, name: str, book: Catalogue, is_at_rest: bool = False) -> bool:
         limit = self._limits.get(name, 0)
+        if book.is_away:
+            return True
         if _lead(book) < limit:
             return False
         waits = is_at_rest or any(one.call.store == name for one in self.held)

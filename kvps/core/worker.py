@@ -349,6 +349,9 @@ class Worker:
             yield from self._say_where_it_stands()
             if self._standstill.is_asked:
                 yield self._halted(stands=False)
+                # What was lent is in, perhaps, though its values wait for one that stands already.
+                unacked = [one for some in self._unacked.values() for one in some]
+                yield from self._ask_after(unacked, now)
             return
         if isinstance(message, Proceed):
             stood, held = self._standstill.proceed(message)

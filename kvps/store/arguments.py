@@ -106,6 +106,19 @@ def _name(key: object) -> str:
     return name
 
 
+def tag_of(tag: object) -> str:
+    """Return the tag of a checkpoint, empty for none.
+
+    Raises:
+        ConfigError: if it is no short text in one line.
+    """
+    if tag is None:
+        return ""
+    if not isinstance(tag, str) or not 1 <= len(tag) <= KEY_MAX or not tag.isprintable():
+        raise ConfigError(f"tag={tag!r:.80}: use 1 to {KEY_MAX} printable characters")
+    return tag
+
+
 def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list[Array]]:
     """Return for each key its values, one per device.
 

@@ -19,7 +19,7 @@ from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
 from kvps.store import states
-from kvps.store.arguments import names_of, reduce
+from kvps.store.arguments import names_of, reduce, tag_of
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.leaving import Step
@@ -238,14 +238,16 @@ class DistStore(KVStore):
     def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
         """Have everything that all stores hold written down; return the checkpoint's number."""
         self._begin()
-        cut = self._call(calls.TakeCheckpoint(self._name, tag or ""), self._limit(timeout))
+        cut = self._call(calls.TakeCheckpoint(self._name, tag_of(tag)), self._limit(timeout))
         assert isinstance(cut, int)
         return cut
 
-    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> None:
-        """Give the store's keys the values of a checkpoint."""
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
         self._begin()
-        self._call(calls.RestoreCheckpoint(self._name, tag or ""), self._limit(timeout))
+        cut = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), self._limit(timeout))
+        assert isinstance(cut, int)
+        return cut
 
     # --- hooks --------------------------------------------------------------------------------------
 

@@ -640,8 +640,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """
 
     @abc.abstractmethod
-    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> None:
-        """Give the store's keys the values of a checkpoint.
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
 
         Every worker calls. Keys, versions, the optimizer and its state come back, and the next
         pushes are numbered from there, also where the number of servers has changed. Keys that the

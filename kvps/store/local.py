@@ -20,7 +20,7 @@ from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store import keeping
-from kvps.store.arguments import names_of
+from kvps.store.arguments import names_of, tag_of
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
@@ -119,13 +119,13 @@ class LocalStore(KVStore):
             self._name,
             self._hyper,
             {name: self._kept(name) for name in self._rows_by_key},
-            tag or "",
+            tag_of(tag),
         )
 
     def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
         """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
         self._begin()
-        cut, hyper, keys = keeping.read(self._name, tag)
+        cut, hyper, keys = keeping.read(self._name, tag_of(tag) or None)
         for name, one in keys.items():
             if name in self._specs:
                 keeping.demand_same(self._name, name, self._specs[name], one.spec)

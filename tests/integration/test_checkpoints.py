@@ -67,7 +67,9 @@ def cluster(
     return [process.out for process in started]
 
 
-@pytest.mark.parametrize(("workers", "servers", "how"), [(2, 2, "restore first"), (1, 3, "init first")])
+@pytest.mark.parametrize(
+    ("workers", "servers", "how"), [(2, 2, "restore first"), (1, 3, "init first")]
+)
 def test_a_checkpoint_is_restored_onto_any_number_of_servers(
     processes: Processes, tmp_path: Path, workers: int, servers: int, how: str
 ) -> None:

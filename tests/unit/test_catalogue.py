@@ -97,11 +97,11 @@ def test_what_was_counted_is_forgotten() -> None:
     one = book()
     place(one, "a")
     plan = one.plan(("a",))
-    one.barriers["x"], one.optimized, one.rated, one.broadcasts = 4, Made(3), Made(2, 7), 1
-    one.joins, one.is_resumed, one.is_away = 2, True, True
+    one.barriers["x"], one.optimized, one.rated, one.broadcasts = 4, Made(3), Made(2), 1
+    one.joins, one.is_away, one.is_resumed = 5, True, True
     one.forget()
     assert (one.keys, one.barriers) == ({}, {})
     assert (one.optimized, one.rated, one.broadcasts) == (NONE, NONE, 0)
-    assert (one.joins, one.is_resumed, one.is_away) == (0, False, False)
+    assert (one.joins, one.is_away, one.is_resumed) == (0, False, False)
     place(one, "a", chunk=2)
     assert one.plan(("a",)) is not plan

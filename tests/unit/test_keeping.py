@@ -121,6 +121,13 @@ class TestLocal:
 
 
 class TestRefused:
+    @pytest.mark.parametrize("tag", ["", 5, "two\nlines", "x" * 257])
+    def test_with_a_tag_that_is_no_name(self, tag: str) -> None:
+        kv = store()
+        for call in (kv.checkpoint, kv.restore):
+            with pytest.raises(ConfigError, match="use 1 to 256 printable characters"):
+                call(tag)
+
     def test_without_a_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("KVPS_CHECKPOINT_DIR")
         kv = store()

@@ -10,13 +10,14 @@ from kvps.core.catalogue import Catalogue
 from kvps.core.effects import Connect, Effect
 from kvps.core.hyper import resolve
 from kvps.core.rejoin import Rejoin, epoch_changed
-from kvps.errors import EpochChanged, ServerLost, Timeout, WorkerLost
+from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
 from kvps.messages import (
     Ack,
     Barrier,
     Declare,
     Declared,
     Done,
+    Error,
     Find,
     Found,
     FoundAll,
@@ -270,6 +271,15 @@ def test_the_timeout_of_one_who_waits_for_the_return_says_so() -> None:
     ticket = one.call(push({"w": ONES}), timeout_s=5.0)
     one.wait(5.0)
     assert "the servers return" in str(one.error(ticket))
+
+
+def test_a_store_that_is_refused_tells_why_to_those_who_wait() -> None:
+    one = trained()
+    ticket = one.call(push({"w": ONES}))
+    begin(one)
+    one.server(0, Welcome(0, 21, 2, 1))
+    one.server(0, Error(one.seqs(Open)[-1], Mismatch.code, "store 'kv' has other options"))
+    assert isinstance(one.error(ticket), Mismatch)
 
 
 class TestLost:

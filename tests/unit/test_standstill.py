@@ -91,6 +91,15 @@ def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
     assert not one.stands(known, is_at_rest=True), "others have gone further"
 
 
+@pytest.mark.spec("R131")
+def test_one_that_has_joined_stands_however_far_the_others_go() -> None:
+    known = books(a=4, b=3)
+    known["kv"].is_away = True
+    one = halted(known, kv=9)
+    assert one.stands(known, False)
+    assert one.numbers(known) == {}
+
+
 def test_keys_of_other_paces_do_not_matter() -> None:
     known = books(a=10, seldom=5)
     assert halted(known).stands(known, False)

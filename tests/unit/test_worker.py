@@ -671,6 +671,19 @@ class TestHalting:
         one.scheduler(Halt(3, {}))  # the answer may be lost
         assert one.sent(Halted)[2:] == [Halted(3, {"kv": 1}, True)]
 
+    @pytest.mark.spec("R91", "R131")
+    def test_it_asks_whether_that_is_so(self) -> None:
+        """Values of an ssp store may wait for the push of one that stands already."""
+        one = two_keys(mode="ssp", staleness=1)
+        ticket = one.call(push({"a": torch.ones(4)}, sinks=(torch.zeros(4),)))
+        one.scheduler(Halt(3, {}))
+        assert one.sent(Halted) == [Halted(3, {}, False)]
+        (seq,) = one.seqs(Push)
+        assert one.sent(Probe) == [Probe((seq,))]
+        one.server(0, Probed((), (Pending(seq, "rank 0 is ahead"),)))
+        assert one.sent(Halted)[1:] == [Halted(3, {}, True)]
+        assert one.finish(ticket) is None
+
     @pytest.mark.spec("R131", "R132", "R134")
     def test_what_another_waits_for_in_its_step_is_pushed(self) -> None:
         """It has pushed ``a`` and waits for ours, before it pushes ``b``."""

@@ -130,7 +130,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Joined(42, 1), ()),
         (WORKER, m.Return("weights", 2), ()),
         (WORKER, m.History("weights"), ()),
-        (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True), ()),
+        (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True, 12), ()),
         (WORKER, m.Resume("weights", 200), ()),
         (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
         (SERVER, m.Stalled((m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),)), ()),
