@@ -136,7 +136,9 @@ class Catalogue:
         for name, spec, pieces in placed:
             key = self.keys.get(name)
             if key is None or key.spec != spec:
-                # While a rank was away, the others may have pushed what it sees for the first time.
-                self.keys[name] = key = Key(name, spec, is_refused=self.ordered and self.joins > 0)
+                # While a rank was away, the others may have pushed what it sees for the first time;
+                # and what comes from a checkpoint was pushed to before.
+                is_old = self.restored > 0 or (self.ordered and self.joins > 0)
+                self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
         self._plans.clear()

@@ -81,7 +81,7 @@ def test_a_checkpoint_is_restored_onto_any_number_of_servers(
     )
     assert said == ["cut 1 [3, 3]\n"] * workers
     exported = tmp_path / "model.safetensors"
-    command = ("checkpoint", "export", folder, "--tag", "best", "-o", exported)
+    command = ("checkpoint", "export", folder, exported, "--tag", "best")
     assert processes.python("-m", "kvps.cli.main", *command).wait() == 0
     assert torch.equal(load_file(exported)["a"], torch.arange(10.0) - 8.5)
 
