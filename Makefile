@@ -9,10 +9,12 @@ COVERAGE_GATE := 100
 LONG          := tests/simulation/test_swarm.py tests/simulation/test_machine.py
 PURE_TESTS    := $(wildcard tests/unit tests/scenarios tests/properties tests/simulation)
 
-# How much `make soak` plays: seeds of the simulation, hypothesis examples, rounds of the large cluster.
+# How much `make soak` plays: seeds of the simulation, hypothesis examples, rounds of the large
+# cluster, processes of one run that are killed.
 KVPS_SEEDS        ?= 5000
 KVPS_EXAMPLES     ?= 3000
 KVPS_SCALE_ROUNDS ?= 100
+KVPS_KILLS        ?= 50
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint cover check soak bench docs test-docker clean
@@ -55,6 +57,8 @@ soak: .venv/.installed  ## play many more faults, and longer: half an hour of on
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py
 	KVPS_EXAMPLES=$(KVPS_EXAMPLES) $(BIN)/python -m pytest -q tests/simulation/test_machine.py
 	KVPS_SCALE_ROUNDS=$(KVPS_SCALE_ROUNDS) $(BIN)/python -m pytest -q --timeout=3600 tests/simulation/test_scale.py
+	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_returns.py
+	KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
 	$(BIN)/python -m pytest -q -m slow tests/faults
 
 bench: .venv/.installed  ## measure kvps beside its peers, and print a table

@@ -1,4 +1,4 @@
-"""The disk of the scheduler's state is full: the job goes on, and the state stays readable."""
+"""The disk of the scheduler's state, or of checkpoints, is full: the job goes on, and what is there stays readable."""
 
 from __future__ import annotations
 
@@ -133,6 +133,49 @@ def test_a_scheduler_that_begins_on_a_full_disk(processes: Processes, disk: Smal
     watched.check()
     assert "No space left on device" in watched.lives[0].err
     assert {one.name for one in disk.seen.iterdir()} == {"filler"}
+
+
+KEEPING = """
+import pathlib, torch, kvps
+
+kv = kvps.create("dist_sync", name="model")
+kv.init("w", torch.zeros(2_000))
+kv.pushpull("w", torch.ones(2_000))
+print("cut", kv.checkpoint("first"), flush=True)
+said = pathlib.Path("filled")
+while not said.exists():
+    kv.pushpull("w", torch.ones(2_000))
+try:
+    kv.checkpoint()
+except kvps.StorageError as error:
+    print(error, flush=True)
+said = pathlib.Path("room")
+while not said.exists():
+    kv.pushpull("w", torch.ones(2_000))
+print("cut", kv.checkpoint() > 1, flush=True)
+"""
+
+
+def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: SmallDisk) -> None:
+    cluster = processes.scheduler(1, 1)
+    server = processes.start(
+        "server",
+        *disk.inside(),
+        *(BIN / "kvps-server", "--scheduler", cluster.endpoint),
+        *("--checkpoint-dir", disk.folder),
+    )
+    worker = cluster.plain(processes.script(KEEPING))
+    worker.expect("cut 1")
+    kept = [one.name for one in disk.seen.iterdir()]
+    disk.fill()
+    (processes.folder / "filled").touch()
+    worker.expect(r"checkpoint 2 was given up: server 0: .*No space left on device \(need \d+")
+    assert sorted([*kept, "filler"]) == sorted(one.name for one in disk.seen.iterdir())
+    disk.make_room()
+    (processes.folder / "room").touch()
+    worker.expect("cut True")
+    for process in (worker, server, cluster.process):
+        assert process.wait() == 0, process
 
 
 @pytest.mark.parametrize("step", ["builtins.open", "os.fsync", "pathlib.Path.replace"])
