@@ -800,6 +800,8 @@ class Commit(Message):
     images: tuple[ImageSum, ...]
     """By server."""
     stores: tuple[StoreSum, ...]
+    kept: int = 0
+    """The newest cut that all servers have, which must stay until this one is; 0 if there is none."""
 
 
 @_tag(88)

@@ -81,8 +81,9 @@ class Shelf:
         except OSError as error:
             raise self._refusal(cut, stream.size, error) from error
 
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes a cut complete; then remove older cuts.
+    def commit(self, manifest: Manifest, needed: int = 0) -> None:
+        """Write the manifest, which makes a cut complete; then remove older cuts, but for the one that
+        is ``needed``: other servers may fail to complete this one.
 
         Several servers may do this in one folder with equal manifests. That an older cut cannot be
         removed is logged, and no error.
@@ -105,7 +106,7 @@ class Shelf:
         except OSError as error:
             raise self._refusal(manifest.cut, len(octets), error) from error
         try:
-            self._tidy()
+            self._tidy(needed)
         except (OSError, StorageError) as error:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
@@ -277,13 +278,13 @@ class Shelf:
 
     # --- removing ---------------------------------------------------------------------------
 
-    def _tidy(self) -> None:
+    def _tidy(self, needed: int) -> None:
         """Remove the cuts that nobody needs any more."""
         complete = [manifest.cut for manifest in self.complete(server=self.server)]
         kept = complete[-KEPT:]
         newest = max(complete, default=0)
         for cut in self.numbers():
-            if cut < newest and cut not in kept and not self._has_tag(cut):
+            if cut < newest and cut not in (*kept, needed) and not self._has_tag(cut):
                 self._remove(self.cut_folder(cut))
 
     def _has_tag(self, cut: int) -> bool:

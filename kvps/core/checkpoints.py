@@ -234,6 +234,7 @@ class Checkpoints:
                 self._workers,
                 self._servers,
                 now,
+                self.kept,
             )
             self.has_changed = True
             self._say_again(now)

@@ -73,6 +73,8 @@ class Cut:
     workers: frozenset[int]
     servers: frozenset[int]
     begun_at: float
+    last: int = 0
+    """The newest cut that is complete."""
     reason: str = ""
     """Why it was given up."""
     by_worker: bool = False
@@ -205,7 +207,7 @@ class Cut:
             for one in kept.stores:
                 known = stores.get(one.store)
                 stores[one.store] = one if known is None else _together(known, one)
-        return Commit(self.number, self.tag, self.epoch, images, tuple(stores.values()))
+        return Commit(self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last)
 
 
 def _together(one: StoreSum, other: StoreSum) -> StoreSum:

@@ -96,7 +96,7 @@ def carry_out(folder: str, order: Order) -> Answer | None:
         case Complete():
             cut = order.commit.cut
             try:
-                Shelf(folder, order.server).commit(manifest_of(order))
+                Shelf(folder, order.server).commit(manifest_of(order), order.commit.kept)
             except KvpsError as error:
                 return Completed(cut, error)
             return Completed(cut)

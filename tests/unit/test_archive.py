@@ -111,6 +111,15 @@ def test_one_that_was_given_up_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.spec("R136")
+def test_the_cut_that_all_servers_have_stays_while_others_fail(tmp_path: Path) -> None:
+    for cut in (1, 2, 3, 4):
+        sums = write(tmp_path, cut, servers=1)
+        commit = Commit(cut, "", 0, tuple(sums), (), kept=1)
+        assert carry_out(str(tmp_path), Complete(cuts.JOB, 0, 4, commit)) == Completed(cut)
+    assert carry_out(str(tmp_path), Look(0, 1)) == Found((1, 3, 4), 4)
+
+
 class TestFailure:
     def test_a_full_disk_is_the_answer(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,16 @@ class TestByTheClock:
         assert desk.core.kept == 1
         assert desk.notes() == ["checkpoint 1 is complete"]
 
+    @pytest.mark.spec("R136")
+    def test_the_last_one_is_named_so_that_no_server_removes_it(self) -> None:
+        desk = desk_with_a_cut()
+        for cut in (2, 3):  # one server completes them, and another cannot
+            desk.wait(EVERY_S)
+            for _, commit in desk.take(cut, until="kept"):
+                assert isinstance(commit, Commit)
+                assert commit.kept == 1
+            desk.hear((S0, Committed(cut)), (S1, Committed(cut, "no space left")))
+
     @pytest.mark.spec("R134")
     def test_one_that_others_wait_for_is_told_at_once(self) -> None:
         desk = Desk()

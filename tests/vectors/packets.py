@@ -161,6 +161,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 2,
                 (m.ImageSum(4000, SHA256), m.ImageSum(4096, SHA256)),
                 (m.StoreSum("weights", 5, 6, 6),),
+                11,
             ),
             (),
         ),
