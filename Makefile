@@ -6,8 +6,7 @@ BIN    := .venv/bin
 # The part of the rules (kvps/core, kvps/messages.py, kvps/wire.py) that the tests without
 # sockets have to reach, in percent of lines and branches; those that find nothing new there are left out.
 COVERAGE_GATE := 100
-LONG          := tests/simulation/test_swarm.py tests/simulation/test_machine.py
-PURE_TESTS    := $(wildcard tests/unit tests/scenarios tests/properties tests/simulation)
+PURE_TESTS    := tests/unit tests/scenarios tests/properties
 
 # How much `make soak` plays: seeds of the simulation, hypothesis examples, rounds of the large
 # cluster, processes of one run that are killed.
@@ -49,7 +48,7 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/lint-imports
 
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
-	$(BIN)/python -m pytest --quiet --cov --cov-fail-under=$(COVERAGE_GATE) $(LONG:%=--ignore=%) $(PURE_TESTS)
+	$(BIN)/python -m pytest --quiet --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
 check: lint test cover  ## all of the three above: run it before a commit
 
