@@ -99,7 +99,7 @@ def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dic
         "rate_calls": store.rate_calls,
         "optimize_after": store.optimize_after,
         "rate_after": store.rate_after,
-        "joins": [store.joins.over, store.joins.last, sorted(store.joins.made.items())],
+        "joins": [store.joins.over, *(sorted(one.items()) for one in store.joins[1:])],
         "histories": histories.rows,
         "forms": list(forms),
         "keys": keys,

@@ -145,9 +145,7 @@ def _history(given: object) -> History:
 
 def _joins(given: object) -> JoinsImage:
     over, last, made = checks.array("joins", given, 3)
-    return JoinsImage(
-        checks.natural("over", over), checks.natural("last", last), _by_rank("made", made)
-    )
+    return JoinsImage(checks.natural("over", over), _by_rank("last", last), _by_rank("made", made))
 
 
 def _by_rank(what: str, given: object) -> dict[int, int]:

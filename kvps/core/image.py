@@ -65,11 +65,11 @@ class JoinsImage(NamedTuple):
     """Who had run out of batches; as :class:`~kvps.core.joins.Joins` has it."""
 
     over: int
-    last: int
+    last: dict[int, int]
     made: dict[int, int]
 
 
-NO_JOINS = JoinsImage(0, 0, {})
+NO_JOINS = JoinsImage(0, {}, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
         tuple(keys),
         space.optimize_after,
         space.rate_after,
-        JoinsImage(space.joins.over, space.joins.last, dict(space.joins.made)),
+        JoinsImage(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
     )
 
 

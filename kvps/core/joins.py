@@ -34,8 +34,9 @@ class Joins:
 
     over: int = 0
     """The number of the last join that is over; they count from 1."""
-    last: int = 0
-    """Who was the last to join."""
+    last: dict[int, int] = field(default_factory=dict)
+    """By number of a join, who was the last to make it; of the newest two, since a rank that missed the
+    end of one may ask while others have begun the next."""
     made: dict[int, int] = field(default_factory=dict)
     """By rank, the number of its last join."""
 
@@ -49,7 +50,8 @@ class Joins:
         if call > self.made.get(rank, 0):
             self.made[rank] = call
             if call > self.over:
-                self.last = rank
+                self.last[call] = rank
+                self.last.pop(call - 2, None)
 
     def missing(self, needed: frozenset[int]) -> tuple[int, ...]:
         """Return which of the ranks that are ``needed`` the next join waits for."""

@@ -210,7 +210,7 @@ class Requests:
             space = self.spaces[store.name]
             imaging.revive(space, self.engine.chunks, store)
             over, last, made = store.joins
-            space.joins = Joins(over, last, dict(made))
+            space.joins = Joins(over, dict(last), dict(made))
 
     def revive(self, store: str, whole: Image) -> Effects:
         """Give one store, which is open, the values that it has in an image.
@@ -474,7 +474,7 @@ class Requests:
         def retry() -> Message | None:
             if message.waits and space.joins.over < message.call:
                 return None
-            return Joined(seq, space.joins.last)
+            return Joined(seq, space.joins.last.get(message.call, 0))
 
         def why(describe: Describe) -> str:
             missing = space.joins.missing(self._members(space))

@@ -37,7 +37,7 @@ def test_a_rank_is_away_until_its_join_is_over() -> None:
     assert joins.judge(frozenset({0, 1})) == 0
     joins.join(0, 1)
     assert joins.judge(frozenset({0, 1})) == 1
-    assert joins.last == 0
+    assert joins.last == {1: 0}
     assert joins.end(1)
     assert not joins.end(1)
     assert joins.away == frozenset()
@@ -50,7 +50,17 @@ def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
     joins.join(0, 1)
     joins.join(1, 1)
     assert joins.away == frozenset()
-    assert joins.last == 1
+    assert joins.last == {1: 1}
+
+
+def test_who_was_last_is_known_of_the_newest_two() -> None:
+    joins = Joins()
+    for call, last in ((1, 0), (2, 1), (3, 0)):
+        joins.join(1 - last, call)
+        joins.join(last, call)
+        assert joins.last[call] == last
+        joins.end(call)
+    assert joins.last == {2: 1, 3: 0}
 
 
 def test_nobody_has_joined_where_nobody_is_needed() -> None:

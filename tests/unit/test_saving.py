@@ -48,9 +48,9 @@ def meet(one: Bench) -> None:
     one.scheduler(Released(one.seqs(Barrier)[-1]))
 
 
-def told(seq: int) -> HistoryIs:
-    """A server knows of no call of all ranks."""
-    return HistoryIs(seq, 0, 0, 0, 0, 0.0, 0, joined=False)
+def told(seq: int, restored: int = 0) -> HistoryIs:
+    """A server knows of no call of all ranks, but perhaps of a checkpoint."""
+    return HistoryIs(seq, 0, 0, 0, 0, 0.0, 0, joined=False, restored=restored)
 
 
 class TestCheckpoint:
@@ -131,7 +131,7 @@ class TestRestore:
         assert one.sent(Barrier)[1:] == [Barrier("kv", "kvps.restore", 1)]
         meet(one)
         for server in (0, 1):
-            one.server(server, told(one.seqs(History, server)[-1]))
+            one.server(server, told(one.seqs(History, server)[-1], restored=7))
         assert one.is_done(ticket)
         assert one.finish(ticket).value == 7  # type: ignore[union-attr]
 
