@@ -240,8 +240,8 @@ class Cluster:
         seed: int = 0,
         faults: Faults | None = None,
         machines: Sequence[int] = (),
-        checkpoint_every_s: float | None = None,
         rates: dict[str, float] | None = None,
+        checkpoint_every_s: float | None = None,
     ) -> None:
         """Start all processes, at slightly different times.
 
