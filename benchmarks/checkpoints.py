@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--every", type=float, default=15.0)
     parser.add_argument("--dir")
     parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:
-        work(given.megabytes, given.seconds, Path(given.dir))
+        work(given.megabytes, given.rounds, Path(given.dir))
         return
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
         subprocess.run(
@@ -42,13 +42,13 @@ def main() -> None:
                 *("-n", str(given.workers), "-s", str(given.servers)),
                 *("--checkpoint-dir", folder, "--checkpoint-every", str(given.every), "--"),
                 *(sys.executable, __file__, "--as-worker", "--dir", folder),
-                *("--megabytes", str(given.megabytes), "--seconds", str(given.seconds)),
+                *("--megabytes", str(given.megabytes), "--rounds", str(given.rounds)),
             ],
             check=True,
         )
 
 
-def work(megabytes: int, seconds: float, folder: Path) -> None:
+def work(megabytes: int, count: int, folder: Path) -> None:
     """Push and pull for a while; rank 0 prints what it took."""
     import torch
 
@@ -64,9 +64,8 @@ def work(megabytes: int, seconds: float, folder: Path) -> None:
     rounds: dict[bool, list[float]] = {True: [], False: []}
     writing: list[tuple[float, float]] = []
     """When each checkpoint was seen first and last without its manifest."""
-    end = time.monotonic() + seconds
     kv.pushpull(names, values, out=out)
-    while True:
+    for _ in range(count):
         was_writing = is_writing(folder)
         begin = time.monotonic()
         kv.pushpull(names, values, out=out)
@@ -76,9 +75,6 @@ def work(megabytes: int, seconds: float, folder: Path) -> None:
             writing[-1] = (writing[-1][0], begin + took)
         elif was_writing:
             writing.append((begin, begin + took))
-        votes = kv_sum(kv, float(time.monotonic() > end))
-        if votes:
-            break
     if kv.rank == 0:
         usual, during = rounds[False], rounds[True]
         print(f"{len(names) * KEY * 4 / 1e9:.2f} GB, {kv.num_workers} workers")  # noqa: T201
@@ -91,16 +87,6 @@ def work(megabytes: int, seconds: float, folder: Path) -> None:
         mean = statistics.mean(during) / statistics.mean(usual)
         print(f"ratio of medians {ratio:.2f}, of means {mean:.2f}")  # noqa: T201
         print("seen being written for", [round(b - a, 1) for a, b in writing], "s")  # noqa: T201
-
-
-def kv_sum(kv: object, mine: float) -> bool:
-    """Whether any rank says that it is time to end; all ranks hear the same."""
-    import torch
-
-    kv.init("end", torch.zeros(1))  # type: ignore[attr-defined]
-    before = kv.pull("end")  # type: ignore[attr-defined]
-    after = kv.pushpull("end", torch.full((1,), mine))  # type: ignore[attr-defined]
-    return bool((after != before).any())
 
 
 def is_writing(folder: Path) -> bool:

@@ -97,7 +97,7 @@ class Standstill:
         if isinstance(call, calls.PushValues):
             limit = self._limits.get(call.store, 0) if book.ordered else 0
             return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
-        is_creating = book.rank == 0 and isinstance(call, CREATING)
+        is_creating = book.rank == 0 and isinstance(call, CREATING) and not _is_known(book, call)
         return is_creating and (not book.ordered or self._stands(call.store, book))
 
     def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
@@ -152,6 +152,11 @@ class Standstill:
         self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held
+
+
+def _is_known(book: Catalogue, call: calls.Call) -> bool:
+    """Whether it is an init of keys that are there, which changes nothing."""
+    return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
 
 
 def _lead(book: Catalogue) -> int:

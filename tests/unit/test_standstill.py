@@ -155,6 +155,14 @@ def test_what_rank_0_changes_otherwise_is_held_too() -> None:
         assert one.holds(known["kv"], calls.RestoreCheckpoint("kv", "")) is is_held
 
 
+@pytest.mark.spec("R130")
+def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
+    known = books(a=3)
+    one = halted(known)
+    assert not one.holds(known["kv"], calls.Init("kv", (("a", spec(4)),), (ROW,)))
+    assert one.holds(known["kv"], calls.Init("kv", (("new", spec(4)),), (ROW,)))
+
+
 def test_calls_keep_their_order() -> None:
     known = books(a=3) | {"other": Catalogue(opened("other"), 0, 1, 240.0)}
     one = halted(known)
