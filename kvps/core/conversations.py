@@ -375,7 +375,10 @@ def _history(book: Catalogue) -> Steps:
     yield from inherit(book)
     book.is_resumed = True
     met = {name: book.barriers[name] for name in (BROADCAST,) if name in book.barriers}
-    book.barriers = dict(resumed.barriers) | met
+    # A name mostly stands for one moment: who is not sure whether its predecessor stood there stands there
+    # again, and passes if that was so. Those without a name are counted.
+    again = {name: number - bool(name) for name, number in resumed.barriers.items()}
+    book.barriers = again | met
 
 
 def inherit(book: Catalogue) -> Steps:

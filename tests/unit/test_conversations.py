@@ -614,10 +614,12 @@ class TestResume:
     def test_without_rounds_barriers_go_on_behind_the_last(self) -> None:
         one = ready(1, mode="async")
         nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
-        self.begin(one, nothing, nothing, epoch=5)
+        self.begin(one, nothing, nothing, **{"": 5, "step 8": 1})
         assert one.sent(Resume) == [Resume("kv", None)]
-        one.call(calls.Stand("kv", "epoch"))
-        assert one.sent(Barrier)[-1] == Barrier("kv", "epoch", 5, False, 0)
+        one.call(calls.Stand("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
+        one.call(calls.Stand("kv", "step 8"))  # its predecessor may have ended before or behind it
+        assert one.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
         one.call(calls.Stand("kv", "new"))
         assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
 
