@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +28,14 @@ class Written(NamedTuple):
 
 
 class Sink:
-    """An open file that counts and hashes what is written to it."""
+    """An open file that counts and hashes what is written to it.
 
-    def __init__(self, file: int) -> None:
+    It rests ``rest`` seconds for each second of work, so that others get at the memory and the disk.
+    """
+
+    def __init__(self, file: int, rest: float = 0.0) -> None:
         self._file = file
+        self._rest = rest
         self._hash = hashlib.sha256()
         self._size = 0
 
@@ -45,6 +50,7 @@ class Sink:
             return  # a view of nothing cannot be cast
         rest = view.cast("B")
         for start in range(0, len(rest), BLOCK):
+            began = time.monotonic()
             block = rest[start : start + BLOCK]
             self._hash.update(block)
             self._size += len(block)
@@ -53,6 +59,8 @@ class Sink:
                 if count == 0:
                     raise OSError(errno.EIO, "the file takes nothing more")
                 block = block[count:]
+            if self._rest:
+                time.sleep(self._rest * (time.monotonic() - began))
 
     @property
     def written(self) -> Written:
@@ -60,13 +68,14 @@ class Sink:
         return Written(self._size, self._hash.hexdigest())
 
 
-def put(path: Path, aside: Path, fill: Callable[[Sink], None]) -> Written:
+def put(path: Path, aside: Path, fill: Callable[[Sink], None], rest: float = 0.0) -> Written:
     """Write the file ``path``, whole or not at all.
 
     Args:
         path: where it goes; a file of that name is replaced.
         aside: a name in the same folder that nobody else uses.
         fill: writes the contents.
+        rest: how long to rest, as :class:`Sink` has it.
 
     Raises:
         OSError: if it cannot be written. Nothing is left at ``aside``. If only the folder could not
@@ -75,7 +84,7 @@ def put(path: Path, aside: Path, fill: Callable[[Sink], None]) -> Written:
     file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            sink = Sink(file)
+            sink = Sink(file, rest)
             fill(sink)
             os.fsync(file)
         finally:

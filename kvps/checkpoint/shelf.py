@@ -49,6 +49,7 @@ class Shelf:
         folder: the directory; it is made when something is written.
         server: whose view this is; None for a reader, who writes nothing. A server has one shelf,
             and uses it from one thread at a time, but for reading.
+        rest: for how many seconds it rests for each second in which it writes.
 
     Example::
 
@@ -58,9 +59,10 @@ class Shelf:
         image = shelf.load(shelf.find(), server=0, servers=2)
     """
 
-    def __init__(self, folder: str | Path, server: int | None = None) -> None:
+    def __init__(self, folder: str | Path, server: int | None = None, rest: float = 0.0) -> None:
         self.folder = Path(folder)
         self.server = server
+        self._rest = rest
         self._under_way: set[Path] = set()
 
     # --- writing ----------------------------------------------------------------------------
@@ -135,7 +137,7 @@ class Shelf:
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
         self._under_way.add(aside)
         try:
-            return disk.put(path, aside, fill)
+            return disk.put(path, aside, fill, self._rest)
         finally:
             self._under_way.discard(aside)
 

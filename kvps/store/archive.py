@@ -36,6 +36,8 @@ from kvps.net.driver import Inbox, Silent
 log = logging.getLogger("kvps")
 NICE = 10
 """By how much the thread that writes stands back."""
+REST = 4.0
+"""For how many seconds it rests for each in which it writes: a round should not wait for the memory."""
 END_MAX_S = 5.0
 """How long the end of a server waits for what is being written."""
 
@@ -85,7 +87,7 @@ def carry_out(folder: str, order: Order) -> Answer | None:
     match order:
         case Write(cut, image):
             try:
-                written = Shelf(folder, image.server).write(cut, image)
+                written = Shelf(folder, image.server, REST).write(cut, image)
             except KvpsError as error:
                 return Written(cut, 0, "", error)
             log.debug(
