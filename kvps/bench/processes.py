@@ -37,6 +37,9 @@ class Leash(Protocol):
     def hold(self, group: int) -> None:
         """End this group if we end."""
 
+    def hold_me(self) -> None:
+        """End the calling process's group if we end; it calls this before it runs anything."""
+
     def forget(self, group: int) -> None:
         """It has ended."""
 
@@ -97,6 +100,7 @@ class Group:
             stderr=err,
             start_new_session=True,  # Ctrl-C is for us; we end them
             pass_fds=pass_fds,
+            preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
         )
         self._leash.hold(popen.pid)
         child = _Child(name, popen, out, err, os.pidfd_open(popen.pid), is_measured)

@@ -340,8 +340,8 @@ class Launch:
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=[self._report[1]] if report else [],
+            preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
         )
-        self._leash.hold(process.pid)
         number = rank if role == "worker" else self._plan.workers + rank
         child = Child(role, rank, number, process, life)
         self._children[process.pid] = child

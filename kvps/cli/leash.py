@@ -30,6 +30,15 @@ class Leash:
         """End this process group if we end."""
         os.write(self._writer, b"+%d\n" % group)
 
+    def hold_me(self) -> None:
+        """End the calling process's group if our owner ends.
+
+        For ``preexec_fn`` of a Popen with ``start_new_session=True``: said by the new process itself, so
+        that there is no moment at which it runs and is not held. It runs between fork and exec, and
+        does no more than this one write.
+        """
+        os.write(self._writer, b"+%d\n" % os.getpid())
+
     def forget(self, group: int) -> None:
         """This process group has ended; its number may be given again."""
         os.write(self._writer, b"-%d\n" % group)

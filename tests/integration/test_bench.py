@@ -150,11 +150,13 @@ class TestNetwork:
         assert network.wait() == 130
         assert namespaces_of(network.pid) == []
 
-    def test_a_kill_leaves_no_namespace(self, network: Process) -> None:
+    def test_a_kill_leaves_no_namespace(self, network: Process, processes: Processes) -> None:
         until(lambda: len(namespaces_of(network.pid)) == 4, "namespaces")
         network.signal(signal.SIGKILL)
         network.wait()
         until(lambda: not namespaces_of(network.pid), "end of the namespaces")
+        for folder in processes.temp.glob("kvps-bench-*"):  # nobody is left to remove it
+            shutil.rmtree(folder)
 
 
 def namespaces_of(pid: int) -> list[str]:
