@@ -16,7 +16,8 @@ before it pushes them. So batch sizes may change, and differ between workers.
 When the servers return to a checkpoint (a server was lost, see :class:`~kvps.errors.EpochChanged`), the
 step that is under way is given up, since its gradients are of weights that nobody has any more. The
 Trainer takes the weights as they are now, says so once in the log, and goes on. Workers may be one
-step apart then; of learning rates that differ for that, rank 0's counts, as ever.
+step apart then; of learning rates that differ for that, rank 0's counts, as ever. Where the optimizer
+runs here, all take rank 0's weights and begin its states anew, or weights would drift apart.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Trainer:
         self._hyper: Hyper | None = None
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
+        self._is_given_up = False
+        """The gradients of the present step could not be summed; there is nothing to update by."""
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
         _check_free(self._kv, tensors)
@@ -183,8 +186,12 @@ class Trainer:
     def _take_up(self, error: EpochChanged) -> None:
         names = [name for name, one in self._params.items() if one.requires_grad]
         values = [self._params[name].detach() for name in names]
-        if not self._on_store:  # what the store has are sums of gradients; the weights are ours
+        if self._local is not None:
+            # The store has nothing but sums; weights and states are here, and those of one rank may be a
+            # step ahead. All go on from rank 0's weights, and without momenta.
             self._kv.broadcast(names, values, out=values)
+            self._local.forget()
+            self._is_given_up = True
             return
         new = [index for index, name in enumerate(names) if name not in error.after]
         if new:
@@ -221,6 +228,9 @@ class Trainer:
         """
         local = self._needs_local("update")
         batch = _positive(batch_size)
+        if self._is_given_up:  # what is in .grad is this rank's alone
+            self._is_given_up = False
+            return
         names = self._with_gradients(ignore_stale_grad)
         present = [name for name in names if self._params[name].grad is not None]
         with torch.no_grad():

@@ -4,8 +4,8 @@ In a synchronous store a *step* is what happens between two rounds: all keys tha
 been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
 numbers: a worker stands when no key is one push behind the leading one, when a push begins that
 would take the lead further, or when its script waits for the cut itself. One that does not stand says
-how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each push is applied by itself there are no steps, and a worker may
-stand at any time.
+how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each
+push is applied by itself there are no steps, and a worker may stand at any time.
 
 Only rank 0's other calls change values (it creates, replaces and optimizes); they are held as pushes
 are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.

@@ -135,6 +135,11 @@ class RulesOptimizer:
         """Set the learning rate; multipliers stay."""
         self._rules.set_rate(self._rules.hyper.with_lr(lr))
 
+    def forget(self) -> None:
+        """Begin all states anew."""
+        for name in self._params:
+            self._rules.forget(name)
+
     def step(self, names: Sequence[str], scale: float) -> None:
         """Update the parameters ``names`` by ``scale`` times their ``.grad``."""
         for name in names:
@@ -174,6 +179,10 @@ class TorchOptimizer:
         wanted, old = resolve("sgd", {"lr": lr}).number("lr"), self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = float(group["lr"]) / old * wanted if old else wanted
+
+    def forget(self) -> None:
+        """Begin all states anew."""
+        self._optimizer.state.clear()
 
     def step(self, names: Sequence[str], scale: float) -> None:
         """Step by ``scale`` times the ``.grad`` of ``names``, which are as before afterwards."""

@@ -104,8 +104,10 @@ import sys, time, pathlib, torch, kvps
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-trainer = kvps.Trainer(model, "sgd", {"lr": 0.05}, kvstore="dist_sync", update_on_kvstore=ON_STORE)
-generator = torch.Generator().manual_seed(1)
+options = {"lr": 0.05, "momentum": 0.5}
+kv = kvps.create("dist_sync")
+trainer = kvps.Trainer(model, "sgd", options, kvstore=kv, update_on_kvstore=ON_STORE)
+generator = torch.Generator().manual_seed(kv.rank)  # what one rank alone would do differs
 inputs = torch.randn(64, 4, generator=generator)
 labels = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.25
 steps, enough = 0, pathlib.Path(sys.argv[1])
@@ -120,6 +122,8 @@ while not enough.exists() or steps < 300:
     if steps % 20 == 0:
         print("steps", steps, flush=True)
 print("loss", round(float(loss) / 64, 4), flush=True)
+kv.barrier("trained")
+print("weights", [param.tolist() for param in model.parameters()], flush=True)
 """
 
 
@@ -140,6 +144,9 @@ def test_a_trainer_goes_on_when_a_server_was_lost(
     enough.touch()
     assert launch.wait(60.0) == 0, launch
     assert launch.out.count("loss 0.0") == 2, launch
+    ends = [line.partition("weights")[2] for line in launch.out.splitlines() if "weights" in line]
+    assert len(ends) == 2, launch
+    assert ends[0] == ends[1], "the workers have drifted apart"
     told = launch.err.count("all servers returned to the last checkpoint")
     assert told == 2, "each worker says it once"
     assert "server 1 ended with exit code 137; starting it again (1 of 3)" in launch.err
