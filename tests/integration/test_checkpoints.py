@@ -110,6 +110,7 @@ trainer = kvps.Trainer(model, "sgd", options, kvstore=kv, update_on_kvstore=ON_S
 generator = torch.Generator().manual_seed(kv.rank)  # what one rank alone would do differs
 inputs = torch.randn(64, 4, generator=generator)
 labels = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.25
+labels += 0.1 * torch.randn(64, 1, generator=generator)  # so that no rank's own gradient vanishes
 steps, enough = 0, pathlib.Path(sys.argv[1])
 while not enough.exists() or steps < 300:
     model.zero_grad()
