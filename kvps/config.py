@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvps.core.member import JOIN_MAX_S
+from kvps.core.presence import SILENCE_MAX_S, SILENT_AFTER_S
+from kvps.core.seats import DROP_GRACE_S
 from kvps.errors import ConfigError
 
 DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"
 BIGARRAY_VARIABLES = ("KVPS_BIGARRAY_BOUND", "MXNET_KVSTORE_BIGARRAY_BOUND")
+SILENCE, GRACE = "KVPS_SILENCE_MAX", "KVPS_DROP_GRACE"
 TRANSPORTS = ("auto", "shm", "tcp")
 _LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -298,6 +301,32 @@ def join_max_s(env: Mapping[str, str] | None = None) -> float:
     if limit_s <= 0:
         raise ConfigError(f"KVPS_JOIN_TIMEOUT={limit_s:g}: use a number of seconds over 0")
     return limit_s
+
+
+def silence_max_s(given: str | None = None, env: Mapping[str, str] | None = None) -> float:
+    """Return how long a member of the cluster may say nothing before the others count it as lost.
+
+    Raises:
+        ConfigError: if it is so short that a member which lives would be lost.
+    """
+    name, given = ("--silence-max", given) if given else (SILENCE, text(SILENCE, env=env))
+    limit_s = SILENCE_MAX_S if given is None else as_number(name, given)
+    if limit_s < SILENT_AFTER_S:
+        raise ConfigError(
+            f"{name}={limit_s:g}: members say something each second, and one may be late; "
+            f"use {SILENT_AFTER_S:g} seconds or more"
+        )
+    return limit_s
+
+
+def drop_grace_s(given: str | None = None, env: Mapping[str, str] | None = None) -> float:
+    """Return how long a member whose connection broke has to open another before it is lost.
+
+    Raises:
+        ConfigError: unless it is over 0.
+    """
+    name, given = ("--drop-grace", given) if given else (GRACE, text(GRACE, env=env))
+    return DROP_GRACE_S if given is None else as_seconds(name, given)
 
 
 def as_seconds(name: str, given: str) -> float:

@@ -81,7 +81,8 @@ environment, where the flag is not given:
   KVPS_GRACE, KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
   KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES,
-  KVPS_CHECKSUM (0 sends packets without checksums)
+  KVPS_CHECKSUM (0 sends packets without checksums), KVPS_SILENCE_MAX (12: a process that says
+  nothing for so many seconds is lost) and KVPS_DROP_GRACE (1: so is one whose connection breaks)
 """
 
 

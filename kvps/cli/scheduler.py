@@ -29,7 +29,8 @@ SIGTERM and SIGINT end the job.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
+  KVPS_DROP_GRACE, KVPS_INSECURE, KVPS_LOG_LEVEL
   KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
@@ -60,6 +61,17 @@ def _parser() -> flags.Parser:
         action="store_true",
         help="begin another job, with the same servers, when one is over; KVPS_KEEP_ALIVE=1",
     )
+    parser.add_argument(
+        "--silence-max",
+        metavar="SECONDS",
+        help="a member that says nothing for so long is lost, 3 or more; KVPS_SILENCE_MAX (12)",
+    )
+    parser.add_argument(
+        "--drop-grace",
+        metavar="SECONDS",
+        help="so is one whose connection breaks, and that is not back in this time: its process "
+        "ended; KVPS_DROP_GRACE (1)",
+    )
     flags.add_insecure(parser)
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
@@ -82,6 +94,8 @@ def _main(argv: Sequence[str]) -> int:
         keep_alive=bool(parsed.keep_alive) or config.switch("KVPS_KEEP_ALIVE"),
         state=flags.setting(parsed, "state", _folder, None),
         insecure=flags.is_insecure(parsed),
+        silence_max_s=config.silence_max_s(parsed.silence_max),
+        drop_grace_s=config.drop_grace_s(parsed.drop_grace),
         on_ready=lambda endpoint: _report(parsed.report_fd, endpoint),
     )
 

@@ -34,6 +34,7 @@ environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
   KVPS_PLUGIN (one or more, by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
   KVPS_JOIN_TIMEOUT, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_SILENCE_MAX: seconds without a word from the scheduler after which it counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet

@@ -51,7 +51,8 @@ ends with it, and with this process, whatever happens to either.
 The exit code is that of COMMAND, 128 + N if signal N killed it. Before COMMAND starts:
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL
+  KVPS_SCHEDULER, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL,
+  KVPS_SILENCE_MAX (12 s without a word from the scheduler, and it counts as lost)
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
   KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
@@ -101,6 +102,7 @@ def _main(argv: Sequence[str]) -> int:
             guardian=True,
             master=master,
             join_max_s=join_max_s,
+            silence_max_s=config.silence_max_s(),
             machine=own_machine(),
         )
         limit_s = END_MAX_S if grace_s is None else grace_s

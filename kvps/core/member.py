@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.presence import SILENCE_MAX_S
 from kvps.core.quorum import Quorum
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, from_code
 from kvps.messages import (
@@ -55,7 +56,8 @@ class Identity:
     endpoint: str = ""
     guardian: bool = False
     master: str = ""
-    silence_max_s: float = 12.0
+    silence_max_s: float = SILENCE_MAX_S
+    """The scheduler is taken for lost when it said nothing for so long."""
     job: bytes = bytes(16)
     """Of that seat; zeros where there is none."""
     join_max_s: float = JOIN_MAX_S

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 SILENT_AFTER_S = 3.0
 """Members beat once a second; one that said nothing for so long is called silent."""
+SILENCE_MAX_S = 12.0
+"""One that said nothing for so long is taken for lost, unless the operator decided otherwise."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 HANGS_AFTER_S = 10.0

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvps.core.presence import SILENT_AFTER_S, Progress
+from kvps.core.presence import SILENCE_MAX_S, SILENT_AFTER_S, Progress
 from kvps.errors import ConfigError
 from kvps.messages import Hello, Leave, Member, Node, Role
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and octets of a host, an endpoint or a reason: a view must fit into a head."""
+DROP_GRACE_S = 1.0
+"""How long a member may be without a connection: it may have opened another."""
 
 
 class State(enum.Enum):
@@ -41,9 +43,9 @@ class Settings:
 
     workers: int
     servers: int
-    silence_max_s: float = 12.0
+    silence_max_s: float = SILENCE_MAX_S
     """A member that says nothing for so long is lost."""
-    drop_grace_s: float = 1.0
+    drop_grace_s: float = DROP_GRACE_S
     """A member whose connection broke, and that does not come back for so long, is lost."""
     forming_max_s: float | None = None
     """How long the first job may take to form; None is for ever."""

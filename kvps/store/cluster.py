@@ -58,6 +58,7 @@ def worker_session(
         incarnation,
         job=job,
         join_max_s=join_max_s,
+        silence_max_s=config.silence_max_s(),
         machine=own_machine(),
     )
     transport, memory, _ = open_transport()
@@ -120,7 +121,9 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the scheduler and the servers."""
-        settings = Settings(self.workers, self.servers)
+        settings = Settings(
+            self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()
+        )
         transport = ZmqTransport("tcp://127.0.0.1:0", watch=True, checksums=config.checksums())
         self.scheduler = transport.endpoint
         now = time.monotonic()
@@ -135,6 +138,7 @@ class LocalCluster:
                 kvps.__version__,
                 rank,
                 endpoint=endpoint,
+                silence_max_s=config.silence_max_s(),
                 machine=own_machine(),
             )
             self._drive(f"server {rank}", Server(identity, now, memory=memory), one)

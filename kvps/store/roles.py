@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.core.effects import Exit
-from kvps.core.scheduler import Scheduler, Settings
+from kvps.core.presence import SILENCE_MAX_S
+from kvps.core.scheduler import Scheduler
+from kvps.core.seats import DROP_GRACE_S, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net.driver import Inbox, Silent, drive
 from kvps.net.locality import machine
@@ -163,6 +165,8 @@ def run_scheduler(
     keep_alive: bool = False,
     state: str | None = None,
     insecure: bool = False,
+    silence_max_s: float = SILENCE_MAX_S,
+    drop_grace_s: float = DROP_GRACE_S,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
@@ -174,6 +178,8 @@ def run_scheduler(
         keep_alive: begin another job when one is over.
         state: a folder for what a restart must know.
         insecure: ``bind`` may be where other machines reach it.
+        silence_max_s: a member that says nothing for so long is lost.
+        drop_grace_s: and so is one whose connection broke, and that opens no other for so long.
         on_ready: told where it listens, once it does.
 
     Raises:
@@ -181,19 +187,21 @@ def run_scheduler(
         StorageError: if ``state`` cannot be read.
     """
     config.demand_loopback(bind, insecure)
+    settings = Settings(
+        *(workers, servers, silence_max_s, drop_grace_s),
+        keep_alive=keep_alive,
+        persist=state is not None,
+    )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        return _run_scheduler(workers, servers, bind, keep_alive, kept, on_ready)
+        return _run_scheduler(settings, bind, kept, on_ready)
 
 
 def _run_scheduler(
-    workers: int,
-    servers: int,
+    settings: Settings,
     bind: str,
-    keep_alive: bool,
     kept: StateFile | None,
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    settings = Settings(workers, servers, keep_alive=keep_alive, persist=kept is not None)
     transport = ZmqTransport(bind, watch=True, checksums=config.checksums())
     try:
         snapshot = kept.read() if kept is not None else None
@@ -205,7 +213,10 @@ def _run_scheduler(
     except KvpsError:
         transport.close(0.0)
         raise
-    log.info("scheduler of %d workers and %d servers at %s", workers, servers, transport.endpoint)
+    log.info(
+        "scheduler of %d workers and %d servers at %s",
+        *(settings.workers, settings.servers, transport.endpoint),
+    )
     if on_ready is not None:
         on_ready(transport.endpoint)
     inbox: Inbox[Scheduler] = Inbox(transport)

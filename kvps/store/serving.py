@@ -77,6 +77,7 @@ def run_server(
         rank,
         endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
+        silence_max_s=config.silence_max_s(),
         machine=own_machine(),
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s

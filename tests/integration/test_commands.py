@@ -105,6 +105,8 @@ def test_a_wrong_flag_is_named(
         ("server", [], "KVPS_SCHEDULER", "localhost"),
         ("server", [], "KVPS_MEMORY_LIMIT", "0"),
         ("server", [], "KVPS_JOIN_TIMEOUT", "0"),
+        ("scheduler", ["--workers", "1", "--servers", "1"], "KVPS_DROP_GRACE", "0"),
+        ("server", [], "KVPS_SILENCE_MAX", "1"),
         ("server", [], "KVPS_LOG_LEVEL", "5"),
         ("worker", ["--", sys.executable], "KVPS_RANK", "1.5"),
     ],

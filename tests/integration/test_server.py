@@ -6,6 +6,8 @@ import signal
 import socket
 import sys
 
+import pytest
+
 from tests.integration.processes import Cluster, Process, Processes, free_port
 
 SUM = """
@@ -171,6 +173,19 @@ def test_a_server_that_is_stopped_before_the_job_begins_is_replaced(processes: P
     first.signal(signal.SIGINT)
     assert first.wait(5.0) == 0
     finish(cluster, cluster.server())
+
+
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_the_operator_decides_when_the_silent_are_lost(processes: Processes, is_flag: bool) -> None:
+    flags, env = ["--silence-max", "3"], {"KVPS_SILENCE_MAX": "3"}
+    cluster = processes.scheduler(1, 1, *(flags if is_flag else []), **({} if is_flag else env))
+    server = cluster.server()
+    cluster.process.expect("server 0 joined")
+    server.signal(signal.SIGSTOP)
+    cluster.process.expect(r"server 0 .*silent for 3 s", 10.0)
+    server.signal(signal.SIGKILL)
+    cluster.process.signal(signal.SIGTERM)
+    cluster.process.wait()
 
 
 def test_a_scheduler_that_was_suspended_loses_nobody(processes: Processes) -> None:

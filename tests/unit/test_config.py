@@ -164,6 +164,20 @@ def test_the_join_limit():
         config.join_max_s({"KVPS_JOIN_TIMEOUT": "0"})
 
 
+def test_when_others_count_as_lost():
+    assert config.silence_max_s(env={}) == 12
+    assert config.silence_max_s(env={"KVPS_SILENCE_MAX": "30"}) == 30
+    assert config.silence_max_s("3", env={"KVPS_SILENCE_MAX": "30"}) == 3, "the flag counts"
+    with pytest.raises(ConfigError, match="KVPS_SILENCE_MAX=2: members say something each second"):
+        config.silence_max_s(env={"KVPS_SILENCE_MAX": "2"})
+    with pytest.raises(ConfigError, match="--silence-max='soon' is not a number"):
+        config.silence_max_s("soon", env={})
+    assert config.drop_grace_s(env={}) == 1
+    assert config.drop_grace_s("0.5", env={"KVPS_DROP_GRACE": "9"}) == 0.5
+    with pytest.raises(ConfigError, match="KVPS_DROP_GRACE=0: use a number of seconds over 0"):
+        config.drop_grace_s(env={"KVPS_DROP_GRACE": "0"})
+
+
 def test_the_bound_of_big_arrays(monkeypatch):
     for name in config.BIGARRAY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
