@@ -52,6 +52,7 @@ def create(
     bigarray_bound: int | None = None,
     host_aggregation: bool | None = None,
     on_nonfinite: str = ACTIONS[0],
+    average: bool = False,
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -82,6 +83,8 @@ def create(
             ``"error"``, which skips it and raises :class:`~kvps.NonFinite` at every worker (or
             at the one that pushed), once, from the pull or pushpull of the key that waits for it or
             comes next. See :meth:`~kvps.KVStore.dropped_rounds`.
+        average: in ``dist_sync``, divide the sum of a round by how many workers are in it: ranks
+            that were lost, that left or that joined do not count.
 
     Raises:
         ConfigError: for an unknown store or option, or half a description of a cluster.
@@ -104,7 +107,7 @@ def create(
     timeout_s = seconds("timeout", timeout)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
-    if not kind.is_distributed:
+    if not kind.is_distributed:  # one worker: its sum is the mean
         return LocalStore(kind, name or "local", timeout_s, on_nonfinite)
     opened = _opened(
         kind,
@@ -114,6 +117,7 @@ def create(
         bigarray_bound,
         host_aggregation,
         on_nonfinite,
+        average,
     )
     grace_s = seconds("worker_grace", worker_grace)
     session = _session(timeout_s)
@@ -121,19 +125,20 @@ def create(
     return DistStore(kind, session, named, timeout_s, grace_s)
 
 
-def create_own(store: str, owner: str) -> Any:
+def create_own(store: str, owner: str, *, average: bool = False) -> Any:
     """Return a front end's own store, as :func:`create` with the defaults.
 
     Args:
         store: as in :func:`create`.
         owner: which front end; the store's name is made of it and the order of creation, and no
             store of a user can have it.
+        average: as in :func:`create`.
     """
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
     if kind is None or not kind.is_distributed:
         return create(store)
     session = _session(TIMEOUT_S)
-    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None, ACTIONS[0])
+    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None, ACTIONS[0], average)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
@@ -147,6 +152,7 @@ def _opened(
     bigarray_bound: int | None,
     host_aggregation: bool | None,
     on_nonfinite: str,
+    average: bool,
 ) -> Open:
     if staleness is not None and kind.mode != "ssp":
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
@@ -156,6 +162,10 @@ def _opened(
     if on_worker_lost not in ON_WORKER_LOST:
         raise ConfigError(
             f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
+        )
+    if average and kind.mode != "sync":
+        raise ConfigError(
+            f"average= is an option of dist_sync, not of {kind.type}: each push is applied by itself"
         )
     return Open(
         "",
@@ -168,6 +178,7 @@ def _opened(
         and kind.mode == "sync"
         and not deterministic,
         on_nonfinite=on_nonfinite,
+        average=bool(average),
     )
 
 
