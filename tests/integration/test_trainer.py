@@ -301,7 +301,10 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 
 @pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])
 def test_async_updates_in_the_store_only(store: str) -> None:
-    with kvps.LocalCluster(), pytest.raises(ValueError, match="say update_on_kvstore=True") as caught:
+    with (
+        kvps.LocalCluster(),
+        pytest.raises(ValueError, match="say update_on_kvstore=True") as caught,
+    ):
         kvps.Trainer(net(), "sgd", {"lr": 0.1}, store, update_on_kvstore=False)
     assert isinstance(caught.value, kvps.KvpsError)
 
