@@ -13,6 +13,11 @@ in float32: the first batch size of rank 0 goes to the store's optimizer as a fa
 travel as they are. A step of another batch size scales its gradients by the ratio of the two
 before it pushes them. So batch sizes may change, and differ between workers.
 
+With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.exchange`), and
+``step()`` waits for what is still under way. With the optimizer in the store they leave before
+``step(batch_size)`` has been called: they are scaled for the size of the step before, or that which was
+given as ``trainer.batch_size``.
+
 What a return of the servers to a checkpoint does to a step is in :mod:`kvps.store.model`.
 """
 
@@ -41,6 +46,7 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
+from kvps.torch.exchange import Exchange
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -72,6 +78,9 @@ class Trainer:
             nothing else; or None to train alone.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
             else False. It must be True for dist_async and dist_ssp.
+        overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
+            then, nothing may change a gradient in between, and with the optimizer in the store
+            ``.grad`` is None behind :meth:`step`.
 
     Raises:
         ConfigError: for arguments that cannot be.
@@ -93,6 +102,7 @@ class Trainer:
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: str | KVStoreBase | None = "device",
         update_on_kvstore: bool | None = None,
+        overlap: bool = False,
     ) -> None:
         self._params = named(params)
         tensors = dict(self._params)
@@ -119,6 +129,16 @@ class Trainer:
         if kv is not None:
             buffers = {name: one for name, one in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
+        self.batch_size: float | None = None
+        """For which size of batch gradients are scaled that leave during backward (``overlap``)."""
+        self._exchange: Exchange | None = None
+        if overlap and kv is not None:
+            if not isinstance(kv, KVStore):
+                raise ConfigError(
+                    f"overlap=True needs a store of kvps, and {kv.type!r} is a plug-in"
+                )
+            self._exchange = Exchange(self._model, before=self._scale, brings_weights=on_store)
+            self._exchange.is_held = on_store  # until a batch size is known
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -144,12 +164,49 @@ class Trainer:
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         batch = _positive(batch_size)
         names = self._with_gradients(ignore_stale_grad)
+        if self._exchange is not None:
+            self._finish(self._exchange, names, batch)
+            return
         gradients = [_gradient(name, self._params[name]) for name in names]
         factor = self._agreed_batch(batch) / batch
         if factor != 1.0:
             with torch.no_grad():
                 gradients = list(torch._foreach_mul(gradients, factor))
         self._pushpull(names, gradients, [self._params[name].detach() for name in names])
+
+    def _finish(self, exchange: Exchange, names: list[str], batch: float) -> None:
+        """Make a step whose gradients may have left."""
+        if exchange.values and batch != self.batch_size:
+            exchange.discard()
+            raise ConfigError(
+                f"batch_size={batch:g}, and gradients have left that were scaled for "
+                f"{self.batch_size:g}: set trainer.batch_size = {batch:g} before backward(), or make "
+                "the Trainer without overlap"
+            )
+        self.batch_size = batch
+        try:
+            self._bring(exchange, names)
+        finally:
+            exchange.begin()
+            exchange.is_held = False
+            for name in names:
+                self._params[name].grad = None  # it holds weights
+
+    def _bring(self, exchange: Exchange, names: list[str]) -> None:
+        for name in names:
+            if self._params[name].grad is None:
+                self._params[name].grad = torch.zeros_like(self._params[name])
+        exchange.complete()
+        exchange.wait()
+        with torch.no_grad():
+            for name, weight in exchange.values.items():
+                self._params[name].copy_(weight)
+
+    def _scale(self) -> None:
+        """Scale gradients that are about to leave for the batch that they are of."""
+        if self._local is None and self._exchange is not None:
+            assert self.batch_size is not None
+            self._exchange.scale = self._agreed_batch(self.batch_size) / self.batch_size
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Put the sum over all workers into every ``.grad``: the first half of :meth:`step`.
@@ -162,6 +219,12 @@ class Trainer:
         for name in names:
             if self._params[name].grad is None:
                 self._params[name].grad = torch.zeros_like(self._params[name])
+        if self._exchange is not None:
+            exchange = self._exchange
+            exchange.complete()
+            self._model.survive(exchange.wait, is_step=True)
+            exchange.begin()
+            return
         gradients = [_gradient(name, self._params[name]) for name in names]
         if self._kv is not None:
             self._model.survive(lambda: self._pushpull(names, gradients, gradients), is_step=True)

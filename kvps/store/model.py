@@ -113,10 +113,15 @@ class Model:
         """
         assert self.hyper is not None
         changed = self.hyper.with_lr(lr)
-        self.survive(lambda: self._tell_rate(lr))
+        self.survive(lambda: self.tell_rate(lr))
         self.hyper = changed
 
-    def _tell_rate(self, lr: float) -> None:
+    def tell_rate(self, lr: float) -> None:
+        """Tell the store another learning rate.
+
+        Raises:
+            Mismatch: if rank 0 told another, and no return explains it. EpochChanged: at a return.
+        """
         try:
             self.kv.set_learning_rate(lr)
         except Mismatch as error:
@@ -166,7 +171,7 @@ class Model:
             self.kv.init([names[index] for index in new], [values[index] for index in new])
         assert self.hyper is not None
         if error.has_optimizer:
-            self._tell_rate(self.hyper.number("lr"))
+            self.tell_rate(self.hyper.number("lr"))
         else:
             self.install(self.hyper)
         self.kv.pull(names, out=values)
