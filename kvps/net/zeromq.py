@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import zmq
+import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 import zmq.utils.monitor
 
 from kvps import wire

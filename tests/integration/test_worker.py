@@ -336,6 +336,21 @@ def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) ->
     assert cluster.process.wait() == 1
 
 
+def test_large_pushes_still_leave_when_the_script_is_over(processes: Processes) -> None:
+    """The interpreter ends, and with it whatever others have registered for its end."""
+    cluster = processes.scheduler(2, 1)
+    cluster.server(KVPS_TRANSPORT="tcp")
+    script = processes.script(
+        "import kvps, torch\n"
+        "kv = kvps.create('dist_sync')\n"
+        "kv.init('w', torch.zeros(4_000_000))\n"
+        "for _ in range(6): kv.push('w', torch.randn(4_000_000), async_op=True)\n"
+    )
+    workers = [cluster.plain(script, KVPS_TRANSPORT="tcp") for _ in range(2)]
+    assert [one.wait(60.0) for one in (*workers, cluster.process)] == [0, 0, 0], workers
+    assert [one.err for one in workers] == ["", ""]
+
+
 def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
