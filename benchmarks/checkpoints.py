@@ -77,16 +77,16 @@ def work(megabytes: int, count: int, folder: Path) -> None:
             writing.append((begin, begin + took))
     if kv.rank == 0:
         usual, during = rounds[False], rounds[True]
-        print(f"{len(names) * KEY * 4 / 1e9:.2f} GB, {kv.num_workers} workers")  # noqa: T201
-        print(f"rounds without: {len(usual)}, median {statistics.median(usual):.3f} s")  # noqa: T201
-        print(  # noqa: T201
+        print(f"{len(names) * KEY * 4 / 1e9:.2f} GB, {kv.num_workers} workers")
+        print(f"rounds without: {len(usual)}, median {statistics.median(usual):.3f} s")
+        print(
             f"rounds during {len(writing)} checkpoints: {len(during)}, median "
             f"{statistics.median(during):.3f} s, slowest {max(during):.3f} s"
         )
         ratio = statistics.median(during) / statistics.median(usual)
         mean = statistics.mean(during) / statistics.mean(usual)
-        print(f"ratio of medians {ratio:.2f}, of means {mean:.2f}")  # noqa: T201
-        print("seen being written for", [round(b - a, 1) for a, b in writing], "s")  # noqa: T201
+        print(f"ratio of medians {ratio:.2f}, of means {mean:.2f}")
+        print("seen being written for", [round(b - a, 1) for a, b in writing], "s")
 
 
 def is_writing(folder: Path) -> bool:

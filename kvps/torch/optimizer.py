@@ -417,6 +417,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- what every optimizer has -----------------------------------------------------------------
 
     @property
+    def kvstore(self) -> Any:
+        """The store through which gradients go, for its ``rank``, ``num_workers`` and ``barrier()``."""
+        return self._model.kv
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of the optimizer that is wrapped."""
         return self._inner.param_groups
