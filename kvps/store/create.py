@@ -69,7 +69,8 @@ def create(
         staleness: in ``dist_ssp``, by how many pushes of a key a rank may be ahead of the slowest
             live one when it pulls (4).
         on_worker_lost: what a round does that lacks a worker which ended: ``"wait"`` for a
-            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once.
+            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once. (Without rounds
+            only ``"fail"`` matters: it ends the calls of the store.)
         worker_grace: seconds that ``"wait"`` waits.
         deterministic: add in the order of ranks, so that the same inputs give the same bits.
         bigarray_bound: elements from which a key is cut over all servers (100,000).
