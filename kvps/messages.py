@@ -320,6 +320,8 @@ class Open(Message):
     """Workers of one machine add up their gradients before these leave it."""
     on_nonfinite: str = "apply"
     """What becomes of an update by NaN or infinity: ``apply``, ``skip`` or ``error``."""
+    average: bool = False
+    """The sum of a round is divided by how many ranks are in it."""
 
 
 class Entry(NamedTuple):

@@ -30,6 +30,7 @@ class Cluster:
     """None lets the sum be assigned."""
     policy: str = "wait"
     on_nonfinite: str = "apply"
+    average: bool = False
     post: list[tuple[int, Said]] = field(default_factory=list)
     """What servers have said to each other and was not delivered: (sender, what)."""
 
@@ -43,6 +44,7 @@ class Cluster:
                 bigarray_bound=1,
                 on_worker_lost=self.policy,
                 on_nonfinite=self.on_nonfinite,
+                average=self.average,
             )
             row = weight[part.start : part.start + part.size]
             stage.declare("w", row, start=part.start, shape=(COUNT,))

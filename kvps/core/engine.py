@@ -215,7 +215,8 @@ class Engine:
     ) -> Generator[Reading, None, list[Span]]:
         """Close the oldest round of ``span``; return what was cut off from it on the way."""
         closed, stop = span.rounds.popleft(), span.stop
-        due = Due(closed.number, (), closed.sum(), closed.whose())
+        total = closed.mean() if space.opened.average else closed.sum()
+        due = Due(closed.number, (), total, closed.whose())
         yield from self._due(space, chunk, span, due)
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 

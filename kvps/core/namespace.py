@@ -33,6 +33,7 @@ AGREED = (
     "bigarray_bound",
     "bundles",
     "on_nonfinite",
+    "average",
 )
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
@@ -76,6 +77,11 @@ class Namespace:
             raise ConfigError(
                 f"store {opened.store!r}: on_nonfinite {opened.on_nonfinite!r:.40} must be one of "
                 f"{', '.join(ACTIONS)}"
+            )
+        if opened.average and opened.mode != "sync":
+            raise ConfigError(
+                f"store {opened.store!r}: average is for sync stores; in an {opened.mode} one each "
+                "push is applied by itself, and there is nothing to divide"
             )
         if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
             raise ConfigError(
@@ -154,10 +160,17 @@ class Namespace:
         Raises:
             Mismatch: if a key exists with another type or shape and this is no broadcast.
             Overload: if there is no room for all of them.
+            ConfigError: for integers in a store that takes means.
             ProtocolError: if a key is named twice. In all these cases nothing is changed.
         """
         if len({entry.key for entry in entries}) != len(entries):
             raise ProtocolError("a DECLARE names a key twice")
+        integers = [one.key for one in entries if BY_ID[one.dtype].kind == "int"]
+        if self.opened.average and integers:
+            raise ConfigError(
+                f"store {self.name!r} takes means, and key {integers[0]!r} holds integers; give it "
+                "floating point, or a store without average"
+            )
         new = [entry for entry in entries if self._is_new(entry, call)]
         self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
         replaced: list[Shard] = []

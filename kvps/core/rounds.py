@@ -103,6 +103,10 @@ class Round:
         kept = [self.kept[ranks] for ranks in sorted(self.kept)]
         return Sum((*([] if self.total is None else [Strip([self.total])]), *kept))
 
+    def mean(self) -> Sum:
+        """Return the sum, divided by how many ranks are in it."""
+        return replace(self.sum(), divisor=len(self.ranks))
+
     def whose(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each part of the sum."""
         kept = sorted(self.kept)

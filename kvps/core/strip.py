@@ -68,9 +68,10 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Gradients that are to be added up, in this order."""
+    """Gradients that are to be added up, in this order, and divided by a number if it is not 1."""
 
     parts: tuple[Strip, ...]
+    divisor: int = 1
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -85,6 +86,8 @@ class Sum:
         for end in (*sorted(edges), stop):
             _add([part.within(begin, end) for part in self.parts], out[begin - start : end - start])
             begin = end
+        if self.divisor != 1:
+            out.div_(self.divisor)
 
     def whole(self) -> torch.Tensor:
         """Return the sum in memory of its own."""
@@ -94,8 +97,9 @@ class Sum:
 
     def cut(self, at: int) -> tuple[Sum, Sum]:
         """Return the sums of the elements before ``at``, and from there on."""
-        left = Sum(tuple([part.part(0, at) for part in self.parts]))
-        return left, Sum(tuple([part.part(at, len(part)) for part in self.parts]))
+        left = tuple([part.part(0, at) for part in self.parts])
+        right = tuple([part.part(at, len(part)) for part in self.parts])
+        return Sum(left, self.divisor), Sum(right, self.divisor)
 
 
 def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -265,7 +265,7 @@ class NAdam(_Moments):
         # roundings, and the results bit for bit.
         self._products = array("f", [1.0])
 
-    def _product(self, steps: int) -> float:
+    def product(self, steps: int) -> float:
         """Return torch's ``mu_product`` after ``steps`` updates."""
         products = self._products
         while len(products) <= steps and products[-1]:  # once 0, it stays 0: no need to grow
@@ -279,7 +279,7 @@ class NAdam(_Moments):
             [gradient],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
-            [torch.tensor(self._product(terms.step - 1), dtype=torch.float32)],
+            [torch.tensor(self.product(terms.step - 1), dtype=torch.float32)],
             _steps(terms),
             decoupled_weight_decay=self._decoupled,
             foreach=False,

@@ -52,6 +52,7 @@ def create(
     bigarray_bound: int | None = None,
     host_aggregation: bool | None = None,
     on_nonfinite: str = ACTIONS[0],
+    average: bool = False,
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -83,6 +84,8 @@ def create(
             ``"error"``, which skips it and raises :class:`~kvps.NonFinite` at every worker (or
             at the one that pushed), once, from the pull or pushpull of the key that waits for it or
             comes next. See :meth:`~kvps.KVStore.dropped_rounds`.
+        average: in ``dist_sync``, divide the sum of a round by how many workers are in it: ranks
+            that were lost, that left or that joined do not count.
 
     Raises:
         ConfigError: for an unknown store or option, or half a description of a cluster.
@@ -105,7 +108,7 @@ def create(
     timeout_s = seconds("timeout", timeout)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
-    if not kind.is_distributed:
+    if not kind.is_distributed:  # one worker: its sum is the mean
         return LocalStore(kind, name or "local", timeout_s, on_nonfinite)
     opened = _opened(
         kind,
@@ -115,6 +118,7 @@ def create(
         bigarray_bound,
         host_aggregation,
         on_nonfinite,
+        average,
     )
     grace_s = seconds("worker_grace", worker_grace)
     session = _session(timeout_s)
@@ -126,6 +130,7 @@ def create_own(
     store: str,
     owner: str,
     *,
+    average: bool = False,
     on_worker_lost: str = ON_WORKER_LOST[0],
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
@@ -135,13 +140,13 @@ def create_own(
         store: as in :func:`create`.
         owner: which front end; the store's name is made of it and the order of creation, and no
             store of a user can have it.
-        on_worker_lost, timeout_s: as in :func:`create`.
+        average, on_worker_lost, timeout_s: as in :func:`create`.
     """
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
     if kind is None or not kind.is_distributed:
         return create(store)
     session = _session(timeout_s)
-    opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0])
+    opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0], average)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
@@ -178,6 +183,7 @@ def _opened(
     bigarray_bound: int | None,
     host_aggregation: bool | None,
     on_nonfinite: str,
+    average: bool,
 ) -> Open:
     if staleness is not None and kind.mode != "ssp":
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
@@ -187,6 +193,10 @@ def _opened(
     if on_worker_lost not in ON_WORKER_LOST:
         raise ConfigError(
             f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
+        )
+    if average and kind.mode != "sync":
+        raise ConfigError(
+            f"average= is an option of dist_sync, not of {kind.type}: each push is applied by itself"
         )
     return Open(
         "",
@@ -199,6 +209,7 @@ def _opened(
         and kind.mode == "sync"
         and not deterministic,
         on_nonfinite=on_nonfinite,
+        average=bool(average),
     )
 
 

@@ -65,6 +65,11 @@ class DistStore(KVStore):
         return self._session.rank
 
     @property
+    def average(self) -> bool:
+        """Whether a round is the mean of what its workers pushed, and not the sum."""
+        return self._opened.average
+
+    @property
     def num_workers(self) -> int:
         """How many workers the job has."""
         welcome = self._session.core.member.welcome
@@ -220,12 +225,19 @@ class DistStore(KVStore):
         Raises:
             ConfigError: without an optimizer. StorageError: if the file cannot be written.
         """
+        states.save(path, self._optimizer(), self.optimizer_states())
+
+    def optimizer_states(self) -> states.States:
+        """Return the optimizer's state of every key that was updated.
+
+        Raises:
+            ConfigError: without an optimizer.
+        """
         self._begin()
-        hyper = self._optimizer()
+        self._optimizer()
         found = self._call(calls.SaveState(self._name), self._timeout_s)
         assert isinstance(found, dict)
-        updated = {key: state for key, state in found.items() if state[0]}
-        states.save(path, hyper, updated)
+        return {key: state for key, state in found.items() if state[0]}
 
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote; every rank calls, rank 0's counts.
@@ -234,8 +246,11 @@ class DistStore(KVStore):
             Mismatch: if it is the state of another optimizer, or of other keys.
             StorageError: if the file cannot be read.
         """
+        self.set_optimizer_states(states.load(path, self._optimizer(), self._specs))
+
+    def set_optimizer_states(self, found: states.States) -> None:
+        """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
         self._begin()
-        found = states.load(path, self._optimizer(), self._specs)
         if self.rank == 0:
             self._call(calls.LoadState(self._name, found), self._timeout_s)
         self.barrier("kvps.load_optimizer_states")

@@ -34,6 +34,7 @@ from kvps.store.arguments import (
 from kvps.store.base import KVStoreBase
 from kvps.store.handle import Handle, Ticket
 from kvps.store.names import Kind
+from kvps.store.states import States
 from kvps.tensors import Array, spec_of
 
 if TYPE_CHECKING:
@@ -127,6 +128,11 @@ class KVStore(KVStoreBase, abc.ABC):
                 f"{', '.join(sorted(KVStore.CAPABILITIES))}"
             )
         return True
+
+    @property
+    def average(self) -> bool:
+        """Whether a round is the mean of what its workers pushed, and not the sum."""
+        return False
 
     @property
     def learning_rate(self) -> float:
@@ -621,6 +627,18 @@ class KVStore(KVStoreBase, abc.ABC):
     @abc.abstractmethod
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote."""
+
+    @abc.abstractmethod
+    def optimizer_states(self) -> States:
+        """Return the optimizer's state of every key that was updated, on the CPU.
+
+        Key -> (how many updates, name of the state -> flat tensor). Names are torch.optim's, where
+        torch has the optimizer.
+        """
+
+    @abc.abstractmethod
+    def set_optimizer_states(self, found: States) -> None:
+        """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
 
     @abc.abstractmethod
     def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:

@@ -25,6 +25,7 @@ from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
+from kvps.store.states import States
 
 log = logging.getLogger("kvps")
 
@@ -104,6 +105,20 @@ class LocalStore(KVStore):
         self._optimizer()
         assert self._rules is not None
         self._rules.save(path)
+
+    def optimizer_states(self) -> States:
+        """Return the optimizer's state of every key that was updated."""
+        self._begin()
+        self._optimizer()
+        assert self._rules is not None
+        return self._rules.all_states()
+
+    def set_optimizer_states(self, found: States) -> None:
+        """Put back what :meth:`optimizer_states` gave."""
+        self._begin()
+        self._optimizer()
+        assert self._rules is not None
+        self._rules.put(found, self._rows_by_key)
 
     def load_optimizer_states(self, path: str) -> None:
         """Put back what :meth:`save_optimizer_states` wrote."""

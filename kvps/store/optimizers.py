@@ -99,11 +99,14 @@ class Rules:
         Raises:
             StorageError: if it cannot be written.
         """
-        found = {
-            key: (step, {name: row.cpu() for name, row in self._states[key].items()})
+        states.save(path, self.hyper, self.all_states())
+
+    def all_states(self) -> states.States:
+        """Return all states, on the CPU."""
+        return {
+            key: (step, {name: row.cpu().clone() for name, row in self._states[key].items()})
             for key, step in self._steps.items()
         }
-        states.save(path, self.hyper, found)
 
     def load(self, path: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Put back what :meth:`save` wrote, for the same ``weights``.
@@ -113,7 +116,11 @@ class Rules:
             Mismatch: if it holds the states of another optimizer or of other keys.
         """
         specs: dict[str, Spec] = {key: spec_of(weight) for key, weight in weights.items()}
-        for key, (step, rows) in states.load(path, self.hyper, specs).items():
+        self.put(states.load(path, self.hyper, specs), weights)
+
+    def put(self, found: states.States, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the states that :meth:`all_states` gave, for the same ``weights``."""
+        for key, (step, rows) in found.items():
             device = weights[key].device
             self._steps[key] = step
             self._states[key] = {name: row.to(device) for name, row in rows.items()}

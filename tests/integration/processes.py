@@ -106,6 +106,7 @@ class Processes:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(self.temp),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # made by any torch.optim.Optimizer
             MARK: self._mark,
         }
 

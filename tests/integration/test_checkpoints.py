@@ -99,14 +99,36 @@ def test_a_store_without_a_place_says_so(processes: Processes) -> None:
     assert server.wait() == 0
 
 
-TRAIN = """
+BEGIN = """
 import sys, time, pathlib, torch, kvps
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 options = {"lr": 0.05, "momentum": 0.5}
+"""
+TRAINER = """
 kv = kvps.create("dist_sync")
-trainer = kvps.Trainer(model, "sgd", options, kvstore=kv, update_on_kvstore=ON_STORE)
+trainer = kvps.Trainer(model, "sgd", options, kvstore=kv, **OPTIONS)
+
+REDUCTION = "sum"
+
+def step(rate):
+    trainer.step(64 * 2)
+    trainer.set_learning_rate(rate)
+"""
+OPTIMIZER = """
+import kvps.torch
+kv = kvps.create("dist_sync", average=True)
+sgd = torch.optim.SGD(model.parameters(), **options)
+optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, **OPTIONS)
+
+REDUCTION = "mean"
+
+def step(rate):
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+"""
+TRAIN = """
 generator = torch.Generator().manual_seed(kv.rank)  # what one rank alone would do differs
 inputs = torch.randn(64, 4, generator=generator)
 labels = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.25
@@ -114,25 +136,37 @@ labels += 0.1 * torch.randn(64, 1, generator=generator)  # so that no rank's own
 steps, enough = 0, pathlib.Path(sys.argv[1])
 while not enough.exists() or steps < 300:
     model.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(inputs), labels, reduction="sum")
+    loss = torch.nn.functional.mse_loss(model(inputs), labels, reduction=REDUCTION)
     loss.backward()
-    trainer.step(64 * 2)
-    trainer.set_learning_rate(0.05 if steps % 2 else 0.04)
+    step(0.05 if steps % 2 else 0.04)
     steps += 1
     time.sleep(0.01)
     if steps % 20 == 0:
         print("steps", steps, flush=True)
-print("loss", round(float(loss) / 64, 4), flush=True)
+print("loss", round(float(loss) / (64 if REDUCTION == "sum" else 1), 4), flush=True)
 kv.barrier("trained")
-print("weights", [param.tolist() for param in model.parameters()], flush=True)
+print("weights", [one.tolist() for one in model.state_dict().values()], flush=True)
 """
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("on_store", [True, False])
-def test_a_trainer_goes_on_when_a_server_was_lost(
-    processes: Processes, tmp_path: Path, on_store: bool
+@pytest.mark.parametrize(
+    ("front_end", "options"),
+    [
+        (TRAINER, {"update_on_kvstore": True}),
+        (TRAINER, {"update_on_kvstore": False}),
+        pytest.param(TRAINER, {"update_on_kvstore": False, "overlap": True}, marks=SLOW),
+        pytest.param(OPTIMIZER, {"update_on_kvstore": False}, marks=SLOW),
+        pytest.param(OPTIMIZER, {"update_on_kvstore": True, "overlap_forward": True}, marks=SLOW),
+        (OPTIMIZER, {"update_on_kvstore": True}),
+        (OPTIMIZER, {"overlap_forward": True}),
+    ],
+)
+def test_a_front_end_goes_on_when_a_server_was_lost(
+    processes: Processes, tmp_path: Path, front_end: str, options: dict[str, bool]
 ) -> None:
-    script, enough = processes.script(TRAIN.replace("ON_STORE", str(on_store))), tmp_path / "enough"
+    text = f"{BEGIN}\nOPTIONS = {options}\n{front_end}\n{TRAIN}"
+    script, enough = processes.script(text), tmp_path / "enough"
     launch = processes.kvps(
         "launch",
         *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),

@@ -92,10 +92,14 @@ def rows_of(rank: int, workers: int, size: int) -> slice:
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_workers_give_the_weights_of_one_process(name: str, on_store: bool, workers: int) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_give_the_weights_of_one_process(
+    name: str, on_store: bool, workers: int, overlap: bool
+) -> None:
     def work(rank: int) -> Weights:
         model = net(seed=rank)  # rank 0's weights count
-        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        options = OPTIMIZERS[name][0]
+        trainer = kvps.Trainer(model, name, options, "dist_sync", on_store, overlap=overlap)
         for _ in range(STEPS):
             backward(model, rows_of(rank, workers, 24))
             trainer.step(24)
@@ -105,19 +109,34 @@ def test_workers_give_the_weights_of_one_process(name: str, on_store: bool, work
 
 
 @pytest.mark.parametrize("on_store", [True, False])
-def test_batches_may_change_and_be_uneven(on_store: bool) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_batches_may_change_and_be_uneven(on_store: bool, overlap: bool) -> None:
     sizes = [24, 24, 7, 24, 2, 11]
 
     def work(rank: int) -> Weights:
         model = net()
-        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", on_store)
+        options = OPTIMIZERS["sgd"][0]
+        trainer = kvps.Trainer(model, "sgd", options, "dist_sync", on_store, overlap=overlap)
         for size in sizes:
+            trainer.batch_size = size
             mine = slice(0, size - 1) if rank == 0 else slice(size - 1, size)
             backward(model, mine)
             trainer.step(size)
         return weights(model)
 
     assert_all(run(2, work), alone("sgd", sizes))
+
+
+def test_a_batch_size_that_comes_too_late_is_told() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        trainer = kvps.Trainer(model, "sgd", {"lr": 0.1}, "dist_sync", overlap=True)
+        for size in (24, 24):
+            backward(model, slice(size))
+            trainer.step(size)
+        backward(model, slice(7))
+        with pytest.raises(kvps.ConfigError, match=r"set trainer\.batch_size = 7 before"):
+            trainer.step(7)
 
 
 def test_each_worker_may_divide_by_its_own_batch_size() -> None:
@@ -301,7 +320,10 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 
 @pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])
 def test_async_updates_in_the_store_only(store: str) -> None:
-    with kvps.LocalCluster(), pytest.raises(ValueError, match=r"update_on_kvstore=False") as caught:
+    with (
+        kvps.LocalCluster(),
+        pytest.raises(ValueError, match="say update_on_kvstore=True") as caught,
+    ):
         kvps.Trainer(net(), "sgd", {"lr": 0.1}, store, update_on_kvstore=False)
     assert isinstance(caught.value, kvps.KvpsError)
 

@@ -301,8 +301,8 @@ def test_nadams_product_is_torchs_after_a_thousand_steps_and_then_stays_zero() -
     for step in range(1, 1201):
         param.grad = torch.ones(1)
         optimizer.step()
-        assert updater._product(step) == optimizer.state[param]["mu_product"].item()
-    assert updater._product(10**12) == 0.0
+        assert updater.product(step) == optimizer.state[param]["mu_product"].item()
+    assert updater.product(10**12) == 0.0
     assert len(updater._products) < 1201
 
 

@@ -1,0 +1,316 @@
+"""A model in a store: its tensors under their names, its optimizer, and what a return does to both.
+
+A front end (the Trainer, DistributedOptimizer) gives each parameter one key, its name. Where the
+optimizer runs decides what the keys hold after the first round::
+
+    in the store    gradients -> (sum, optimizer: in the store) -> weights
+    here            gradients -> (sum: in the store) -> sums -> optimizer: here
+
+When the servers return to a checkpoint (:class:`~kvps.errors.EpochChanged`), the step that is under
+way is given up, since its gradients are of weights that nobody has any more. The weights are taken as
+they are now, one line of log says so, and training goes on. Workers may be one step apart then; of
+learning rates that differ for that, rank 0's counts, as ever. Where the optimizer runs here, all take
+rank 0's weights and begin its states anew, or weights would drift apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kvps.core.hyper import Hyper
+from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.store.base import KVStoreBase
+from kvps.store.create import create_own
+from kvps.store.kvstore import KVStore
+from kvps.tensors import NAMES
+
+log = logging.getLogger("kvps")
+
+
+class Model:
+    """The parameters of a model in a store.
+
+    Args:
+        kv: the store, which serves nothing else.
+        params: name -> parameter. Those that are trained are pushed and pulled.
+        forget: begins the states of the optimizer here anew; None where it runs in the store.
+    """
+
+    def __init__(
+        self,
+        kv: Any,
+        params: Mapping[str, torch.Tensor],
+        forget: Callable[[], None] | None,
+    ) -> None:
+        self.kv = kv
+        self.params = params
+        self.hyper: Hyper | None = None
+        """Of the optimizer in the store, as last installed."""
+        self.is_given_up = False
+        """The gradients of the present step could not be summed; there is nothing to update by."""
+        self._forget = forget
+        self._has_returned = False
+        """The servers went back at least once, so that ranks may be one step apart."""
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that are trained."""
+        return [name for name, one in self.params.items() if one.requires_grad]
+
+    def spread(self, buffers: Mapping[str, torch.Tensor], hyper: Hyper | None) -> None:
+        """Give every worker rank 0's values, and the store its optimizer, if it has one.
+
+        It makes the calls that all make at the beginning before it resumes: from there on a
+        replacement's calls are those of the others' present step.
+
+        Args:
+            buffers: name -> tensor, of those that take rank 0's values once, too.
+            hyper: of the store's optimizer; None if it runs here.
+
+        Raises:
+            ConfigError: if this worker replaces a lost one and nobody can give it the weights.
+        """
+        tensors = {**self.params, **buffers}
+        names = list(tensors)
+        values = [_carried(one) for one in tensors.values()]
+        replaces = False
+        if isinstance(self.kv, KVStore):
+            self.kv.init(names, values)
+            if hyper is not None:
+                self.install(hyper)
+            replaces = self.kv.resume(self.trained) > 0
+            self.kv.pull(names, out=values)
+        else:
+            for name, value in zip(names, values, strict=True):
+                self.kv.broadcast(name, value, out=value)
+            if hyper is not None:
+                self.install(hyper)
+        for tensor, value in zip(tensors.values(), values, strict=True):
+            if value.dtype != tensor.dtype:
+                tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
+        if replaces and hyper is None:
+            raise ConfigError(
+                "this worker replaces one that was lost; with update_on_kvstore=False only the "
+                "other workers have the weights: start the job anew, or update in the store"
+            )
+
+    # --- the optimizer in the store ---------------------------------------------------------------
+
+    def install(self, hyper: Hyper) -> None:
+        """Have the store update by ``hyper``."""
+        self.kv.set_optimizer(hyper.name, **hyper.to_wire())
+        self.hyper = hyper
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of the store's optimizer.
+
+        Raises:
+            ConfigError: for a bad value. Mismatch: if rank 0 set another.
+        """
+        assert self.hyper is not None
+        changed = self.hyper.with_lr(lr)
+        self.survive(lambda: self.tell_rate(lr))
+        self.hyper = changed
+
+    def tell_rate(self, lr: float) -> None:
+        """Tell the store another learning rate.
+
+        Raises:
+            Mismatch: if rank 0 told another, and no return explains it. EpochChanged: at a return.
+        """
+        try:
+            self.kv.set_learning_rate(lr)
+        except Mismatch as error:
+            if not self._has_returned:
+                raise
+            log.debug("%s", error)  # this rank is one step apart from rank 0, whose rate counts
+
+    # --- returns ----------------------------------------------------------------------------------
+
+    def survive(self, call: Callable[[], object], *, is_step: bool = False) -> None:
+        """Make a call of the store; if the servers have returned to a checkpoint, go on from there.
+
+        A step is given up then, another call made again.
+        """
+        while True:
+            try:
+                call()
+                return
+            except EpochChanged as error:
+                self.go_on(error)
+                if is_step:
+                    return
+
+    def go_on(self, error: EpochChanged) -> None:
+        """Take the weights that the servers have now."""
+        log.warning("%s", error)
+        self._has_returned = True
+        while True:
+            try:
+                self._take_up(error)
+                return
+            except EpochChanged as another:  # a second server was lost meanwhile
+                error = another
+
+    def _take_up(self, error: EpochChanged) -> None:
+        names = self.trained
+        values = [self.params[name].detach() for name in names]
+        if self._forget is not None:
+            # The store has nothing but sums; weights and states are here, and those of one rank may be a
+            # step ahead. All go on from rank 0's weights, and without momenta.
+            self.kv.broadcast(names, values, out=values)
+            self._forget()
+            self.is_given_up = True
+            return
+        new = [index for index, name in enumerate(names) if name not in error.after]
+        if new:
+            self.kv.init([names[index] for index in new], [values[index] for index in new])
+        assert self.hyper is not None
+        if error.has_optimizer:
+            self.tell_rate(self.hyper.number("lr"))
+        else:
+            self.install(self.hyper)
+        self.kv.pull(names, out=values)
+
+
+def named(params: object) -> dict[str, torch.Tensor]:
+    """Return name -> parameter, each parameter once, of what a front end was given.
+
+    Raises:
+        ConfigError: for something else than parameters, or none that is trained.
+    """
+    pairs = _pairs(params)
+    found: dict[str, torch.Tensor] = {}
+    seen: set[torch.Tensor] = set()
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise ConfigError(
+                "params: give a module, its named_parameters(), or a dict name -> tensor; got "
+                f"{type(pair).__name__}"
+            )
+        name, tensor = str(pair[0]), pair[1]
+        if name in found:
+            raise ConfigError(f"params: two parameters are called {name!r}")
+        if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet; run a batch through the model")
+        if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {name!r} is {tensor.dtype}, {tensor.layout}; use dense ones of "
+                f"{', '.join(NAMES.values())}"
+            )
+        if tensor not in seen:
+            seen.add(tensor)
+            found[name] = tensor
+    if not any(tensor.requires_grad for tensor in found.values()):
+        raise ConfigError(
+            "params: none of them has requires_grad=True, so there is nothing to train"
+        )
+    return found
+
+
+def _pairs(params: object) -> list[Any]:
+    if isinstance(params, torch.nn.Module):
+        return list(params.named_parameters())
+    if isinstance(params, Mapping):
+        return list(params.items())
+    is_list = isinstance(params, Iterable) and not isinstance(params, torch.Tensor)
+    return list(params) if is_list else [params]  # type: ignore[call-overload]
+
+
+def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
+    """Check that a torch optimizer is over ``params``, and over nothing else.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    theirs = {one for group in optimizer.param_groups for one in group["params"]}
+    for name, tensor in params.items():
+        if tensor.requires_grad and tensor not in theirs:
+            raise ConfigError(
+                f"parameter {name!r} is not in the optimizer's groups; add it there, or set "
+                "requires_grad_(False) on it"
+            )
+    foreign = len(theirs - set(params.values()))
+    if foreign:
+        raise ConfigError(
+            f"the optimizer has {foreign} parameters that are not in params; give both the same"
+        )
+
+
+def store_of(kvstore: object, owner: str, *, average: bool = False) -> Any:
+    """Return the store of a front end: its own, by a name; or the one it was given.
+
+    Args:
+        kvstore: the name of a store, a store, or None.
+        owner: which front end.
+        average: whether its own store takes means.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if isinstance(kvstore, str):
+        return create_own(kvstore, owner, average=average)
+    if kvstore is None or isinstance(kvstore, KVStoreBase):
+        return kvstore
+    raise ConfigError(
+        f"kvstore: give the name of a store, a store or None, got {type(kvstore).__name__}"
+    )
+
+
+def runs_in_store(kv: Any, wanted: bool | None) -> bool:
+    """Decide where the optimizer runs.
+
+    Raises:
+        Mismatch: if that is not where it was wanted.
+    """
+    if kv is None:
+        if wanted:
+            raise Mismatch("update_on_kvstore=True needs a store; give kvstore='device', say")
+        return False
+    is_capable = bool(kv.is_capable(KVStoreBase.OPTIMIZER))
+    if wanted and not is_capable:
+        raise Mismatch(
+            f"store {kv.type!r} cannot run an optimizer; leave update_on_kvstore=True out"
+        )
+    if wanted is False and str(kv.type).startswith(("dist_async", "dist_ssp")):
+        raise Mismatch(
+            f"store {kv.type!r} applies each push by an optimizer of its own; say "
+            "update_on_kvstore=True, or use dist_sync"
+        )
+    if wanted is None:
+        return is_capable and (not isinstance(kv, KVStore) or is_distributed(kv))
+    return wanted
+
+
+def is_distributed(kv: KVStore) -> bool:
+    """Whether its values are on servers."""
+    return kv.type.startswith("dist")
+
+
+def check_free(kv: Any, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
+    """Check that a user's store is not in use.
+
+    Raises:
+        ConfigError: if it has an optimizer, or one of the keys.
+    """
+    if not isinstance(kv, KVStore):
+        return
+    taken = tensors.keys() & set(kv.keys())
+    if taken or kv.has_optimizer:
+        what = f"the key {min(taken)!r}" if taken else "an optimizer"
+        raise ConfigError(
+            f"store {kv.name!r} has {what} already; a {owner} brings its own keys and optimizer: "
+            f"give each {owner} a store of its own, or just the name of one"
+        )
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or its bytes where its type (bool, complex) does not travel."""
+    if tensor.dtype in NAMES:
+        return tensor.detach()
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return whole.view(-1).view(torch.uint8)

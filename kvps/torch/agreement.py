@@ -1,0 +1,41 @@
+"""What all workers have to agree on before they go on: is anybody's gradient infinite, who used what.
+
+A store whose optimizer updates weights cannot add up anything else, so these few numbers have a store of
+their own, without an optimizer. Alone, a worker agrees with itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvps.store.create import create_own
+
+
+class Agreement:
+    """Flags of which each worker has its own, and all want to know whether anybody's is set.
+
+    Every worker makes it, and asks, in the same order.
+
+    Args:
+        workers: how many there are.
+        count: how many flags.
+    """
+
+    def __init__(self, workers: int, count: int) -> None:
+        self._kv: Any = None
+        if workers > 1:
+            self._kv = create_own("dist_sync", "agreement")
+            self._kv.init("flags", torch.zeros(count))
+
+    def any(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return for each flag whether it is set at any worker.
+
+        Args:
+            flags: booleans.
+        """
+        if self._kv is None:
+            return flags.bool()
+        found: torch.Tensor = self._kv.pushpull("flags", flags.to("cpu", torch.float32))
+        return found > 0

@@ -1,0 +1,112 @@
+"""The next forward pass begins before the last answers are in: each module waits for its own.
+
+Theory of operation
+-------------------
+Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
+computes. With it, ``step()`` takes the gradients away from their parameters and returns. A hook before
+each module's ``forward()`` waits for the parameters of that module alone and updates them, in the order
+in which they are needed, which is the order in which they come back (:mod:`kvps.torch.buckets`)::
+
+    backward 1            step  forward 2             backward 2
+    ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
+          gradients leave        \\______\\_______\\__ each waits for its own update
+
+So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time,
+with the rates that held when ``step()`` was called, whatever a scheduler has done since.
+
+Which module waits for a parameter is learned in the first forward pass: its own module, or, where that is
+never called (``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the
+nearest one around it that is. Who reads parameters elsewhere calls ``synchronize()`` before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class Ahead:
+    """Parameters whose update is not made yet, and the modules that wait for it.
+
+    Args:
+        module: the model.
+        params: name -> parameter of it.
+        update: makes the updates of these parameters, when all that they need is in.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        update: Callable[[list[str]], None],
+    ) -> None:
+        self._update = update
+        self._waits = _own(module, params)
+        """By module, the parameters that it waits for."""
+        self._called: set[str] = set()
+        self.is_known = False
+        """The first forward pass has shown which modules are called."""
+        self._pending: dict[str, None] = {}
+        self._hooks: list[Any] = [
+            one.register_forward_pre_hook(lambda *_, path=path: self._on_forward(path))
+            for path, one in module.named_modules()
+        ]
+        root: Any = module  # torch gives this method no types
+        self._hooks.append(root.register_state_dict_pre_hook(lambda *_: self.finish()))
+
+    def learn(self) -> None:
+        """A forward pass is over: have modules wait for what those inside would, and are not called."""
+        for path in [one for one in self._waits if one not in self._called]:
+            around = path
+            while around and around not in self._called:
+                around = around.rpartition(".")[0]
+            self._waits.setdefault(around, []).extend(self._waits[path])
+        self.is_known = True
+
+    def put_off(self, names: Iterable[str]) -> None:
+        """Let the update of these parameters be made when a module needs them.
+
+        Those for which none would wait are updated now.
+        """
+        self._pending.update(dict.fromkeys(names))
+        awaited = {name for path in self._called for name in self._waits.get(path, ())}
+        self.finish([name for name in self._pending if name not in awaited])
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Make the updates of these parameters now, or of all that were put off."""
+        wanted = list(self._pending) if names is None else names
+        due = [name for name in wanted if name in self._pending]
+        for name in due:
+            self._pending.pop(name, None)
+        if due:
+            self._update(due)
+
+    def forget(self) -> None:
+        """What was put off is not to be updated any more."""
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Make all updates, and take the hooks away."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_forward(self, path: str) -> None:
+        if not self.is_known:
+            self._called.add(path)
+        elif self._pending:
+            self.finish(self._waits.get(path, ()))
+
+
+def _own(module: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Return the parameters of each module's own; one that is shared is every sharer's own."""
+    names = {id(one): name for name, one in params.items()}
+    own: dict[str, list[str]] = {}
+    for path, one in module.named_modules():
+        found = [names[id(param)] for param in one.parameters(recurse=False) if id(param) in names]
+        if found:
+            own[path] = found
+    return own

@@ -1,0 +1,363 @@
+"""Gradients leave as soon as backward makes them, and their sums come back into ``.grad``.
+
+Theory of operation
+-------------------
+A hook on each parameter is called when its gradient is complete (torch's post-accumulate hook). At the
+last of the passes that make up a step it hands the gradient to :class:`~kvps.torch.buckets.Buckets`, and
+whatever leaves is pushed and pulled in one call of the store, which goes on by itself. When backward is
+over, the rest leaves. So between two steps a gradient is in one of these states::
+
+    here ---> collected ---> away ---> back
+     |  hook             leaves   wait()
+     +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`Exchange.complete`
+
+The store's answer is written where the gradient was, so that nothing is allocated, and it must not be
+touched while it is away. Where it is no sum but weights, it is in :attr:`Exchange.values`. An error of the store does not end backward, whose caller could not know what to
+do about it: it is raised by the next :meth:`wait`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kvps.errors import ConfigError, EpochChanged, KvpsError
+from kvps.torch.buckets import BUCKET_BYTES, Buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvps.store.handle import Handle
+    from kvps.store.model import Model
+
+NAMED_MAX = 5
+"""Parameters that one text names."""
+_watched: Any = WeakIdKeyDictionary()
+"""By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
+
+
+class Bucket:
+    """Gradients that have left together, and what comes back in their place.
+
+    Args:
+        values: by name, the tensors in which it comes back.
+        handle: of the store's call.
+        divisor: what comes back is divided by it.
+        sparse: those of them that were sparse, and shall be.
+    """
+
+    def __init__(
+        self, values: dict[str, torch.Tensor], handle: Handle, divisor: int, sparse: set[str]
+    ) -> None:
+        self.values = values
+        self._handle = handle
+        self._divisor = divisor
+        self._sparse = sparse
+
+    def wait(self) -> None:
+        """Wait until they are back.
+
+        Raises:
+            KvpsError: what has become of them.
+        """
+        self._handle.wait()
+        if self._divisor != 1:
+            with torch.no_grad():
+                torch._foreach_div_(list(self.values.values()), self._divisor)
+            self._divisor = 1
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return what came back, in the layout in which the gradient left."""
+        value = self.values[name]
+        return _rows_of(value) if name in self._sparse else value
+
+
+class Exchange:
+    """The gradients of a model on their way through a store.
+
+    Args:
+        model: whose; the store must know its keys.
+        passes: how many backward passes make up a step.
+        bucket_bytes: how much leaves at once.
+        divisor: what comes back is divided by it.
+        before: called before the first gradient of a step leaves.
+        brings_weights: what comes back does not belong into ``.grad``.
+        is_awaited: backward returns when everything is back.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        passes: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        divisor: int = 1,
+        before: Callable[[], None] = lambda: None,
+        brings_weights: bool = False,
+        is_awaited: bool = False,
+    ) -> None:
+        if type(passes) is not int or passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step={passes!r}: use a whole number of passes from 1 on"
+            )
+        self._model = model
+        self._wanted_passes = passes
+        self._divisor = divisor
+        self._before = before
+        self._brings_weights = brings_weights
+        self.is_awaited = is_awaited
+        self.scale = 1.0
+        """By what gradients are multiplied before they leave."""
+        self.is_held = False
+        """Gradients stay until :meth:`complete` is called."""
+        self._is_local = False
+        """This pass only adds up; another one will let the gradients leave."""
+        sizes = {name: one.numel() * one.element_size() for name, one in model.params.items()}
+        self._buckets = Buckets(sizes, bucket_bytes)
+        self._passes: dict[str, int] = {}
+        """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
+        self._away: dict[str, Bucket] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        """By name, where the gradients that have left in this step were, and what came back is."""
+        self._failure: KvpsError | None = None
+        self._is_begun = False
+        self._is_rung = False
+        """It will be told of the end of backward."""
+        self._hooks: dict[str, Any] = {}
+        self.watch()
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Put hooks on all parameters that are trained, but for those that have one.
+
+        A front end that was made earlier over the same parameters, and is not used any more, lets go.
+        """
+        for name in self._model.trained:
+            if name in self._hooks:
+                continue
+            param: Any = self._model.params[name]  # torch gives this method no types
+            before = _watched[param]() if param in _watched else None
+            if before is not None:
+                before.close()
+            _watched[param] = weakref.ref(self)
+            self._hooks[name] = param.register_post_accumulate_grad_hook(
+                lambda _, name=name: self._on_gradient(name)
+            )
+
+    def close(self) -> None:
+        """Take the hooks away: gradients stay where they are."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let backward passes inside only add up."""
+        before, self._is_local = self._is_local, True
+        try:
+            yield
+        finally:
+            self._is_local = before
+
+    def _on_gradient(self, name: str) -> None:
+        gradient = self._model.params[name].grad
+        if name in self.values:
+            self._check_fresh(name, gradient)
+        self._passes[name] = self._passes.get(name, 0) + 1
+        if self._is_local or self.is_held or self._passes[name] < self._wanted_passes:
+            return
+        if not self._is_rung:
+            self._is_rung = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        self._leave(self._buckets.add(name))
+
+    def _on_end(self) -> None:
+        self._is_rung = False
+        self._leave(self._buckets.rest())
+        if self.is_awaited and self._failure is None:
+            try:
+                self.wait()
+            except KvpsError as error:
+                self._failure = error
+
+    def _check_fresh(self, name: str, gradient: torch.Tensor | None) -> None:
+        """A second gradient in one step must not be added to one that has left.
+
+        Raises:
+            ConfigError: if it was.
+        """
+        if gradient is not None and self._is_there(name, gradient):
+            raise ConfigError(
+                f"parameter {name!r} got another gradient after the first had left, and before "
+                "step(): call step() or the optimizer's zero_grad() in between; if several backward "
+                "passes make up a step, say backward_passes_per_step=, or no_sync() around all but "
+                "the last"
+            )
+        del self.values[name]  # what comes back has no place any more
+        self.wait([name])
+
+    def _is_there(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is the one that has left (a view of it would have its memory)."""
+        return gradient.layout is torch.strided and (
+            gradient.numel() > 0 and gradient.data_ptr() == self.values[name].data_ptr()
+        )
+
+    # --- out and back -----------------------------------------------------------------------------
+
+    def _leave(self, names: list[str]) -> None:
+        if not names or self._failure is not None:
+            return
+        number = self._buckets.number
+        sparse = {name for name in names if self._layout(name) is not torch.strided}
+        values = [self._dense(name) for name in names]
+        self.values.update(zip(names, values, strict=True))
+        try:
+            if not self._is_begun:
+                self._is_begun = True
+                self._before()
+            if self.scale != 1.0:
+                with torch.no_grad():
+                    torch._foreach_mul_(values, self.scale)
+            handle = self._model.kv.pushpull(
+                names, values, out=values, priority=number, async_op=True
+            )
+        except KvpsError as error:
+            self._failure = error
+            return
+        bucket = Bucket(
+            dict(zip(names, values, strict=True)), cast("Handle", handle), self._divisor, sparse
+        )
+        for name in names:
+            self._passes.pop(name, None)
+            self._away[name] = bucket
+
+    def _layout(self, name: str) -> torch.layout:
+        gradient = self._model.params[name].grad
+        assert gradient is not None
+        return gradient.layout
+
+    def _dense(self, name: str) -> torch.Tensor:
+        """Return a gradient as it travels."""
+        param = self._model.params[name]
+        assert param.grad is not None
+        if param.grad.layout is not torch.strided:
+            return param.grad.detach().to_dense()
+        if param.grad.dtype != param.dtype:
+            return param.grad.detach().to(param.dtype)
+        return param.grad.detach()
+
+    def missing(self) -> list[str]:
+        """Return the parameters whose gradient has not left in this step, and that have none."""
+        return [
+            name
+            for name in self._model.trained
+            if name not in self.values and self._model.params[name].grad is None
+        ]
+
+    def complete(self) -> None:
+        """Let every gradient leave that is here."""
+        self.watch()
+        left = [
+            name
+            for name in self._model.trained
+            if name not in self.values and self._model.params[name].grad is not None
+        ]
+        for name in left:
+            self._leave(self._buckets.add(name))
+        self._leave(self._buckets.rest())
+
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Wait until gradients are back in ``.grad``.
+
+        Args:
+            names: of which parameters; None for all that are away.
+
+        Raises:
+            KvpsError: what became of one of them; all others have come to an end, too.
+        """
+        wanted = list(self._away) if names is None else names
+        buckets = {id(self._away[name]): self._away[name] for name in wanted if name in self._away}
+        failure, self._failure = self._failure, None
+        for bucket in buckets.values():
+            try:
+                bucket.wait()
+                self._deliver(bucket)
+            except KvpsError as error:
+                is_graver = isinstance(failure, EpochChanged) and not isinstance(
+                    error, EpochChanged
+                )
+                failure = error if failure is None or is_graver else failure
+            for name in bucket.values:
+                self._away.pop(name, None)
+        if failure is not None:
+            raise failure
+
+    def _deliver(self, bucket: Bucket) -> None:
+        """Put what has come back where the optimizer looks for it."""
+        if self._brings_weights:
+            return
+        for name, value in bucket.values.items():
+            param = self._model.params[name]
+            if param.grad is None or self.values.get(name) is not value:
+                continue
+            if param.grad.layout is not torch.strided:
+                param.grad = bucket.gradient(name)
+            elif not self._is_there(name, param.grad):
+                with torch.no_grad():
+                    param.grad.copy_(value)
+
+    def release(self) -> dict[str, Bucket]:
+        """End the step, and let the caller wait for what is away.
+
+        Returns:
+            By name, what to wait for.
+
+        Raises:
+            KvpsError: what kept gradients from leaving; then nothing is released.
+        """
+        if self._failure is not None:
+            self.wait()
+        away = dict(self._away)
+        self.begin()
+        return away
+
+    def discard(self) -> None:
+        """Give up what is under way, and begin anew.
+
+        Raises:
+            KvpsError: as :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self.begin()
+
+    def begin(self) -> None:
+        """A step is over: what comes from now on is of the next."""
+        self._buckets.begin()
+        self._passes.clear()
+        self._away.clear()
+        self.values.clear()
+        self._failure = None
+        self._is_begun = self._is_rung = False
+
+
+def _rows_of(dense: torch.Tensor) -> torch.Tensor:
+    """Return the rows that are not zero, as sparse optimizers want them."""
+    rows = dense.reshape(len(dense), -1).ne(0).any(1).nonzero().t()
+    return torch.sparse_coo_tensor(
+        rows, dense[rows[0]], dense.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def listed(names: list[str]) -> str:
+    """Return some of ``names`` for a text."""
+    shown = ", ".join(repr(name) for name in names[:NAMED_MAX])
+    more = len(names) - NAMED_MAX
+    return f"{shown} and {more} more" if more > 0 else shown

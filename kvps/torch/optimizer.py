@@ -1,0 +1,536 @@
+"""A torch optimizer whose gradients are averaged over all workers while backward is still running.
+
+Theory of operation
+-------------------
+The optimizer that is wrapped stays what it is: its groups, its state and its ``step()`` are used, so
+schedulers, hooks and closures work as they always do. What is added happens around it:
+
+    backward     each gradient leaves as soon as it is there      (:mod:`kvps.torch.exchange`)
+    its end      all are back: ``.grad`` is the mean, on every worker the same, to the bit
+    ``step()``   what no hook has seen leaves now; then the optimizer's own step
+
+With ``update_on_kvstore=True`` the store runs the optimizer: what comes back are weights, state lives
+there only, and only ``step()`` waits. Rates that a scheduler has changed are sent before the first
+gradient of the next step.
+
+A GradScaler looks at gradients before it steps. Where the optimizer runs here, these are the means, so
+all workers find the same, and the scaler needs nothing else. Where it runs in the store, a gradient that
+has left cannot be taken back; so with a scaler (which is known from the first step on, in which nothing
+leaves early) gradients wait for ``step()``, and the workers first agree whether any of them is infinite.
+
+With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
+pass (:mod:`kvps.torch.ahead`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from kvps.core.hyper import Hyper
+from kvps.core.torch_optim import describe
+from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.store.kvstore import KVStore
+from kvps.store.model import Model, check_free, check_groups, named, runs_in_store, store_of
+from kvps.torch.agreement import Agreement
+from kvps.torch.ahead import Ahead
+from kvps.torch.buckets import BUCKET_BYTES
+from kvps.torch.exchange import Bucket, Exchange, listed
+from kvps.torch.states import from_torch, to_torch
+
+Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
+OPS = ("average", "sum")
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Steps a torch optimizer by gradients that are averaged over all workers.
+
+    Every worker makes it with the same arguments. At once the parameters take rank 0's values, and the
+    buffers of a module, too. From then on ``.grad`` holds the mean over all workers when ``backward()``
+    returns, so that it can be clipped or looked at before ``step()``.
+
+    Args:
+        optimizer: over the parameters that are trained. With ``update_on_kvstore`` one that servers
+            can run; its groups may differ in ``lr`` and ``weight_decay``.
+        named_parameters: a module, or its ``named_parameters()``; None numbers the parameters.
+        kvstore: the name of a store, which is then the optimizer's own; or a store, which then serves
+            nothing else (for ``op="average"`` made with ``average=True``).
+        backward_passes_per_step: gradients of so many passes are added up here before they leave.
+        op: ``"average"`` divides by the workers that are really in a round: those that were lost,
+            that left or that joined do not count. ``"sum"`` divides by nothing.
+        update_on_kvstore: run the optimizer in the store. ``.grad`` is None behind ``step()``.
+        find_unused: parameters may have no gradient in some steps; one that got none on any worker
+            is left as it is. It costs a round trip in ``step()``, and the mean is in
+            ``.grad`` behind :meth:`synchronize` only: call that before gradients are clipped or
+            unscaled.
+        overlap_forward: let ``step()`` return at once, and each module wait for its own parameters
+            in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None
+            behind ``step()``; call :meth:`synchronize` before gradients are clipped, unscaled or
+            looked at, and before parameters are read other than by modules or ``state_dict()``.
+        bucket_bytes: how many bytes of gradients leave together.
+
+    Raises:
+        ConfigError: for arguments that cannot be.
+        Mismatch: (a ValueError) if ``update_on_kvstore`` does not fit the store, or rank 0 has
+            other parameters.
+
+    Example:
+        >>> import torch, kvps.torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = kvps.torch.DistributedOptimizer(optimizer, model, "local")
+        >>> model(torch.ones(8, 2)).mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Named = None,
+        kvstore: Any = "dist_sync",
+        *,
+        backward_passes_per_step: int = 1,
+        op: str = "average",
+        update_on_kvstore: bool = False,
+        find_unused: bool = False,
+        overlap_forward: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer: give a torch optimizer, got {type(optimizer).__name__}")
+        if op not in OPS:
+            raise ConfigError(f"op={op!r}: use one of {', '.join(OPS)}")
+        self._inner = optimizer
+        params = named(_numbered(optimizer) if named_parameters is None else named_parameters)
+        check_groups(optimizer, params)
+        is_ordered = not (
+            isinstance(kvstore, str) and kvstore.startswith(("dist_async", "dist_ssp"))
+        )
+        kv = store_of(kvstore, "optimizer", average=op == "average" and is_ordered)
+        if kv is None:
+            raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
+        self._on_store = runs_in_store(kv, bool(update_on_kvstore))
+        buffers = _buffers(named_parameters)
+        check_free(kv, {**params, **buffers}, "DistributedOptimizer")
+        self._model = Model(kv, params, None if self._on_store else self._forget)
+        self._model.spread(buffers, self._hyper() if self._on_store else None)
+        self._exchange = Exchange(
+            self._model,
+            backward_passes_per_step,
+            bucket_bytes,
+            divisor=_divisor(kv, op),
+            before=self._send_rates,
+            brings_weights=self._on_store,
+            # Where workers use different parameters, one's backward would wait for what another sends
+            # in its step only.
+            is_awaited=not (self._on_store or overlap_forward or find_unused),
+        )
+        self._exchange.is_held = self._on_store  # until it is known that no scaler is used
+        self._find_unused = bool(find_unused)
+        self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
+        self._overflow: Agreement | None = None
+        self._is_synchronized = False
+        self._late: dict[str, Bucket] = {}
+        """Of parameters that are updated in the next forward pass, what they wait for."""
+        self._rates: list[dict[str, Any]] = []
+        """The optimizer's groups without their parameters, as they were at that step."""
+        self._group_of: dict[str, int] = {}
+        self._ahead: Ahead | None = None
+        if overlap_forward:
+            if not isinstance(named_parameters, torch.nn.Module):
+                raise ConfigError(
+                    "overlap_forward=True puts hooks on modules: give the module itself as "
+                    "named_parameters"
+                )
+            self._ahead = Ahead(named_parameters, params, self._update_late)
+            number_of = {
+                one: number
+                for number, group in enumerate(optimizer.param_groups)
+                for one in group["params"]
+            }
+            self._group_of = {name: number_of[one] for name, one in params.items()}
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, once the gradients of all workers are in.
+
+        Args:
+            closure: evaluates the model again and returns the loss; its gradients are averaged, too.
+
+        Raises:
+            ConfigError: naming parameters that have no gradient, without ``find_unused``.
+            KvpsError: what has become of a gradient on its way.
+        """
+        if self._ahead is not None and self._may_put_off(closure):
+            self._put_off(self._ahead)
+            return None
+        if self._on_store:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_in_store()
+            return loss
+        if closure is None:
+            if not self._is_synchronized:
+                self.synchronize()
+            return self._step_here(None)
+
+        def averaged() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._exchange.begin()
+            self._model.is_given_up = False  # the optimizer is in the middle of a step of zeros
+            return loss
+
+        return self._step_here(averaged)
+
+    def _step_here(self, closure: Callable[[], Any] | None) -> Any:
+        self._is_synchronized = False
+        self._exchange.begin()
+        if self._model.is_given_up:
+            self._model.is_given_up = False
+            return None
+        scaling: dict[str, Any] = {
+            name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")
+        }
+        vars(self._inner).update(scaling)  # a scaler has left them here for a fused step
+        try:
+            return self._inner.step() if closure is None else self._inner.step(closure)
+        finally:
+            for name in scaling:
+                del vars(self._inner)[name]
+
+    def _step_in_store(self) -> None:
+        found = vars(self).get("found_inf")
+        if found is not None and not self._exchange.is_held:
+            raise ConfigError(
+                "a GradScaler steps this optimizer now, and the gradients have left for the servers: "
+                "use the scaler from the first step on, or update_on_kvstore=False"
+            )
+        vars(self._inner)["_opt_called"] = (
+            True  # what a scheduler looks at that was made before this
+        )
+        try:
+            if found is None or not self._is_infinite(found):
+                self._exchange.complete()
+                self._add_unused()
+                self._exchange.wait()
+                self._take_weights()
+        except EpochChanged as error:
+            self._model.go_on(error)
+        for param in self._model.params.values():
+            param.grad = None  # it holds weights, or nothing
+        self._exchange.begin()
+        self._exchange.is_held = found is not None
+
+    def _take_weights(self) -> None:
+        with torch.no_grad():
+            for name, weight in self._exchange.values.items():
+                self._model.params[name].copy_(weight)
+
+    def _is_infinite(self, found: torch.Tensor) -> bool:
+        """Whether any worker's gradient is; if not, all are scaled back."""
+        if self._overflow is None:
+            is_free = str(self._model.kv.type).startswith(("dist_async", "dist_ssp"))
+            self._overflow = Agreement(1 if is_free else self._model.kv.num_workers, 1)
+        if bool(self._overflow.any(found.reshape(1) > 0)):
+            return True
+        scale = vars(self).get("grad_scale")
+        if scale is not None:
+            present = [one.grad for one in self._model.params.values() if one.grad is not None]
+            torch._foreach_div_(present, float(scale))
+        return False
+
+    # --- a step that the next forward pass makes --------------------------------------------------
+
+    def _may_put_off(self, closure: object) -> bool:
+        assert self._ahead is not None
+        if not self._ahead.is_known:
+            self._ahead.learn()
+            return False
+        is_scaled = "found_inf" in vars(self)
+        return not (self._is_synchronized or is_scaled or self._exchange.is_held or closure)
+
+    def _put_off(self, ahead: Ahead) -> None:
+        ahead.finish()  # of parameters that no module has asked for since
+        vars(self._inner)["_opt_called"] = True
+        if self._model.is_given_up:
+            self._model.is_given_up = False
+            self._exchange.discard()
+            return
+        try:
+            self._exchange.complete()
+            self._add_unused()
+            self._late = self._exchange.release()
+        except EpochChanged as error:
+            self._model.go_on(error)
+            self._model.is_given_up = False
+            self._exchange.begin()
+            return
+        self._rates = [
+            {option: value for option, value in group.items() if option != "params"}
+            for group in self._inner.param_groups
+        ]
+        for name in self._late:
+            self._model.params[name].grad = None  # what comes next is of another step
+        ahead.put_off(self._late)
+
+    def _update_late(self, names: list[str]) -> None:
+        """Wait for what these parameters need, and update them."""
+        assert self._ahead is not None
+        buckets = {name: self._late.pop(name) for name in names}
+        try:
+            for bucket in buckets.values():
+                bucket.wait()
+        except EpochChanged as error:
+            self._late.clear()
+            self._ahead.forget()
+            self._model.go_on(error)
+            return  # an optimizer here skips the next step: modules have computed with other weights
+        if self._on_store:
+            with torch.no_grad():
+                for name, bucket in buckets.items():
+                    self._model.params[name].copy_(bucket.values[name])
+        else:
+            self._step_some(buckets)
+
+    def _step_some(self, buckets: Mapping[str, Bucket]) -> None:
+        """Let the optimizer step these parameters alone."""
+        groups: dict[int, list[torch.Tensor]] = {}
+        before: dict[torch.Tensor, torch.Tensor | None] = {}
+        for name, bucket in buckets.items():
+            param = self._model.params[name]
+            groups.setdefault(self._group_of[name], []).append(param)
+            before[param] = param.grad
+            param.grad = bucket.gradient(name)
+        whole = self._inner.param_groups
+        self._inner.param_groups = [
+            {**self._rates[number], "params": params} for number, params in groups.items()
+        ]
+        try:
+            self._inner.step()
+        finally:
+            self._inner.param_groups = whole
+            for param, gradient in before.items():
+                param.grad = gradient
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until ``.grad`` of all parameters holds what came of all workers.
+
+        ``backward()`` has done so already, unless gradients were left to be sent: of passes inside
+        :meth:`no_sync`, or fewer than ``backward_passes_per_step``. Then step() under
+        :meth:`skip_synchronize`, or step() itself, which finds nothing left to wait for.
+
+        Raises:
+            ConfigError: with ``update_on_kvstore=True``, where sums never come back; or as step().
+        """
+        if self._on_store:
+            raise ConfigError(
+                "synchronize() waits for the mean of gradients, and update_on_kvstore=True gets weights "
+                "back: have the servers clip (clip_gradient), or say update_on_kvstore=False"
+            )
+        try:
+            self._exchange.complete()
+            self._add_unused()
+            self._exchange.wait()
+        except EpochChanged as error:
+            self._model.go_on(error)
+            for param in self._model.params.values():
+                if param.grad is not None:
+                    param.grad.zero_()  # it was of weights that nobody has any more
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let step() inside take ``.grad`` as it is: synchronize() was called, and perhaps clipped."""
+        if not self._is_synchronized:
+            raise ConfigError("skip_synchronize() without synchronize(): call that before")
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside only add up, and leave with the first pass behind.
+
+        Example:
+            >>> with optimizer.no_sync():  # doctest: +SKIP
+            ...     loss(first_half).backward()
+            >>> loss(second_half).backward()  # doctest: +SKIP
+            >>> optimizer.step()  # doctest: +SKIP
+        """
+        with self._exchange.paused():
+            yield
+
+    def _add_unused(self) -> None:
+        """Have those parameters take part that have no gradient here, but elsewhere.
+
+        Raises:
+            ConfigError: naming them, without ``find_unused``.
+        """
+        missing = self._exchange.missing()
+        if self._used is None:
+            if missing:
+                raise ConfigError(
+                    f"no gradient for {listed(missing)}, of {len(self._model.trained)} parameters: no "
+                    "backward() has reached them since zero_grad(). Use them, set "
+                    "requires_grad_(False) on them, or say find_unused=True"
+                )
+            return
+        lacks = set(missing)
+        names = list(self._model.params)
+        used = [name not in lacks and self._model.params[name].requires_grad for name in names]
+        elsewhere = self._used.any(torch.tensor(used))
+        for name, is_used in zip(names, elsewhere.tolist(), strict=True):
+            if is_used and name in lacks:
+                param = self._model.params[name]
+                param.grad = torch.zeros_like(param, requires_grad=False)
+        self._exchange.complete()
+
+    def _forget(self) -> None:
+        self._inner.state.clear()
+
+    # --- rates ------------------------------------------------------------------------------------
+
+    def _hyper(self) -> Hyper:
+        return describe(self._inner, {one: name for name, one in self._model.params.items()})
+
+    def _send_rates(self) -> None:
+        """Give the store what a scheduler has changed."""
+        old = self._model.hyper
+        if old is None:
+            return
+        new = self._hyper()
+        if new == old:
+            return
+        if new == old.with_lr(new.number("lr")):
+            self._model.tell_rate(new.number("lr"))
+        else:
+            self._model.install(new)
+        self._model.hyper = new
+
+    # --- what every optimizer has -----------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer that is wrapped."""
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer that is wrapped; empty where it lives in the store."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer that is wrapped."""
+        return self._inner.defaults
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._on_store or bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # it is being made
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin the gradients anew; a step that was begun, and not made, is given up."""
+        self._exchange.discard()
+        self._is_synchronized = False
+        self._inner.zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Finish what is under way, let go of the parameters, and close the store."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._exchange.discard()
+        self._exchange.close()
+        self._model.kv.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups and the state, as the optimizer alone would.
+
+        State that lives in the store is fetched; one worker's call is enough.
+        """
+        if not self._on_store:
+            return self._inner.state_dict()
+        assert self._model.hyper is not None
+        found = self._model.kv.optimizer_states()
+        with self._holding(to_torch(self._model.hyper, found, self._model.params)):
+            return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what :meth:`state_dict` gave, of this or of the optimizer alone.
+
+        Every worker calls; of state in the store, rank 0's counts.
+        """
+        if not self._on_store:
+            self._inner.load_state_dict(state_dict)
+            return
+        with self._holding({}):
+            self._inner.load_state_dict(state_dict)
+            found = from_torch(self._inner.state, self._model.params)
+        self._send_rates()
+        self._model.kv.set_optimizer_states(found)
+
+    @contextmanager
+    def _holding(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[None]:
+        """Let the optimizer have ``state`` for as long as the block runs."""
+        self._inner.state.update(state)
+        try:
+            yield
+        finally:
+            self._inner.state.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the store would not know their keys."""
+        raise ConfigError("add_param_group(): make a DistributedOptimizer over all parameters")
+
+    def __repr__(self) -> str:
+        where = "in" if self._on_store else "over"
+        return f"DistributedOptimizer {where} {self._model.kv!r}: {self._inner!r}"
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Name parameters by group and place, or as their groups do."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        names = group.get("param_names") or [f"{number}.{place}" for place in range(len(params))]
+        found += zip(names, params, strict=True)
+    return found
+
+
+def _buffers(given: object) -> dict[str, torch.Tensor]:
+    return dict(given.named_buffers()) if isinstance(given, torch.nn.Module) else {}
+
+
+def _divisor(kv: Any, op: str) -> int:
+    """Return by what a worker divides what comes back, as the store does not.
+
+    Raises:
+        Mismatch: if it would have to, and cannot know by what.
+    """
+    is_free = str(kv.type).startswith(("dist_async", "dist_ssp"))
+    if is_free or kv.num_workers == 1:
+        return 1
+    takes_means = isinstance(kv, KVStore) and kv.average
+    if takes_means and op == "sum":
+        raise Mismatch(
+            f"op='sum', and store {kv.name!r} takes means; create it without average=True"
+        )
+    if op == "sum" or takes_means:
+        return 1
+    if str(kv.type).startswith("dist"):
+        raise Mismatch(
+            f"op='average', and store {kv.name!r} adds up; create it with average=True, or give the name "
+            "of a store"
+        )
+    return int(kv.num_workers)

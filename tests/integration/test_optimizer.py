@@ -1,0 +1,737 @@
+"""DistributedOptimizer over a cluster: any number of workers gives the weights of one process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import kvps
+from kvps.torch import DistributedOptimizer
+
+Weights = list[torch.Tensor]
+Maker = Callable[..., torch.optim.Optimizer]
+
+DATA = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(24, 6, generator=DATA)
+LABELS = torch.randint(3, (24,), generator=DATA)
+STEPS = 6
+OPTIMIZERS: dict[str, Maker] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def net(seed: int = 0) -> torch.nn.Sequential:
+    """A small model; ``seed`` chooses its weights."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3), torch.nn.LayerNorm(3)
+    )
+    draw(model, seed)
+    return model
+
+
+def draw(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+
+
+def weights(model: torch.nn.Module) -> Weights:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def loss_of(model: torch.nn.Module, rows: slice) -> torch.Tensor:
+    return cross_entropy(model(INPUTS[rows]), LABELS[rows])
+
+
+def part(rank: int, workers: int) -> slice:
+    """The part of the batch that one worker takes."""
+    return slice(rank * 24 // workers, (rank + 1) * 24 // workers)
+
+
+def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work, *arguments)
+
+
+def assert_all(results: list[Weights], expected: Weights) -> None:
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True)), "to the bit"
+
+
+def alone(name: str, passes: int = 1) -> Weights:
+    """One process, on the whole batch of each step, under a scheduler."""
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = StepLR(optimizer, 2, 0.5)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (passes * loss_of(model, slice(24))).backward()
+        optimizer.step()
+        scheduler.step()
+    return weights(model)
+
+
+# --- any number of workers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_workers_give_the_weights_of_one_process(
+    name: str, on_store: bool, workers: int, overlap: bool
+) -> None:
+    def work(rank: int) -> Weights:
+        model = net(seed=rank)  # rank 0's weights count
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS[name](model.parameters()),
+            model,
+            update_on_kvstore=on_store,
+            overlap_forward=overlap,
+        )
+        scheduler = StepLR(optimizer, 2, 0.5)
+        for _ in range(STEPS):
+            loss_of(model, part(rank, workers)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return [one.clone() for one in model.state_dict().values()]
+
+    assert_all(run(workers, work), alone(name))
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["passes", "no_sync"])
+def test_passes_are_added_up(name: str, on_store: bool, way: str) -> None:
+    """Two half batches before each step, on two workers."""
+
+    def work(rank: int) -> Weights:
+        model = net(seed=rank)
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS[name](model.parameters()),
+            model.named_parameters(),
+            backward_passes_per_step=2 if way == "passes" else 1,
+            update_on_kvstore=on_store,
+        )
+        scheduler = StepLR(optimizer, 2, 0.5)
+        first = part(rank, 2)
+        half = slice(first.start, first.start + 6), slice(first.start + 6, first.stop)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            with optimizer.no_sync() if way == "no_sync" else nullcontext():
+                loss_of(model, half[0]).backward()
+            loss_of(model, half[1]).backward()
+            optimizer.step()
+            scheduler.step()
+        return weights(model)
+
+    assert_all(run(2, work), alone(name, passes=2))
+
+
+def test_what_no_pass_has_sent_leaves_with_the_step() -> None:
+    """The last batches of an epoch may be fewer than make up a step."""
+
+    def work(rank: int) -> Weights:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, backward_passes_per_step=3)
+        loss_of(model, part(rank, 2)).backward()
+        optimizer.step()
+        return weights(model)
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, slice(24)).backward()
+    sgd.step()
+    assert_all(run(2, work), weights(model))
+
+
+def test_a_sum_is_divided_by_nothing() -> None:
+    def work(rank: int) -> list[float]:
+        param = torch.nn.Parameter(torch.zeros(2))
+        sgd = torch.optim.SGD([param], lr=1.0)
+        optimizer = DistributedOptimizer(sgd, [("w", param)], op="sum")
+        (param * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        return param.tolist()
+
+    assert run(2, work) == [[-3.0, -3.0]] * 2
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_groups_and_their_rates(on_store: bool) -> None:
+    """Two groups under a scheduler that treats them differently."""
+
+    def groups(model: torch.nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2:].parameters()]}],
+            lr=0.1,
+            momentum=0.5,
+        )
+
+    def train(optimizer: torch.optim.Optimizer, model: torch.nn.Module, rows: slice) -> Weights:
+        scheduler = LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 1 / (1 + epoch)])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+            scheduler.step()
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        optimizer = DistributedOptimizer(groups(model), model, update_on_kvstore=on_store)
+        return train(optimizer, model, part(rank, 2))
+
+    model = net()
+    assert_all(run(2, work), train(groups(model), model, slice(24)))
+
+
+def test_a_scheduler_that_was_made_before(recwarn: pytest.WarningsRecorder) -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = StepLR(sgd, 1, 0.5)
+        for on_store in (True, False):
+            optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+            loss_of(model, slice(24)).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert sgd.param_groups[0]["lr"] == 0.025 == optimizer.param_groups[0]["lr"]
+    assert not recwarn.list
+
+
+# --- gradients between backward() and step() --------------------------------------------------------
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_gradients_can_be_clipped(explicit: bool) -> None:
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            if explicit and isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            is_ours = explicit and isinstance(optimizer, DistributedOptimizer)
+            with optimizer.skip_synchronize() if is_ours else nullcontext():
+                optimizer.step()
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
+
+    model = net()
+    expected = train(torch.optim.SGD(model.parameters(), lr=0.5), model, slice(24))
+    assert_all(run(2, work), expected)
+
+
+def test_clipping_with_an_overlapped_forward_pass() -> None:
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(sgd, model, overlap_forward=True)
+        return train(optimizer, model, part(rank, 2))
+
+    model = net()
+    expected = train(torch.optim.SGD(model.parameters(), lr=0.5), model, slice(24))
+    assert_all(run(2, work), expected)
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_drops_a_round_everywhere(on_store: bool, fused: bool) -> None:
+    """Worker 1 overflows in the second step: nobody makes it."""
+
+    def work(rank: int) -> tuple[Weights, float]:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(model, part(rank, 2)))
+            (loss * float("inf") if (rank, step) == (1, 1) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model), scaler.get_scale()
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        sgd.zero_grad()
+        loss_of(model, slice(24)).backward()
+        sgd.step()
+    results = run(2, work)
+    assert_all([found for found, _ in results], weights(model))
+    assert results[1][1] == 4.0
+    assert results[0][1] == (8.0 if on_store else 4.0), "sums are infinite everywhere"
+
+
+def test_a_scaler_that_comes_late_is_refused() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=True)
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, slice(24))).backward()
+        with pytest.raises(kvps.ConfigError, match="use the scaler from the first step on"):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                loss = loss_of(model, rows)
+            loss.backward()
+            optimizer.step()
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
+
+    model = net()
+    expected = train(torch.optim.SGD(model.parameters(), lr=0.1), model, slice(24))
+    results = run(2, work)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.02)
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+# --- parameters without a gradient ------------------------------------------------------------------
+
+
+class Branches(torch.nn.Module):
+    """Uses one of three branches, and never the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = torch.nn.ModuleList([torch.nn.Linear(6, 3) for _ in range(3)])
+        draw(self, 0)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        y: torch.Tensor = self.branches[which](x)
+        return y
+
+
+def test_unused_parameters_are_named() -> None:
+    with kvps.LocalCluster():
+        model = Branches()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model)
+        model(INPUTS, 0).sum().backward()
+        told = (
+            "no gradient for 'branches.1.weight', 'branches.1.bias', 'branches.2.weight', "
+            "'branches.2.bias', of 6 parameters"
+        )
+        with pytest.raises(kvps.ConfigError, match=told):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_workers_may_use_different_parameters(on_store: bool) -> None:
+    """Momentum moves a parameter that another worker has used, and none that nobody has."""
+
+    def choice(step: int, rank: int) -> int:
+        return (step + rank) % 2 if step < 3 else 0
+
+    def work(rank: int) -> Weights:
+        model = Branches()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store, find_unused=True)
+        for step in range(5):
+            optimizer.zero_grad()
+            rows = part(rank, 2)
+            cross_entropy(model(INPUTS[rows], choice(step, rank)), LABELS[rows]).backward()
+            optimizer.step()
+        return weights(model)
+
+    model = Branches()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        sgd.zero_grad()
+        for rank in range(2):
+            rows = part(rank, 2)
+            loss = cross_entropy(model(INPUTS[rows], choice(step, rank)), LABELS[rows])
+            (loss / 2).backward()
+        sgd.step()
+    assert_all(run(2, work), weights(model))
+
+
+def test_frozen_parameters_may_thaw() -> None:
+    def train(optimizer: Any, model: torch.nn.Sequential, rows: slice) -> Weights:
+        for step in range(4):
+            model[0].requires_grad_(step >= 2)
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(False)
+        return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
+
+    model = net()
+    expected = train(torch.optim.SGD(model.parameters(), lr=0.1), model, slice(24))
+    assert_all(run(2, work), expected)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients(cls: Maker) -> None:
+    """The rows that any worker has used are updated, and sparse optimizers get sparse gradients."""
+    ids = torch.tensor([[0, 3], [3, 7]])
+
+    def make() -> torch.nn.Embedding:
+        table = torch.nn.Embedding(9, 4, sparse=True)
+        draw(table, 0)
+        return table
+
+    def work(rank: int) -> Weights:
+        table = make()
+        optimizer = DistributedOptimizer(cls(table.parameters(), lr=0.1), table)
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(ids[rank]).square().mean().backward()
+            optimizer.step()
+        return weights(table)
+
+    table = make()
+    optimizer = cls(table.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        table(ids).square().mean().backward()
+        optimizer.step()
+    assert_all(run(2, work), weights(table))
+
+
+# --- the optimizer itself ---------------------------------------------------------------------------
+
+
+STATEFUL: list[Maker] = [
+    *OPTIMIZERS.values(),
+    lambda params: torch.optim.NAdam(params, lr=0.01),
+    lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    lambda params: torch.optim.Adagrad(params, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("number", range(len(STATEFUL)))
+@pytest.mark.parametrize("on_store", [True, False])
+def test_state_dicts_are_those_of_torch(number: int, on_store: bool) -> None:
+    """What one saves the other loads: a job can begin on one machine and go on in a cluster."""
+    make = STATEFUL[number]
+    model = net()
+    plain = make(model.parameters())
+
+    def step(optimizer: torch.optim.Optimizer, trained: torch.nn.Module) -> None:
+        optimizer.zero_grad()
+        loss_of(trained, slice(24)).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(plain, model)
+    saved, begun = copy.deepcopy(plain.state_dict()), copy.deepcopy(model.state_dict())
+
+    def work(rank: int) -> tuple[Weights, dict[str, Any]]:
+        mine = net(rank)
+        mine.load_state_dict(begun)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, update_on_kvstore=on_store)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        if on_store:
+            assert not optimizer.state, "it lives in the store only"
+        step(optimizer, mine)
+        return weights(mine), optimizer.state_dict()
+
+    step(plain, model)
+    results = run(2, work)
+    assert_all([found for found, _ in results], weights(model))
+    expected = plain.state_dict()
+    for _, state in results:
+        assert state["state"].keys() == expected["state"].keys()
+        for index, entry in expected["state"].items():
+            assert state["state"][index].keys() == entry.keys()
+            torch.testing.assert_close(state["state"][index], entry, rtol=1e-4, atol=1e-6)
+
+
+def test_a_closure_is_averaged_each_time() -> None:
+    """LBFGS evaluates the model several times in a step."""
+    inputs = INPUTS.double()
+
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs[rows]), LABELS[rows])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return weights(model)
+
+    def work(rank: int) -> Weights:
+        model = net(rank).double()
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), model)
+        return train(optimizer, model, part(rank, 2))
+
+    model = net().double()
+    expected = train(torch.optim.LBFGS(model.parameters(), max_iter=4), model, slice(24))
+    assert_all(run(2, work), expected)
+
+
+def test_hooks_of_the_optimizer_are_called() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        called: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+        assert called == ["before", "after"]
+
+
+def test_a_scheduler_with_momentum() -> None:
+    """OneCycleLR looks at ``defaults`` and changes momentum, too, also on the servers."""
+
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+            scheduler.step()
+        return weights(model)
+
+    def work(rank: int, on_store: bool) -> Weights:
+        model = net(rank)
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+        return train(optimizer, model, part(rank, 2))
+
+    model = net()
+    expected = train(OPTIMIZERS["sgd"](model.parameters()), model, slice(24))
+    for on_store in (True, False):
+        assert_all(run(2, work, on_store), expected)
+
+
+# --- an overlapped forward pass ---------------------------------------------------------------------
+
+
+class Odd(torch.nn.Module):
+    """Shares a weight, and reads one of a module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = torch.nn.Linear(8, 5, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        draw(self, 0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids) * self.scale
+        x, _ = self.attention(x, x, x, need_weights=False)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_modules_wait_for_what_they_read(on_store: bool) -> None:
+    ids = torch.tensor([[0, 1, 2], [3, 4, 0]])
+
+    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(ids[rows]).square().mean().backward()
+            optimizer.step()
+        return [one.clone() for one in model.state_dict().values()]
+
+    def work(rank: int) -> Weights:
+        model = Odd()
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        optimizer = DistributedOptimizer(
+            sgd, model, update_on_kvstore=on_store, overlap_forward=True
+        )
+        return train(optimizer, model, slice(rank, rank + 1))
+
+    model = Odd()
+    expected = train(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model, slice(2))
+    assert_all(run(2, work), expected)
+
+
+def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
+    """Worker 0 steps, and only then lets worker 1 begin its backward pass."""
+    stepped = threading.Event()
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, overlap_forward=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, part(rank, 2))
+            if step == 2 and rank == 1:
+                assert stepped.wait(60.0)
+            loss.backward()
+            optimizer.step()
+            if step == 2 and rank == 0:
+                stepped.set()
+        return [one.clone() for one in model.state_dict().values()]
+
+    results = run(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- what cannot be ---------------------------------------------------------------------------------
+
+
+def test_a_second_gradient_before_the_step_is_refused() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loss_of(model, slice(24)).backward()
+        with pytest.raises(kvps.ConfigError, match="got another gradient after the first had left"):
+            loss_of(model, slice(24)).backward()
+        optimizer.close()
+        loss_of(model, slice(24)).backward()
+
+
+def test_the_newest_optimizer_has_the_gradients() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        first = DistributedOptimizer(sgd, model)
+        second = DistributedOptimizer(sgd, model)
+        for _ in range(2):
+            loss_of(model, slice(24)).backward()
+            second.step()
+            second.zero_grad()
+        assert first._model.kv.version("0.weight") == 0
+        assert second._model.kv.version("0.weight") == 2
+
+
+def test_a_step_may_be_skipped() -> None:
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loss_of(model, slice(3)).backward()
+        model.zero_grad()  # not the optimizer's
+        loss_of(model, slice(5)).backward()
+        optimizer.zero_grad()
+        loss_of(model, part(rank, 2)).backward()
+        optimizer.step()
+        return weights(model)
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, slice(24)).backward()
+    sgd.step()
+    assert_all(run(2, work), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"op": "max"}, "op='max': use one of average, sum"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0: use a whole number"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0: use a whole number"),
+        ({"kvstore": None}, "kvstore: give the name of a store"),
+        ({"kvstore": "dist_async"}, "say update_on_kvstore=True, or use dist_sync"),
+        ({"overlap_forward": True}, "give the module itself as named_parameters"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], told: str) -> None:
+    sgd = torch.optim.SGD(net().parameters(), lr=0.1)
+    with kvps.LocalCluster(), pytest.raises(kvps.KvpsError, match=told):
+        DistributedOptimizer(sgd, **options)
+
+
+def test_a_store_of_the_users_own() -> None:
+    def work(rank: int) -> list[str]:
+        model = net(rank)
+        told = []
+        for option, op in ((True, "average"), (False, "sum"), (True, "sum"), (False, "average")):
+            kv = kvps.create("dist_sync", average=option)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                optimizer = DistributedOptimizer(sgd, model, kv, op=op)
+                loss_of(model, slice(24)).backward()
+                optimizer.step()
+                told.append("")
+            except kvps.Mismatch as error:
+                told.append(str(error))
+            model = net(rank)
+        return told
+
+    for told in run(2, work):
+        assert told[:2] == ["", ""]
+        assert "takes means; create it without average=True" in told[2]
+        assert "adds up; create it with average=True" in told[3]
+
+
+@pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])
+def test_asynchronous_stores(store: str) -> None:
+    """Each push moves the weights by itself."""
+
+    def work(rank: int) -> float:
+        param = torch.nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD([param], lr=0.25)
+        optimizer = DistributedOptimizer(sgd, [("w", param)], store, update_on_kvstore=True)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (param * 1.0).sum().backward()
+            optimizer.step()
+        kv = optimizer._model.kv
+        kv.barrier()
+        return float(kv.pull("w"))
+
+    assert run(2, work) == [-2.0, -2.0]
+
+
+def test_without_a_cluster() -> None:
+    model = net()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")
+    loss_of(model, slice(24)).backward()
+    optimizer.step()
+    other = net()
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    loss_of(other, slice(24)).backward()
+    sgd.step()
+    torch.testing.assert_close(weights(model), weights(other))
+    assert "DistributedOptimizer over <KVStore local" in repr(optimizer)

@@ -1,0 +1,87 @@
+"""A store that takes means: the sum of a round is divided by the ranks that are in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.messages import Declare, Entry, Open
+from kvps.specs import BY_NAME
+from tests.server_cluster import Cluster, gradient
+from tests.server_stage import ServerStage, opening, refusal
+
+pytestmark = pytest.mark.spec("R150")
+
+
+def stage(workers: int, dtype: torch.dtype = torch.float32, **options: object) -> ServerStage:
+    one = ServerStage(workers)
+    one.open("sync", average=True, **options)
+    one.init("w", torch.zeros(3, dtype=dtype))
+    return one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_round_is_the_mean_of_its_ranks(dtype: torch.dtype, deterministic: bool) -> None:
+    one = stage(3, dtype, deterministic=deterministic)
+    for rank in range(3):
+        one.push(rank, "w", torch.tensor([rank, 3 * rank, 1], dtype=dtype), 0)
+    assert one.values("w") == [1, 3, 1]
+
+
+def test_halves_are_divided_before_they_are_rounded() -> None:
+    one = stage(2, torch.float16)
+    for rank in range(2):
+        one.push(rank, "w", torch.full((3,), 60_000.0, dtype=torch.float16), 0)
+    assert one.values("w") == [60_000.0] * 3, "their sum is no float16"
+
+
+def test_the_optimizer_gets_the_mean() -> None:
+    one = stage(2)
+    one.optimizer("sgd", lr=0.5)
+    for rank in range(2):
+        one.push(rank, "w", torch.full((3,), 2.0 + rank), 0)
+    assert one.values("w") == [-1.25] * 3
+
+
+def test_one_push_may_be_of_several_ranks() -> None:
+    one = stage(3, bundles=True)
+    one.push(0, "w", torch.full((3,), 5.0), 0, ranks=(0, 1))
+    one.push(2, "w", torch.full((3,), 4.0), 0)
+    assert one.values("w") == [3.0] * 3
+
+
+@pytest.mark.parametrize("rule", ["lars", None])
+def test_each_part_of_a_tensor_is_divided_once(rule: str | None) -> None:
+    """Also where a round makes the detour by what must be known of the whole tensor."""
+    mean = Cluster(2, rule=rule, average=True, on_nonfinite="skip")
+    plain = Cluster(2, rule=rule, on_nonfinite="skip")
+    for server in range(2):
+        for rank in range(2):
+            mean.push(server, rank, 0)
+            plain.push(server, rank, 0, gradient(rank, 0) / 2)
+    mean.deliver_all()
+    plain.deliver_all()
+    assert mean.versions() == [1, 1]
+    assert torch.allclose(mean.values(), plain.values(), rtol=1e-6)
+
+
+def test_integers_have_no_mean() -> None:
+    one = ServerStage(2)
+    one.open("sync", average=True)
+    entry = Entry("n", BY_NAME["int32"].id, (2,), 0, 2)
+    said = refusal(one.say(0, Declare("kv", True, 0, (entry,))))
+    assert "ConfigError: store 'kv' takes means, and key 'n' holds integers" in said
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_it_is_for_synchronous_stores(mode: str) -> None:
+    said = refusal(ServerStage(2).say(0, opening(mode=mode, average=True)))
+    assert f"average is for sync stores; in an {mode} one each push" in said
+
+
+def test_all_workers_agree() -> None:
+    one = stage(2)
+    said = refusal(one.say(1, opening(average=False)))
+    assert "Mismatch: store 'kv' was opened with average=True and is now" in said
+    assert not Open("kv", "sync", 0, False, "wait", 1).average

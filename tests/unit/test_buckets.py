@@ -1,0 +1,63 @@
+"""Which gradients leave together, and how urgent each bucket is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.errors import ConfigError
+from kvps.torch.buckets import Buckets
+
+SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
+
+
+def test_a_bucket_leaves_when_it_is_full() -> None:
+    buckets = Buckets(SIZES, limit_bytes=10)
+    assert [buckets.add(one) for one in ("d", "c", "b", "a")] == [[], ["c", "d"], [], ["a", "b"]]
+    assert buckets.rest() == []
+    assert buckets.number == 2
+
+
+def test_the_rest_leaves_when_backward_is_over() -> None:
+    buckets = Buckets(SIZES, limit_bytes=100)
+    assert [buckets.add(one) for one in ("d", "b")] == [[], []]
+    assert buckets.rest() == ["b", "d"], "in the order of the store"
+    assert buckets.number == 1
+
+
+def test_later_buckets_are_more_urgent_and_the_next_step_begins_anew() -> None:
+    buckets = Buckets(SIZES, limit_bytes=1)
+    numbers = []
+    for name in ("d", "c"):
+        assert buckets.add(name) == [name]
+        numbers.append(buckets.number)
+    assert numbers == [1, 2]
+    buckets.begin()
+    assert buckets.number == 0
+
+
+def test_what_was_collected_before_a_step_was_given_up_is_forgotten() -> None:
+    buckets = Buckets(SIZES, limit_bytes=100)
+    assert buckets.add("a") == []
+    buckets.begin()
+    assert buckets.rest() == []
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 60), st.randoms())
+def test_each_gradient_leaves_once(sizes: list[int], limit: int, dice: object) -> None:
+    names = [f"p{number}" for number in range(len(sizes))]
+    by_name = dict(zip(names, sizes, strict=True))
+    buckets = Buckets(by_name, limit)
+    arrival = list(names)
+    dice.shuffle(arrival)  # type: ignore[attr-defined]
+    left = [buckets.add(name) for name in arrival]
+    full = [bucket for bucket in left if bucket]
+    assert all(sum(by_name[name] for name in bucket) >= limit for bucket in full)
+    assert sorted([name for bucket in [*full, buckets.rest()] for name in bucket]) == sorted(names)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "4M"])
+def test_sizes_that_cannot_be(limit: object) -> None:
+    with pytest.raises(ConfigError, match="use a whole number of bytes from 1 on"):
+        Buckets(SIZES, limit)  # type: ignore[arg-type]
