@@ -5,11 +5,11 @@ Every method returns the track on which a collective goes and its steps. Three p
 *A round.* A sum over all ranks of the job is one round of a synchronous key: each rank pushes its values
 once and pulls the sum, however many ranks there are.
 
-*An exchange.* Every member writes posts for the others, and reads theirs.
+*A swap.* Every member writes posts for the others, and reads theirs.
 
-*A message.* One member writes a post, and others read it (:mod:`kvps.torch.posts` has both).
+*A letter.* One member writes a post, and others read it (:mod:`kvps.torch.posts` has both).
 
-Groups of fewer ranks than the job make their reductions of exchanges: rounds are of all ranks.
+Groups of fewer ranks than the job make their reductions of swaps: rounds are of all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvps.torch.rows import HALF, Staged, blank, check, fold, padded
 from kvps.torch.sizes import Sizes, class_of
 from kvps.torch.tracks import Steps
 
-MESSAGES_MAX = 4096
+LETTERS_MAX = 4096
 """How many posts a process may use: ranks, tags and sizes multiply."""
 
 Plan = tuple[str, Steps]
@@ -168,7 +168,7 @@ class Collectives:
         yield from self._swapped(track, [one.row for one in inputs], rows)
         output.deliver(fold(op, rows))
 
-    # --- exchanges ------------------------------------------------------------------------------
+    # --- swaps ------------------------------------------------------------------------------
 
     def barrier(self) -> Plan:
         """Wait until all members have called."""
@@ -196,7 +196,7 @@ class Collectives:
             for index, rank in enumerate(self._ranks)
             if index != mine
         ]
-        yield from posts.exchange(self._board, self._timeout_s, [(names[mine], row)], theirs)
+        yield from posts.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
         rows[mine].copy_(row)
 
     def all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Plan:
@@ -222,9 +222,9 @@ class Collectives:
                 continue
             mine.append((f"{track}/{me}>{rank}/{class_of(one.nbytes)}", one))
             theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
-        yield from posts.exchange(self._board, self._timeout_s, mine, theirs)
+        yield from posts.swap(self._board, self._timeout_s, mine, theirs)
 
-    # --- messages -------------------------------------------------------------------------------
+    # --- letters --------------------------------------------------------------------------------
 
     def broadcast(self, staged: Staged, src: int) -> Plan:
         """Give all members the tensor of rank ``src``."""
@@ -274,10 +274,10 @@ class Collectives:
         return track, self._hear([(name, self._ranks[src], staged)])
 
     def _letterbox(self, src: int, dst: int, tag: int, staged: Staged) -> tuple[str, str]:
-        if self._board.posts > MESSAGES_MAX:
+        if self._board.posts > LETTERS_MAX:
             raise ConfigError(
                 f"send and recv have used {self._board.posts} combinations of ranks, tags and sizes, "
-                "and each is a key on the servers; use a tag again when its message has come"
+                "and each is a key on the servers; use a tag again when its letter has come"
             )
         track = self._track(f"letters/{src}>{dst}/{tag}")
         return track, f"{track}/{class_of(staged.row.nbytes)}"

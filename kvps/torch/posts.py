@@ -1,11 +1,11 @@
 """How posts are written and read so that nobody misses one: the two patterns beside rounds.
 
-*An exchange.* Every member writes posts, and reads those of the others. Behind each post are two keys in
-turns. Exchanges of one track do not overlap on a rank, and each waits for every other member. So when a
-rank writes to a key in exchange j + 2, it has ended j + 1; there it heard from every member, each of which
+*A swap.* Every member writes posts, and reads those of the others. Behind each post are two keys in
+turns. Swaps of one track do not overlap on a rank, and each waits for every other member. So when a
+rank writes to a key in swap j + 2, it has ended j + 1; there it heard from every member, each of which
 had ended j before; and nobody reads what was written in j any more. No acknowledgement is needed.
 
-*A message.* One member writes a post, others read it, and hear nothing from each other. Each reader then
+*A letter.* One member writes a post, others read it, and hear nothing from each other. Each reader then
 pushes a second key; the version of that says how many have read. The writer writes again when all have.
 
 The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
@@ -23,7 +23,7 @@ from kvps.torch.sizes import class_of
 from kvps.torch.tracks import Steps
 
 
-def exchange(
+def swap(
     board: Board,
     limit_s: float,
     mine: Sequence[tuple[str, torch.Tensor]],

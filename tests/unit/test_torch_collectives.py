@@ -43,7 +43,7 @@ def test_a_sum_of_all_ranks_is_a_round_of_its_own_key() -> None:
     assert one.reduce("all_reduce", half, "AVG", None)[0] == "g/sum/float32/4", "no overflow"
 
 
-def test_what_is_no_sum_or_not_of_all_ranks_is_an_exchange() -> None:
+def test_what_is_no_sum_or_not_of_all_ranks_is_a_swap() -> None:
     assert group(0).reduce("all_reduce", staged(), "MAX", None)[0] == "g/all"
     assert group(0, 0, 2).reduce("all_reduce", staged(), "SUM", None)[0] == "g/all"
     assert group(0, 2, 0, 1).reduce("all_reduce", staged(), "SUM", None)[0] == "g/sum/float32/4"
@@ -52,7 +52,7 @@ def test_what_is_no_sum_or_not_of_all_ranks_is_an_exchange() -> None:
 
 
 @pytest.mark.parametrize("src", [0, 1, 2])
-def test_both_ends_of_a_message_use_one_track(src: int) -> None:
+def test_both_ends_of_a_letter_use_one_track(src: int) -> None:
     for what in (
         lambda one: one.broadcast(staged(), src),
         lambda one: one.scatter(staged(), [staged()] * 3, src),
@@ -88,7 +88,7 @@ def test_a_member_that_has_left_is_missed_by_what_needs_all() -> None:
 
 
 def test_there_is_an_end_to_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "MESSAGES_MAX", 10)
+    monkeypatch.setattr(collectives, "LETTERS_MAX", 10)
     one = group(0)
     one.send(staged(), 1, 0)
     one._board.posts = 11  # type: ignore[misc]

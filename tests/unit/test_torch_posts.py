@@ -122,14 +122,14 @@ def row(*numbers: int, count: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_exchange_brings_what_belongs_to_it(seed: int) -> None:
+def test_a_swap_brings_what_belongs_to_it(seed: int) -> None:
     def collectives(desk: Desk, rank: int) -> list[Steps]:
         def one(turn: int) -> Steps:
             count = 3 + 10 * (turn % 3 == 2)  # another class now and then
             mine = [(f"p/{rank}/{count}", row(turn, rank, count=count))]
             room = {other: row(count=count) for other in range(RANKS) if other != rank}
             theirs = [(f"p/{other}/{count}", other, room[other]) for other in room]
-            yield from posts.exchange(desk, 1.0, mine, theirs)  # type: ignore[arg-type]
+            yield from posts.swap(desk, 1.0, mine, theirs)  # type: ignore[arg-type]
             for other, found in room.items():
                 assert found.tolist()[:2] == [turn, other], (turn, rank)
 
@@ -139,7 +139,7 @@ def test_an_exchange_brings_what_belongs_to_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_message_is_read_by_all_before_the_next_but_one_is_written(seed: int) -> None:
+def test_a_letter_is_read_by_all_before_the_next_but_one_is_written(seed: int) -> None:
     def collectives(desk: Desk, rank: int) -> list[Steps]:
         def tell(turn: int) -> Steps:
             yield from posts.tell(desk, 1.0, [("m", row(turn))], RANKS - 1)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_a_message_is_read_by_all_before_the_next_but_one_is_written(seed: int) 
     play(seed, collectives)
 
 
-def test_a_message_that_fits_its_class_is_read_where_it_belongs() -> None:
+def test_a_letter_that_fits_its_class_is_read_where_it_belongs() -> None:
     found: list[torch.Tensor] = []
 
     def collectives(desk: Desk, rank: int) -> list[Steps]:
