@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import kvps
@@ -453,6 +454,26 @@ def ddp_of_every_kind() -> None:
                 with ddp.no_sync():
                     ddp(data).square().mean().backward()
             ddp(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_everywhere(ddp)
+
+
+@case
+def ddp_with_communication_hooks() -> None:
+    """Those of powerSGD wait for a collective in the callback of another."""
+    squeeze = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    for state, hook in (
+        (None, default_hooks.fp16_compress_hook),
+        (squeeze, powerSGD_hook.powerSGD_hook),
+    ):
+        ddp = DistributedDataParallel(model())
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(4):
+            ddp(given(RANK + 10 * step, torch.float32, 6, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         same_everywhere(ddp)
