@@ -97,6 +97,10 @@ class Board:
         )
         return self._session.call(call, limit_s)
 
+    def closed(self, keys: Sequence[str], limit_s: float) -> Ticket:
+        """Wait until the rounds that this rank has pushed for are closed; bring no values."""
+        return self._session.call(calls.Versions(self._sums.name, tuple(keys)), limit_s)
+
     # --- posts ----------------------------------------------------------------------------------
 
     def next_use(self, name: str) -> tuple[str, int]:

@@ -73,18 +73,19 @@ class Collectives:
             op: one of :data:`kvps.torch.rows.FOLDS`.
             dst: a rank of the group; None for all.
         """
-        self._demand_all(what)
         check(op, staged.row.dtype)
         is_wanted = dst is None or dst == self.rank
         if self._is_sum(op, staged.row.dtype):
+            self._demand_all(what)
             # Nothing but float32 can hold a sum of halves before it is divided.
             is_wide = op == "AVG" and staged.row.dtype in HALF
             name, spec = self._sum_key(torch.float32 if is_wide else staged.row.dtype, staged.row)
             return name, self._round(name, spec, staged, op, is_wanted)
+        if dst is not None:
+            return self._reduce_there(staged, op, dst)
+        self._demand_all(what)
         track = self._track("all")
-        if dst is None:
-            return track, self._reduce_here(track, staged, op)
-        return self._reduce_there(staged, op, dst)
+        return track, self._reduce_here(track, staged, op)
 
     def _is_sum(self, op: str, dtype: torch.dtype) -> bool:
         """Whether a reduction is a round."""
@@ -98,9 +99,14 @@ class Collectives:
     def _round(self, name: str, spec: Spec, staged: Staged, op: str, is_wanted: bool) -> Steps:
         yield self._board.make_sums([(name, spec)], self._timeout_s)
         row = padded(staged.row.to(getattr(torch, spec.dtype)), spec.count)
-        yield [self._board.add([name], [row], [row] if is_wanted else None, self._timeout_s)]
         if is_wanted:
+            yield [self._board.add([name], [row], [row], self._timeout_s)]
             self._deliver(row[: len(staged.row)], staged, op)
+        else:
+            # Who does not want the sum waits for it all the same. So a rank that has left the job has
+            # missed no round, and one that misses it has reason to complain.
+            added = self._board.add([name], [row], None, self._timeout_s)
+            yield [added, self._board.closed([name], self._timeout_s)]
 
     def _deliver(self, total: torch.Tensor, staged: Staged, op: str) -> None:
         """Deliver what came of a round."""
@@ -168,7 +174,7 @@ class Collectives:
         yield from self._swapped(track, [one.row for one in inputs], rows)
         output.deliver(fold(op, rows))
 
-    # --- swaps ------------------------------------------------------------------------------
+    # --- everybody to everybody -----------------------------------------------------------------
 
     def barrier(self) -> Plan:
         """Wait until all members have called."""
@@ -224,7 +230,7 @@ class Collectives:
             theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
         yield from posts.swap(self._board, self._timeout_s, mine, theirs)
 
-    # --- letters --------------------------------------------------------------------------------
+    # --- one to others --------------------------------------------------------------------------
 
     def broadcast(self, staged: Staged, src: int) -> Plan:
         """Give all members the tensor of rank ``src``."""

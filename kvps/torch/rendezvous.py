@@ -38,20 +38,16 @@ ADDRESS_MAX = 256
 """Octets of HOST:PORT."""
 
 
-@dataclass(frozen=True, slots=True)
-class _World:
+@dataclass(slots=True)
+class _Shared:
     """What the groups of this process share, from init_process_group to destroy_process_group."""
 
-    board: Board
-    tracks: Tracks
-    began: bool
-    """The session began with it."""
+    world: tuple[Board, Tracks] | None = None
+    began: bool = False
+    """The session began with the rendezvous, or with the first group."""
 
 
-_worlds: list[_World] = []
-"""The one there is, if there is one."""
-_began: list[bool] = []
-"""Whether the rendezvous that has just been made began the session."""
+_shared = _Shared()
 
 
 def register() -> None:
@@ -71,7 +67,7 @@ def register() -> None:
 
 def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     """Return torch's store, and the rank and number of workers of this process's cluster."""
-    _began[:] = [not has_joined()]
+    _shared.began = not has_joined()
     given = dict(one.split("=") for one in query.split("&") if one)
     rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
@@ -154,24 +150,20 @@ def _make(options: Any, more: Any) -> ProcessGroup:
     size, rank = options.group_size, options.group_rank
     if not is_default:
         size, rank = dist.get_world_size(), dist.get_rank()
-    if not _worlds:
+    if _shared.world is None:
         if len(members) not in (0, size):
             raise ConfigError(
                 f"new_group(backend={NAME!r}) of {len(members)} ranks needs the others, too, for its "
                 f"first group: call init_process_group({NAME!r}), or make a group of all ranks first"
             )
-        _open(rank, size, timeout_s)
-    (world,) = _worlds
+        _shared.began = _shared.began or not has_joined()
+        _join(rank, size, timeout_s)
+        _shared.world = Board(timeout_s), Tracks()
+    board, tracks = _shared.world
     ranks = members or list(range(size))
-    collectives = Collectives(world.board, str(options.group_id), ranks, timeout_s)
+    collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
     end = _close if is_default else lambda: None
-    return ProcessGroup(str(options.group_id), collectives, world.tracks, len(ranks), end)
-
-
-def _open(rank: int, size: int, timeout_s: float) -> None:
-    began = _began.pop() if _began else not has_joined()
-    _join(rank, size, timeout_s)
-    _worlds.append(_World(Board(timeout_s), Tracks(), began))
+    return ProcessGroup(str(options.group_id), collectives, tracks, len(ranks), end)
 
 
 def _close() -> None:
@@ -180,13 +172,14 @@ def _close() -> None:
     The process stays a worker until it ends or calls kvps.shutdown(), so that it may begin another
     group; but a cluster that lies inside it, and began with the group, ends with it.
     """
-    if not _worlds:
+    if _shared.world is None:
         return
-    world = _worlds.pop()
+    (board, tracks), _shared.world = _shared.world, None
+    began, _shared.began = _shared.began, False
     try:
-        world.board.close()
+        board.close()
     except KvpsError as error:  # whoever had to know of it has heard it from wait()
         log.warning("destroy_process_group: %s", error)
-    world.tracks.close()
-    if world.began:
+    tracks.close()
+    if began:
         end_embedded()

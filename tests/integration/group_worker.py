@@ -159,6 +159,29 @@ def reduce_to_each() -> None:
 
 
 @case
+def who_reduces_to_another_waits_for_all() -> None:
+    """So a rank that has ended and left was in every round before."""
+    dist.barrier()
+    tensor = torch.ones(6)
+    if RANK == 0:
+        dist.recv(torch.zeros(1), 1)
+        dist.reduce(tensor, 0)
+        equal(tensor, torch.full((6,), float(SIZE)))
+        return
+    work = dist.reduce(tensor, 0, async_op=True)
+    for _ in range(3):  # its push is long acknowledged after that
+        for src, dst in ((1, 2), (2, 1)):
+            if src == RANK:
+                dist.send(torch.zeros(1), dst)
+            else:
+                dist.recv(torch.zeros(1), src)
+    assert not work.is_completed()
+    if RANK == 1:
+        dist.send(torch.zeros(1), 0)
+    work.wait()
+
+
+@case
 def reduce_scatter() -> None:
     for op, dtype in (
         (ReduceOp.SUM, torch.float32),

@@ -85,6 +85,7 @@ def test_a_member_that_has_left_is_missed_by_what_needs_all() -> None:
         with pytest.raises(WorkerLost, match=re.escape(says)):
             call()
     one.broadcast(staged(), 1)  # it may have been said before
+    one.reduce("reduce", staged(), "MAX", 0)
 
 
 def test_there_is_an_end_to_tags(monkeypatch: pytest.MonkeyPatch) -> None:
