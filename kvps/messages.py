@@ -337,13 +337,15 @@ class Entry(NamedTuple):
 @_tag(21)
 @dataclass(frozen=True, slots=True)
 class Declare(Message):
-    """Worker to server: these keys, please. Rank 0 creates them, others wait until they are."""
+    """Worker to server: these keys, please. One rank creates them, others wait until they are."""
 
     store: str
     create: bool
     call: int
     """0 for init; k + 1 for the k-th broadcast of the key."""
     entries: tuple[Entry, ...]
+    creator: int = 0
+    """The rank whose value counts."""
 
 
 class Piece(NamedTuple):

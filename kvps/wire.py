@@ -324,6 +324,7 @@ _BY_FIELD: dict[str, Check] = {
     "store": _key,
     "role": _role,
     "rank": _natural_32,
+    "creator": _natural_32,
     "ranks": _natural_32,
     "culprits": _natural_32,
     "View.number": _natural_32,

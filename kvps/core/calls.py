@@ -50,10 +50,12 @@ class OpenStore(Call):
 
 @dataclass(frozen=True, slots=True)
 class Init(Call):
-    """Create keys (rank 0) or wait until they are there. ``rows`` are contiguous values."""
+    """Create keys (``creator``) or wait until they are there. ``rows`` are contiguous values."""
 
     keys: tuple[tuple[str, Spec], ...]
     rows: tuple[torch.Tensor, ...]
+    creator: int = 0
+    """The rank whose values count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,9 @@ class Catalogue:
 
     @property
     def waits_for_lost(self) -> bool:
-        """Whether the others have to wait for the replacement of a lost worker."""
-        return self.ordered and self.opened.on_worker_lost != "shrink"
+        """Whether a lost worker matters to the others: they wait for it, or are to fail."""
+        policy = self.opened.on_worker_lost
+        return policy == "fail" or (self.ordered and policy == "wait")
 
     def next_call(self, last: Made) -> Made:
         """Return which call of its kind the next one is, if the ``last`` was this.

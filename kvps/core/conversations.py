@@ -86,7 +86,7 @@ def open_store(book: Catalogue, call: calls.OpenStore) -> Conversation:
 
 
 def init(book: Catalogue, call: calls.Init, rows: Values) -> Conversation:
-    """Declare the keys that are new here, and load their values if this is rank 0."""
+    """Declare the keys that are new here, and load their values if this rank creates them."""
     new: list[int] = []
     for index, (name, spec) in enumerate(call.keys):
         known = book.keys.get(name)
@@ -98,7 +98,8 @@ def init(book: Catalogue, call: calls.Init, rows: Values) -> Conversation:
                 f"initialised as {spec}; broadcast() replaces a key"
             )
     rows[:] = [rows[index] for index in new]
-    yield from _create(book, [call.keys[index] for index in new], rows, [0] * len(new))
+    keys = [call.keys[index] for index in new]
+    yield from _create(book, keys, rows, [0] * len(new), call.creator)
     return None
 
 
@@ -129,13 +130,17 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversat
 
 
 def _create(
-    book: Catalogue, keys: Sequence[tuple[str, Spec]], rows: Values, numbers: Sequence[int]
+    book: Catalogue,
+    keys: Sequence[tuple[str, Spec]],
+    rows: Values,
+    numbers: Sequence[int],
+    creator: int = 0,
 ) -> Steps:
-    """Declare ``keys``, each for its call number; rank 0 loads those that are fresh."""
-    create = book.rank == 0
+    """Declare ``keys``, each for its call number; their creator loads those that are fresh."""
+    create = book.rank == creator
     if not create:
         rows.clear()
-    fresh, placed = yield from _declare(book, keys, numbers, create)
+    fresh, placed = yield from _declare(book, keys, numbers, create, creator)
     if create:
         stubs = [Key(*key, tuple(held)) for key, held in zip(keys, fresh, strict=True)]
         yield [
@@ -151,7 +156,11 @@ def _create(
 
 
 def _declare(
-    book: Catalogue, keys: Sequence[tuple[str, Spec]], numbers: Sequence[int], create: bool
+    book: Catalogue,
+    keys: Sequence[tuple[str, Spec]],
+    numbers: Sequence[int],
+    create: bool,
+    creator: int = 0,
 ) -> Generator[Step, list[Packet], tuple[list[list[Held]], list[list[Held]]]]:
     """Return, key by key, the pieces that must be loaded and all pieces."""
     batches: dict[tuple[int, int], list[tuple[int, Entry]]] = {}
@@ -166,7 +175,8 @@ def _declare(
         for begin in range(0, len(batch), ENTRIES_MAX):
             slice_ = batch[begin : begin + ENTRIES_MAX]
             entries = tuple(entry for _, entry in slice_)
-            requests.append(Request(server, Declare(book.opened.store, create, number, entries)))
+            message = Declare(book.opened.store, create, number, entries, creator)
+            requests.append(Request(server, message))
             asked.append((server, slice_))
     answers = yield requests
     fresh: list[list[Held]] = [[] for _ in keys]

@@ -557,6 +557,7 @@ SCHEMAS: dict[str, Schema] = {
             lr=0.1,
         ),
         Schema.of("test", lr=1.0),
+        Schema.of("assign", lr=1.0),
     )
 }
 """Optimizer name -> schema; :func:`register_schema` adds to it."""

@@ -88,7 +88,7 @@ def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
         if key.name not in space.shards:
             _place(space, key)
         shard = space.shards[key.name]
-        shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, 0), set()
+        shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), set()
         _fill(space, chunks, shard, key)
         written += shard.pieces
     return written

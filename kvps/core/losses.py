@@ -3,9 +3,9 @@
 A lost server ends the calls of every store: a part of each key went with it. So does one that was
 replaced, since the new process holds nothing. Where there is a cut to which the servers can return,
 calls wait for that as long as for a worker; servers that have tried to return to one, and could not, are
-lost. A lost worker ends the calls of those stores only whose
-rounds wait for it, according to their ``on_worker_lost``: at once (``fail``), when its grace is over or
-no replacement can come (``wait``), or not at all (``shrink``).
+lost. A lost worker ends the calls of a store
+according to its ``on_worker_lost``: at once (``fail``), when its grace is over or no replacement can come
+(``wait``, where rounds wait for it), or not at all (``shrink``, and ``wait`` where there are no rounds).
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def _worker_lost(book: Catalogue, lost: Lost, now: float) -> WorkerLost:
     else:
         what = f"no replacement came in {now - lost.since:.0f} s"
         then = f"Start a replacement with --rank {one.rank}"
+    who_needs_it = "Rounds" if book.ordered else "Calls"
     return WorkerLost(
-        f"worker {one.rank} ({one.host}) is lost: {one.reason}. Rounds of store "
+        f"worker {one.rank} ({one.host}) is lost: {one.reason}. {who_needs_it} of store "
         f"{book.opened.store!r} need it, and {what}. What was pushed is kept. {then}, or create "
         "the store with on_worker_lost='shrink' to go on without it"
     )

@@ -1,9 +1,9 @@
 """One store as a server sees it: its keys, where they lie, and its optimizer.
 
-A key comes into being in two steps: DECLARE by rank 0 gives it a place, LOAD fills it. Only then
-is it *ready*, and those who declared it without creating it are answered. A broadcast is the
-same two steps again on a key that exists, counted by ``call``; a replacement of rank 0 that
-repeats a call that is through changes nothing.
+A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only
+then is it *ready*, and those who declared it without creating it are answered. A broadcast is the
+same two steps again on a key that exists, counted by ``call``; a replacement of the creator that
+repeats a call that is through changes nothing. The creator is rank 0, unless the call names another.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Shard:
     pieces: tuple[Piece, ...]
     call: int = -1
     """The last DECLARE whose value is in: 0 for init, k + 1 for the k-th broadcast."""
-    loading: tuple[int, int] = (-1, 0)
-    """The DECLARE whose value is being loaded, and by which incarnation of rank 0."""
+    loading: tuple[int, tuple[int, int]] = (-1, (0, 0))
+    """The DECLARE whose value is being loaded, and by which rank and incarnation."""
     empty: set[Piece] = field(default_factory=set)
     """Pieces that the value being loaded has not reached."""
     born: int = 0
@@ -144,9 +144,14 @@ class Namespace:
         return Place(False, shard.pieces)
 
     def create(
-        self, entries: Sequence[Entry], call: int, life: int
+        self, entries: Sequence[Entry], call: int, life: tuple[int, int]
     ) -> tuple[tuple[Place, ...], list[Shard]]:
         """Give a place to each key that has none, and expect values for those not through.
+
+        Args:
+            entries: the keys.
+            call: the number of the DECLARE.
+            life: the rank and incarnation that gives the values.
 
         Returns:
             The places, and the shards that were replaced by others: nobody has given back their
@@ -178,8 +183,8 @@ class Namespace:
             self._place(entry, call)
         return tuple(self._expect(self.shards[one.key], call, life) for one in entries), replaced
 
-    def load(self, chunk: Chunk, message: Load, values: torch.Tensor) -> bool:
-        """Write values that were declared; return whether a key became ready by it.
+    def load(self, chunk: Chunk, message: Load, values: torch.Tensor, rank: int = 0) -> bool:
+        """Write values that ``rank`` declared; return whether a key became ready by it.
 
         Raises:
             ProtocolError: for elements of which no such value is expected; nothing is changed.
@@ -198,6 +203,11 @@ class Namespace:
                     raise ProtocolError(
                         f"key {key!r}: value {run.number} was loaded, declared was "
                         f"{max(shard.loading[0], shard.call)}"
+                    )
+                if rank != shard.loading[1][0]:
+                    raise ProtocolError(
+                        f"rank {rank} may not load values of key {key!r}; "
+                        f"rank {shard.loading[1][0]} does"
                     )
                 work.append((shard, Piece(chunk.number, start, stop - start), part))
         if not work:
@@ -273,7 +283,7 @@ class Namespace:
             self._slabs[dtype] = slab
         return slab
 
-    def _expect(self, shard: Shard, call: int, life: int) -> Place:
+    def _expect(self, shard: Shard, call: int, life: tuple[int, int]) -> Place:
         if shard.call >= call:
             return Place(False, shard.pieces)
         if shard.loading != (call, life):  # else the same DECLARE again

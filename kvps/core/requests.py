@@ -327,14 +327,14 @@ class Requests:
             yield from self._read(reading)
 
     def _load(self, session: Session, seq: int, message: Load, packet: Packet) -> Effects:
-        self._only_rank_0(session, "load values")
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         if BY_ID[message.dtype].name != chunk.dtype:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
             )
-        became_ready = space.load(chunk, message, Strip.of(packet.payload, message.dtype).joined())
+        values = Strip.of(packet.payload, message.dtype).joined()
+        became_ready = space.load(chunk, message, values, session.rank)
         yield self._send(session, Ack((Receipt(seq, 0),)))
         if became_ready:
             yield from self._retry()
@@ -344,8 +344,12 @@ class Requests:
     def _declare(self, session: Session, seq: int, message: Declare) -> Effects:
         space = self._space(message.store)
         if message.create:
-            self._only_rank_0(session, "create keys")
-            places, replaced = space.create(message.entries, message.call, session.incarnation)
+            if session.rank != message.creator:
+                raise ProtocolError(
+                    f"rank {session.rank} may not create keys of rank {message.creator}; that rank does"
+                )
+            life = (session.rank, session.incarnation)
+            places, replaced = space.create(message.entries, message.call, life)
             for shard in replaced:
                 for reading in self.engine.replace(space, shard):
                     if reading.is_pending:
@@ -369,7 +373,9 @@ class Requests:
         def why(describe: Describe) -> str:
             key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
             more = f" and {left} more" if left else ""
-            return f"key {key[:64]!r}{more}: {_of_rank_0('has not given a value')(describe)}"
+            return (
+                f"key {key[:64]!r}{more}: {_of(message.creator, 'has not given a value')(describe)}"
+            )
 
         yield from self._attempt(session, seq, Waiting(retry, why))
 
@@ -403,9 +409,7 @@ class Requests:
                 )
             return Done(seq)
 
-        yield from self._attempt(
-            session, seq, Waiting(retry, _of_rank_0("has not set the optimizer"))
-        )
+        yield from self._attempt(session, seq, Waiting(retry, _of(0, "has not set the optimizer")))
 
     def _rate(self, session: Session, seq: int, message: Rate) -> Effects:
         space = self._space(message.store)
@@ -436,7 +440,7 @@ class Requests:
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, _of_rank_0("has not set the learning rate"))
+            session, seq, Waiting(retry, _of(0, "has not set the learning rate"))
         )
 
     def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
@@ -697,6 +701,6 @@ class Requests:
         return Send(session.route, self.member.packet(message))
 
 
-def _of_rank_0(what: str) -> Callable[[Describe], str]:
-    """Return what says that rank 0 has not done something, and how it stands."""
-    return lambda describe: f"{ranks_in_words([0], describe)} {what}"
+def _of(rank: int, what: str) -> Callable[[Describe], str]:
+    """Return what says that a rank has not done something, and how it stands."""
+    return lambda describe: f"{ranks_in_words([rank], describe)} {what}"

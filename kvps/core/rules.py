@@ -1,4 +1,4 @@
-"""How a gradient changes a weight: the shape of every rule, and the six that torch lacks.
+"""How a gradient changes a weight: the shape of every rule, and the seven that torch lacks.
 
 Theory of operation
 -------------------
@@ -15,7 +15,8 @@ of the chunk: a range of elements with its gradient and the same range of every 
 and a subclass decides only ``_update``. Everything happens in place and nothing is kept outside
 of ``State``: an updater may be thrown away and made again from its
 :class:`~kvps.core.hyper.Hyper` at any time. Rules that torch.optim has are in
-:mod:`kvps.core.updaters`; here are ``lars``, ``lamb``, ``ftrl``, ``signum``, ``dcasgd``, ``test``.
+:mod:`kvps.core.updaters`; here are ``lars``, ``lamb``, ``ftrl``, ``signum``, ``dcasgd``, ``test``,
+``assign``.
 
 Two rules ask for more than a slice. ``lars`` and ``lamb`` need norms of the *whole tensor*, which
 may lie on several servers: each piece answers :meth:`Updater.partial_norms`, the caller adds the
@@ -525,6 +526,19 @@ class Test(Updater):
         weight.add_(gradient)
 
 
+class Assign(Updater):
+    """``w = g``: the last push is the value, bit for bit.
+
+    It makes of a key without rounds a place where one rank tells the others something. Of the common
+    hyper-parameters only ``rescale_grad`` and ``clip_gradient`` matter. Integer weights are allowed.
+    """
+
+    takes_integers = True
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        weight.copy_(gradient)
+
+
 RULES: dict[str, type[Updater]] = {
     "lars": Lars,
     "lamb": Lamb,
@@ -532,6 +546,7 @@ RULES: dict[str, type[Updater]] = {
     "signum": Signum,
     "dcasgd": DcAsgd,
     "test": Test,
+    "assign": Assign,
 }
 """Optimizer name -> class, of the rules in this file."""
 

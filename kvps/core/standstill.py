@@ -7,8 +7,8 @@ would take the lead further, or when its script waits for the cut itself. One th
 how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each
 push is applied by itself there are no steps, and a worker may stand at any time.
 
-Only rank 0's other calls change values (it creates, replaces and optimizes); they are held as pushes
-are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.
+Of other calls only those change values that create, replace and optimize, made by rank 0 or by whom a
+key's creation names; they are held as pushes are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.
 
 Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, whose caller would soon
 lose patience, or that hears nothing of the scheduler goes on by itself, and says so when it is asked;
@@ -41,7 +41,12 @@ CREATING = (
     calls.LoadState,
     calls.RestoreCheckpoint,
 )
-"""Calls by which rank 0 changes values."""
+"""Calls by which one rank changes values: rank 0, or the creator that the call names."""
+
+
+def creates(rank: int, call: calls.Call) -> bool:
+    """Whether ``rank`` changes values by this call, other than by a push."""
+    return isinstance(call, CREATING) and rank == getattr(call, "creator", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Standstill:
         if isinstance(call, calls.PushValues):
             limit = self._limits.get(call.store, 0) if book.ordered else 0
             return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
-        is_creating = book.rank == 0 and isinstance(call, CREATING) and not _is_known(book, call)
+        is_creating = creates(book.rank, call) and not _is_known(book, call)
         return is_creating and (not book.ordered or self._stands(call.store, book))
 
     def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:

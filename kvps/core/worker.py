@@ -50,7 +50,7 @@ from kvps.core.member import SCHEDULER, Identity, Membership
 from kvps.core.neighbours import Neighbours
 from kvps.core.reading import Drain, Lagging
 from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
-from kvps.core.standstill import CREATING, Held, Standstill
+from kvps.core.standstill import Held, Standstill, creates
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -622,7 +622,7 @@ class Worker:
         rank = self.member.rank
         for talk in self._talks.values():
             is_pushing = isinstance(talk.call, calls.PushValues) and not talk.has_pushed
-            if is_pushing or (rank == 0 and isinstance(talk.call, CREATING)):
+            if is_pushing or creates(rank, talk.call):
                 return
         is_at_rest = any(
             isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished

@@ -70,7 +70,8 @@ def create(
         staleness: in ``dist_ssp``, by how many pushes of a key a rank may be ahead of the slowest
             live one when it pulls (4).
         on_worker_lost: what a round does that lacks a worker which ended: ``"wait"`` for a
-            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once.
+            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once. (Without rounds
+            only ``"fail"`` matters: it ends the calls of the store.)
         worker_grace: seconds that ``"wait"`` waits.
         deterministic: add in the order of ranks, so that the same inputs give the same bits.
         bigarray_bound: elements from which a key is cut over all servers (100,000).
@@ -125,23 +126,53 @@ def create(
     return DistStore(kind, session, named, timeout_s, grace_s)
 
 
-def create_own(store: str, owner: str, *, average: bool = False) -> Any:
+def create_own(
+    store: str,
+    owner: str,
+    *,
+    average: bool = False,
+    on_worker_lost: str = ON_WORKER_LOST[0],
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
     """Return a front end's own store, as :func:`create` with the defaults.
 
     Args:
         store: as in :func:`create`.
         owner: which front end; the store's name is made of it and the order of creation, and no
             store of a user can have it.
-        average: as in :func:`create`.
+        average, on_worker_lost, timeout_s: as in :func:`create`.
     """
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
     if kind is None or not kind.is_distributed:
         return create(store)
-    session = _session(TIMEOUT_S)
-    opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, None, ACTIONS[0], average)
+    session = _session(timeout_s)
+    opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0], average)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
-    return DistStore(kind, session, named, TIMEOUT_S, WORKER_GRACE_S)
+    return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
+
+
+def join_as(rank: int | None, timeout_s: float) -> Session:
+    """Return this process's session, and wait for the cluster, as :func:`create` does.
+
+    Args:
+        rank: to be asked for where the environment names none, and the session begins here.
+        timeout_s: how long to wait for the cluster.
+    """
+    return _session(timeout_s, rank)
+
+
+def has_joined() -> bool:
+    """Whether this process has its session already."""
+    if LocalCluster.current is not None:
+        return True
+    return _process.session is not None and not _process.session.is_over
+
+
+def end_embedded() -> None:
+    """End the cluster that lies inside this process because none was described, if there is one."""
+    if _process.embedded is not None:
+        _process.end()
 
 
 def _opened(
@@ -209,13 +240,13 @@ def _named(session: Session, name: str | None) -> str:
     return given
 
 
-def _session(timeout_s: float) -> Session:
+def _session(timeout_s: float, rank: int | None = None) -> Session:
     """Return this process's session, or this thread's inside a LocalCluster, and wait for it."""
     if LocalCluster.current is not None:
         session = LocalCluster.current.session()
     else:
         with _process.lock:
-            session = _process.begin()
+            session = _process.begin(rank)
     session.join(timeout_s)
     return session
 
@@ -228,8 +259,8 @@ class _Process:
         self.session: Session | None = None
         self.embedded: LocalCluster | None = None
 
-    def begin(self) -> Session:
-        """Return the session, making it if this is the first store."""
+    def begin(self, rank: int | None = None) -> Session:
+        """Return the session, making it if this is the first store; ``rank`` is a wish."""
         if self.session is not None and not self.session.is_over:
             return self.session
         found = config.cluster()
@@ -240,7 +271,11 @@ class _Process:
         else:
             leave_if_wished(config.switch("KVPS_LEAVE_AT_SIGTERM"))
             self.session = worker_session(
-                found.scheduler, found.rank, found.incarnation, found.job, config.join_max_s()
+                found.scheduler,
+                rank if found.rank is None else found.rank,
+                found.incarnation,
+                found.job,
+                config.join_max_s(),
             )
             leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
         assert self.session is not None

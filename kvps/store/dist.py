@@ -55,6 +55,11 @@ class DistStore(KVStore):
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
+    def session(self) -> Session:
+        """This process's place in the cluster, for front ends that make their own calls."""
+        return self._session
+
+    @property
     def rank(self) -> int:
         """This worker's number, from 0."""
         return self._session.rank

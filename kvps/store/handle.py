@@ -20,6 +20,7 @@ class Ticket:
         self.error: KvpsError | None = None
         self._lock = threading.Lock()
         self._on_error: Callable[[KvpsError], None] | None = None
+        self._then: list[Callable[[], object]] = []
 
     def copied(self) -> None:
         """The call's values are copied."""
@@ -34,6 +35,20 @@ class Ticket:
             self._ended.set()
             self._copied.set()
             self._tell()
+            then, self._then = self._then, []
+        for tell in then:
+            tell()
+
+    def when_over(self, tell: Callable[[], object]) -> None:
+        """Have ``tell`` called when the call is over: now if it is, else by the loop's thread.
+
+        It must not block there.
+        """
+        with self._lock:
+            if not self._ended.is_set():
+                self._then.append(tell)
+                return
+        tell()
 
     def on_error(self, tell: Callable[[KvpsError], None]) -> None:
         """Have ``tell`` called with what the call fails with after its values are copied."""

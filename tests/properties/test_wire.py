@@ -48,6 +48,7 @@ BY_NAME = {
     "store": keys,
     "shape": st.integers(0, 5),
     "rank": naturals_32,
+    "creator": naturals_32,
     "ranks": naturals_32,
     "culprits": naturals_32,
     "role": st.sampled_from(range(3)),

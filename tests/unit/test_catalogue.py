@@ -26,6 +26,8 @@ def place(one: Catalogue, *names: str, chunk: int = 1) -> None:
         ("sync", "shrink", True, False),
         ("async", "wait", False, False),
         ("ssp", "wait", False, False),
+        ("async", "fail", False, True),
+        ("async", "shrink", False, False),
     ],
 )
 def test_what_the_options_mean(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:

@@ -198,6 +198,19 @@ class TestInit:
         assert one.is_done(ticket)
         assert not one.sent(Load)
 
+    def test_another_rank_creates_if_the_call_names_it(self) -> None:
+        keys = (("b", spec(2)),)
+        home = part_servers("b", 2)[0]
+        maker, other = bench(rank=1), bench(rank=0)
+        for one, is_maker in ((maker, True), (other, False)):
+            ticket = one.call(calls.Init("kv", keys, (torch.ones(2),), 1))
+            entry = Entry("b", FLOAT, (2,), 0, 2)
+            assert one.sent(Declare, home) == [Declare("kv", is_maker, 0, (entry,), 1)]
+            place = Place(is_maker, (Piece(5, 0, 2),))
+            one.server(home, Declared(one.seqs(Declare, home)[0], (place,)))
+            assert len(one.sent(Load)) == is_maker
+            assert one.is_done(ticket) is not is_maker, "the maker waits for the ACK of its LOAD"
+
     def test_a_known_key_is_left_alone(self) -> None:
         one = ready()
         before = len(one.effects)

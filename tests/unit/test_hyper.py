@@ -32,6 +32,7 @@ NAMES = [
     "signum",
     "dcasgd",
     "test",
+    "assign",
 ]
 
 

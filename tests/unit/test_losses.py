@@ -90,6 +90,12 @@ class TestWorker:
         assert losses.error(book(**options), 1e9) is None
         assert losses.deadline(book(**options)) is None
 
+    def test_ends_the_calls_of_a_store_without_rounds_if_that_is_to_fail(self) -> None:
+        one = book(mode="async", on_worker_lost="fail")
+        error = learn(Losses(), lost(W1)).error(one, 100.0)
+        assert isinstance(error, WorkerLost)
+        assert "Calls of store 'kv' need it, and on_worker_lost='fail' does not wait" in str(error)
+
     def test_has_been_lost_since_the_first_word_of_it(self) -> None:
         losses = learn(Losses(), lost(W1, 5.0), now=100.0)
         learn(losses, lost(W1, 6.0), now=103.0)  # a view that was long on its way

@@ -17,7 +17,7 @@ from kvps.messages import Entry, Load, Place, Run
 from kvps.specs import BY_NAME
 from tests.server_stage import opening
 
-LIFE = 10
+LIFE = (0, 10)
 
 
 def make(limit: int | None = None, **options: object) -> Namespace:
@@ -29,7 +29,9 @@ def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: i
     return Entry(key, BY_NAME[dtype].id, shape, start, count)
 
 
-def create(space: Namespace, *entries: Entry, call: int = 0, life: int = LIFE) -> list[Place]:
+def create(
+    space: Namespace, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
+) -> list[Place]:
     places, replaced = space.create(entries, call, life)
     for old in replaced:
         space._chunks.retire(old.pieces)
@@ -215,7 +217,7 @@ def test_a_replacement_of_rank_0_loads_all_of_its_own_value() -> None:
     big = entry("w", 2, 2**18)
     create(space, big)
     load(space, "w", 1.0, pieces=slice(0, 1))
-    create(space, big, life=LIFE + 1)
+    create(space, big, life=(0, 11))
     assert not load(space, "w", 2.0, pieces=slice(1, 2))
     assert load(space, "w", 2.0, pieces=slice(0, 1))
     assert value(space, "w") == {2.0}

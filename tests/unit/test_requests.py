@@ -90,12 +90,35 @@ def test_only_rank_0_creates_and_loads(stage: ServerStage) -> None:
     stage.declare("a", torch.zeros(2))
     before = stage.snapshot()
     for message, payload, says in (
-        (declaring("b", create=True), (), "rank 1 may not create keys; rank 0 does"),
-        (Load(1, 1, (Run(0, 2, 0),)), (torch.zeros(2),), "rank 1 may not load values"),
+        (declaring("b", create=True), (), "rank 1 may not create keys of rank 0; that rank does"),
+        (
+            Load(1, 1, (Run(0, 2, 0),)),
+            (torch.zeros(2),),
+            "rank 1 may not load values of key 'a'; rank 0 does",
+        ),
         (optimizing("sgd"), (), "rank 1 may not set the optimizer"),
     ):
         assert f"ProtocolError: {says}" in refusal(stage.say(1, message, *payload))
     assert stage.snapshot() == before
+
+
+@pytest.mark.spec("R43", "R44", "R48")
+def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> None:
+    entries = (Entry("a", 1, (2,), 0, 2),)
+    assert stage.say(0, Declare("kv", False, 0, entries, 1), seq=50) == []
+    (pending,) = heard(stage.say(0, Probe((50,))), Probed)[0].pending
+    assert "rank 1" in pending.reason
+    assert "has not given a value" in pending.reason
+    assert "rank 0 may not create keys of rank 1" in refusal(
+        stage.say(0, Declare("kv", True, 0, entries, 1))
+    )
+    stage.say(1, Declare("kv", True, 0, entries, 1))
+    load = Load(1, 1, (Run(0, 2, 0),))
+    assert "rank 0 may not load values of key 'a'; rank 1 does" in refusal(
+        stage.say(0, load, torch.ones(2))
+    )
+    said = stage.say(1, load, torch.ones(2))
+    assert to(said, 0) == [Declared(50, (Place(False, (Piece(1, 0, 2),)),))]
 
 
 @pytest.mark.spec("R45")

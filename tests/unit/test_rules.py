@@ -205,7 +205,7 @@ def test_float32_differs_by_rounding_only(
     torch.testing.assert_close(weight.double(), reference(numbers(0), **given), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name != "test"])
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_keep_their_dtype_and_a_master_follows_float32(
     name: str, dtype: torch.dtype
@@ -421,12 +421,34 @@ def test_integers_want_whole_numbers(given: dict[str, object], text: str) -> Non
         updater("test", **given).new_state(torch.zeros(3, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name != "test"])
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
 def test_other_rules_refuse_integer_weights(name: str) -> None:
     with pytest.raises(
         ConfigError, match=f"'{name}' cannot update a weight of torch.int64; make the key a float"
     ):
         updater(name).new_state(torch.zeros(3, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------ assign
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+def test_assign_keeps_the_last_push_bit_for_bit(dtype: torch.dtype) -> None:
+    rule = updater("assign")
+    weight = torch.tensor([1, 2, 3], dtype=dtype)
+    for step, given in enumerate(([0, 5, 7], [9, 0, 4]), 1):
+        grad = torch.tensor(given, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+        rule.apply(weight, grad, rule.new_state(weight), step=step, lr=0.5, weight_decay=0.5)
+        assert weight.tolist() == given
+    assert weight.dtype == dtype
+
+
+def test_assign_keeps_what_is_no_number() -> None:
+    rule = updater("assign")
+    weight = torch.zeros(2)
+    rule.apply(weight, torch.tensor([math.nan, -0.0]), {}, step=1, lr=1.0, weight_decay=0.0)
+    assert math.isnan(weight[0])
+    assert math.copysign(1.0, weight[1].item()) == -1.0
 
 
 # ------------------------------------------------------------------------------ in common

@@ -156,6 +156,15 @@ def test_what_rank_0_changes_otherwise_is_held_too() -> None:
 
 
 @pytest.mark.spec("R130")
+@pytest.mark.spec("R130")
+def test_so_are_the_keys_that_another_rank_creates() -> None:
+    for rank, creator, is_held in ((1, 1, True), (1, 0, False), (0, 1, False), (0, 0, True)):
+        known = books(rank, mode="async", a=1)
+        one = halted(known)
+        init = calls.Init("kv", (("new", spec(4)),), (ROW,), creator)
+        assert one.holds(known["kv"], init) is is_held
+
+
 def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
     known = books(a=3)
     one = halted(known)

@@ -331,7 +331,7 @@ def test_every_declared_optimizer_can_be_made() -> None:
         assert updater.hyper.name == name
         assert updater.needs_norms == (name in {"lars", "lamb"})
         assert updater.tracks_pulls == (name == "dcasgd")
-        assert updater.takes_integers == (name == "test")
+        assert updater.takes_integers == (name in {"test", "assign"})
 
 
 class Halved(Updater):

@@ -77,6 +77,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 True,
                 0,
                 (m.Entry("w", 1, (2, 3), 0, 6), m.Entry("größe", 4, (), 0, 1)),
+                0,
             ),
             (),
         ),

@@ -1,0 +1,154 @@
+"""The two stores through which the ranks of a job talk, and how calls to them begin.
+
+*Sums* are keys of a synchronous store: what all ranks push in a round is added up on the servers. *Posts*
+are keys of a store without rounds whose rule is ``assign``: one rank writes, others read, bit for bit, as
+octets. The version of a post says how often it was written anew, and a reader waits for the one it
+wants.
+
+Both end their calls at once when a worker is lost: a process group cannot go on without a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvps.core import calls
+from kvps.messages import Role
+from kvps.specs import Spec
+from kvps.store.create import create_own
+from kvps.store.handle import Ticket
+from kvps.store.session import Session
+from kvps.tensors import NAMES
+
+OWNER = "torch.group"
+READ = "/read"
+"""Behind the name of a post: the key that its readers push when they have read it."""
+
+
+class Board:
+    """What this process's groups write to and read from.
+
+    Args:
+        timeout_s: how long it may take to open the stores.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._sums = create_own("dist_sync", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
+        self._posts = create_own("dist_async", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
+        self._posts.set_optimizer("assign")
+        self._session: Session = self._sums.session
+        self._made: set[str] = set()
+        self._uses: dict[str, int] = {}
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the job."""
+        return self._session.rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job has."""
+        return int(self._sums.num_workers)
+
+    def left(self) -> list[int]:
+        """Return the ranks that have left the job in good order."""
+        view = self._session.core.member.view
+        members = view.members if view is not None else ()
+        return [one.rank for one in members if one.role == Role.WORKER and one.state == "left"]
+
+    def close(self) -> None:
+        """Wait until what was pushed is taken in, and end both stores."""
+        self._sums.close()
+        self._posts.close()
+
+    # --- sums -----------------------------------------------------------------------------------
+
+    def make_sums(self, keys: Sequence[tuple[str, Spec]], limit_s: float) -> list[Ticket]:
+        """Make those of ``keys`` that this process has not used yet; rank 0 creates them."""
+        new = [one for one in keys if one[0] not in self._made]
+        if not new:
+            return []
+        self._made.update(name for name, _ in new)
+        is_mine = self.rank == 0
+        rows = [
+            torch.zeros(spec.count if is_mine else 0, dtype=getattr(torch, spec.dtype))
+            for _, spec in new
+        ]
+        call = calls.Init(self._sums.name, tuple(new), tuple(rows))
+        return [self._session.call(call, limit_s)]
+
+    def add(
+        self,
+        keys: Sequence[str],
+        rows: Sequence[torch.Tensor],
+        sinks: Sequence[torch.Tensor] | None,
+        limit_s: float,
+    ) -> Ticket:
+        """Push ``rows`` into the next round of ``keys``; the sums come into ``sinks``, if given."""
+        call = calls.PushValues(
+            self._sums.name,
+            tuple(keys),
+            tuple(rows),
+            None if sinks is None else tuple(sinks),
+            0,
+            eager=False,
+        )
+        return self._session.call(call, limit_s)
+
+    def closed(self, keys: Sequence[str], limit_s: float) -> Ticket:
+        """Wait until the rounds that this rank has pushed for are closed; bring no values."""
+        return self._session.call(calls.Versions(self._sums.name, tuple(keys)), limit_s)
+
+    # --- posts ----------------------------------------------------------------------------------
+
+    def next_use(self, name: str) -> tuple[str, int]:
+        """Return the key of the next use of a post, and how often that key was used before.
+
+        There are two keys behind each name, used in turns: who writes need not wait for those who
+        still read what was written before.
+        """
+        count = self._uses.get(name, 0)
+        self._uses[name] = count + 1
+        return f"{name}/{count % 2}", count // 2
+
+    @property
+    def posts(self) -> int:
+        """How many posts were used so far."""
+        return len(self._uses)
+
+    def make_posts(
+        self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float
+    ) -> Ticket:
+        """Make posts of this rank; ``rows`` are their version 0."""
+        specs = tuple([(key, _spec(row)) for key, row in zip(keys, rows, strict=True)])
+        call = calls.Init(self._posts.name, specs, tuple(rows), self.rank)
+        return self._session.call(call, limit_s)
+
+    def expect(
+        self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
+    ) -> Ticket:
+        """Wait until ``writer`` has made these posts, of so many octets."""
+        specs = tuple(
+            [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
+        )
+        nothing = tuple([torch.empty(0, dtype=torch.uint8)] * len(keys))
+        call = calls.Init(self._posts.name, specs, nothing, writer)
+        return self._session.call(call, limit_s)
+
+    def write(self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float) -> Ticket:
+        """Write posts of this rank anew."""
+        call = calls.PushValues(self._posts.name, tuple(keys), tuple(rows), None, 0, eager=False)
+        return self._session.call(call, limit_s)
+
+    def read(
+        self, keys: Sequence[str], sinks: Sequence[torch.Tensor], version: int, limit_s: float
+    ) -> Ticket:
+        """Read posts into ``sinks`` as soon as they have this version."""
+        call = calls.PullValues(self._posts.name, tuple(keys), tuple(sinks), 0, version)
+        return self._session.call(call, limit_s)
+
+
+def _spec(row: torch.Tensor) -> Spec:
+    return Spec(NAMES[row.dtype], tuple(row.shape))

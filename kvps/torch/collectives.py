@@ -1,0 +1,313 @@
+"""How each collective is made of pushes and pulls; nothing here waits.
+
+Every method returns the track on which a collective goes and its steps. Three patterns are all:
+
+*A round.* A sum over all ranks of the job is one round of a synchronous key: each rank pushes its values
+once and pulls the sum, however many ranks there are.
+
+*A swap.* Every member writes posts for the others, and reads theirs.
+
+*A letter.* One member writes a post, and others read it (:mod:`kvps.torch.posts` has both).
+
+Groups of fewer ranks than the job make their reductions of swaps: rounds are of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvps.errors import ConfigError, WorkerLost
+from kvps.specs import Spec
+from kvps.tensors import NAMES
+from kvps.torch import posts
+from kvps.torch.board import Board
+from kvps.torch.rows import HALF, Staged, blank, check, fold, padded
+from kvps.torch.sizes import Sizes, class_of
+from kvps.torch.tracks import Steps
+
+LETTERS_MAX = 4096
+"""How many posts a process may use: ranks, tags and sizes multiply."""
+
+Plan = tuple[str, Steps]
+"""A track, and the steps to be made there."""
+
+
+class Collectives:
+    """The collectives of one group.
+
+    Args:
+        board: of this process.
+        name: of the group, the same on its members.
+        ranks: of its members in the job, in the group's order.
+        timeout_s: how long each step may take.
+    """
+
+    def __init__(self, board: Board, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        self._board = board
+        self._name = name
+        self._ranks = tuple(ranks)
+        self._timeout_s = timeout_s
+        self._sizes = Sizes()
+        self._is_whole = sorted(ranks) == list(range(board.workers))
+
+    @property
+    def _others(self) -> list[int]:
+        """The members but this one, by their rank in the job."""
+        return [rank for rank in self._ranks if rank != self._board.rank]
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._ranks.index(self._board.rank)
+
+    # --- reductions -----------------------------------------------------------------------------
+
+    def reduce(self, what: str, staged: Staged, op: str, dst: int | None) -> Plan:
+        """Reduce a tensor over all members; all get the result, or the one of rank ``dst``.
+
+        Args:
+            what: the operation, for errors.
+            staged: the tensor; the result is delivered there.
+            op: one of :data:`kvps.torch.rows.FOLDS`.
+            dst: a rank of the group; None for all.
+        """
+        check(op, staged.row.dtype)
+        is_wanted = dst is None or dst == self.rank
+        if self._is_sum(op, staged.row.dtype):
+            self._demand_all(what)
+            # Nothing but float32 can hold a sum of halves before it is divided.
+            is_wide = op == "AVG" and staged.row.dtype in HALF
+            name, spec = self._sum_key(torch.float32 if is_wide else staged.row.dtype, staged.row)
+            return name, self._round(name, spec, staged, op, is_wanted)
+        if dst is not None:
+            return self._reduce_there(staged, op, dst)
+        self._demand_all(what)
+        track = self._track("all")
+        return track, self._reduce_here(track, staged, op)
+
+    def _is_sum(self, op: str, dtype: torch.dtype) -> bool:
+        """Whether a reduction is a round."""
+        return self._is_whole and op in ("SUM", "AVG") and dtype in NAMES
+
+    def _sum_key(self, dtype: torch.dtype, row: torch.Tensor, of: str = "") -> tuple[str, Spec]:
+        kind = NAMES[dtype]
+        size = self._sizes.of(kind + of, len(row))
+        return f"{self._name}/sum{of}/{kind}/{size}", Spec(kind, (size,))
+
+    def _round(self, name: str, spec: Spec, staged: Staged, op: str, is_wanted: bool) -> Steps:
+        yield self._board.make_sums([(name, spec)], self._timeout_s)
+        row = padded(staged.row.to(getattr(torch, spec.dtype)), spec.count)
+        if is_wanted:
+            yield [self._board.add([name], [row], [row], self._timeout_s)]
+            self._deliver(row[: len(staged.row)], staged, op)
+        else:
+            # Who does not want the sum waits for it all the same. So a rank that has left the job has
+            # missed no round, and one that misses it has reason to complain.
+            added = self._board.add([name], [row], None, self._timeout_s)
+            yield [added, self._board.closed([name], self._timeout_s)]
+
+    def _deliver(self, total: torch.Tensor, staged: Staged, op: str) -> None:
+        """Deliver what came of a round."""
+        if op == "AVG":
+            total.div_(len(self._ranks))
+        if total.data_ptr() == staged.row.data_ptr():
+            staged.deliver()
+        else:
+            staged.deliver(total)
+
+    def _reduce_here(self, track: str, staged: Staged, op: str) -> Steps:
+        rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
+        yield from self._gathered(track, staged.row, rows)
+        staged.deliver(fold(op, rows))
+
+    def _reduce_there(self, staged: Staged, op: str, dst: int) -> Plan:
+        if dst != self.rank:
+            return self.gather([], staged, dst)
+        rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
+        track, steps = self.gather([Staged(row) for row in rows], staged, dst)
+
+        def there() -> Steps:
+            yield from steps
+            staged.deliver(fold(op, rows))
+
+        return track, there()
+
+    def reduce_scatter(self, output: Staged, inputs: Sequence[Staged], op: str) -> Plan:
+        """Reduce ``inputs[r]`` over all members, for the member of rank r."""
+        self._demand_all("reduce_scatter")
+        dtype = output.row.dtype
+        check(op, dtype)
+        track = self._track("reduce_scatter")
+        if not self._is_sum(op, dtype):
+            return track, self._scatter_here(track, output, inputs, op)
+        kept_as = torch.float32 if op == "AVG" and dtype in HALF else dtype
+        keys = [
+            self._sum_key(kept_as, one.row, f".{rank}")
+            for rank, one in zip(self._ranks, inputs, strict=True)
+        ]
+        return track, self._rounds(keys, output, inputs, op)
+
+    def _rounds(
+        self, keys: list[tuple[str, Spec]], output: Staged, inputs: Sequence[Staged], op: str
+    ) -> Steps:
+        yield self._board.make_sums(keys, self._timeout_s)
+        rows = [
+            padded(one.row.to(getattr(torch, spec.dtype)), spec.count)
+            for one, (_, spec) in zip(inputs, keys, strict=True)
+        ]
+        mine, (name, spec) = self.rank, keys[self.rank]
+        sink = blank(spec.count, rows[mine].dtype)
+        others = [index for index in range(len(keys)) if index != mine]
+        tickets = [self._board.add([name], [rows[mine]], [sink], self._timeout_s)]
+        if others:
+            names = [keys[index][0] for index in others]
+            tickets.append(
+                self._board.add(names, [rows[index] for index in others], None, self._timeout_s)
+            )
+        yield tickets
+        self._deliver(sink[: len(output.row)], output, op)
+
+    def _scatter_here(self, track: str, output: Staged, inputs: Sequence[Staged], op: str) -> Steps:
+        rows = [blank(len(output.row), output.row.dtype) for _ in self._ranks]
+        yield from self._swapped(track, [one.row for one in inputs], rows)
+        output.deliver(fold(op, rows))
+
+    # --- everybody to everybody -----------------------------------------------------------------
+
+    def barrier(self) -> Plan:
+        """Wait until all members have called."""
+        nothing = Staged(torch.zeros(1, dtype=torch.uint8))
+        return self.reduce("barrier", nothing, "SUM", None)
+
+    def all_gather(self, outputs: Sequence[Staged], given: Staged) -> Plan:
+        """Give every member the tensors of all."""
+        self._demand_all("all_gather")
+        track = self._track("all")
+        return track, self._all_gather(track, outputs, given)
+
+    def _all_gather(self, track: str, outputs: Sequence[Staged], given: Staged) -> Steps:
+        yield from self._gathered(track, given.row, [one.row for one in outputs])
+        for output in outputs:
+            output.deliver()
+
+    def _gathered(self, track: str, row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Steps:
+        """Fill ``rows`` with those of all members; ``row`` is this one's."""
+        size = class_of(row.nbytes)
+        names = [f"{track}/{size}/{rank}" for rank in self._ranks]
+        mine = self.rank
+        theirs = [
+            (names[index], rank, rows[index])
+            for index, rank in enumerate(self._ranks)
+            if index != mine
+        ]
+        yield from posts.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
+        rows[mine].copy_(row)
+
+    def all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Plan:
+        """Give the member of rank r ``inputs[r]``, and take ``outputs[r]`` from it."""
+        self._demand_all("all_to_all")
+        track = self._track("pair")
+        return track, self._all_to_all(track, outputs, inputs)
+
+    def _all_to_all(self, track: str, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Steps:
+        rows = [blank(len(one.row), one.row.dtype) for one in outputs]  # both may be one tensor
+        yield from self._swapped(track, [one.row for one in inputs], rows)
+        for output, row in zip(outputs, rows, strict=True):
+            output.deliver(row)
+
+    def _swapped(
+        self, track: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+    ) -> Steps:
+        """Fill ``rows[r]`` with what member r has ``given`` this one."""
+        me, mine, theirs = self._board.rank, [], []
+        for rank, one, row in zip(self._ranks, given, rows, strict=True):
+            if rank == me:
+                row.copy_(one)
+                continue
+            mine.append((f"{track}/{me}>{rank}/{class_of(one.nbytes)}", one))
+            theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
+        yield from posts.swap(self._board, self._timeout_s, mine, theirs)
+
+    # --- one to others --------------------------------------------------------------------------
+
+    def broadcast(self, staged: Staged, src: int) -> Plan:
+        """Give all members the tensor of rank ``src``."""
+        track = self._track(f"broadcast/{src}")
+        name = f"{track}/{class_of(staged.row.nbytes)}"
+        if src == self.rank:
+            return track, self._tell([(name, staged.row)], len(self._others))
+        return track, self._hear([(name, self._ranks[src], staged)])
+
+    def gather(self, outputs: Sequence[Staged], given: Staged, dst: int) -> Plan:
+        """Give the member of rank ``dst`` the tensors of all."""
+        track = self._track(f"gather/{dst}")
+        size = class_of(given.row.nbytes)
+        if dst != self.rank:
+            return track, self._tell([(f"{track}/{self._board.rank}/{size}", given.row)], 1)
+        heard = [
+            (f"{track}/{rank}/{size}", rank, output)
+            for rank, output in zip(self._ranks, outputs, strict=True)
+            if rank != self._board.rank
+        ]
+        outputs[dst].deliver(given.row)
+        return track, self._hear(heard)
+
+    def scatter(self, output: Staged, inputs: Sequence[Staged], src: int) -> Plan:
+        """Give the member of rank r what rank ``src`` has as ``inputs[r]``."""
+        track = self._track(f"scatter/{src}")
+        size = class_of(output.row.nbytes)
+        if src != self.rank:
+            name = f"{track}/{self._board.rank}/{size}"
+            return track, self._hear([(name, self._ranks[src], output)])
+        output.deliver(inputs[src].row)
+        told = [
+            (f"{track}/{rank}/{size}", one.row)
+            for rank, one in zip(self._ranks, inputs, strict=True)
+            if rank != self._board.rank
+        ]
+        return track, self._tell(told, 1)
+
+    def send(self, staged: Staged, dst: int, tag: int) -> Plan:
+        """Send a tensor to the member of rank ``dst``."""
+        track, name = self._letterbox(self.rank, dst, tag, staged)
+        return track, self._tell([(name, staged.row)], 1)
+
+    def recv(self, staged: Staged, src: int, tag: int) -> Plan:
+        """Take a tensor that the member of rank ``src`` sends with the same tag."""
+        track, name = self._letterbox(src, self.rank, tag, staged)
+        return track, self._hear([(name, self._ranks[src], staged)])
+
+    def _letterbox(self, src: int, dst: int, tag: int, staged: Staged) -> tuple[str, str]:
+        if self._board.posts > LETTERS_MAX:
+            raise ConfigError(
+                f"send and recv have used {self._board.posts} combinations of ranks, tags and sizes, "
+                "and each is a key on the servers; use a tag again when its letter has come"
+            )
+        track = self._track(f"letters/{src}>{dst}/{tag}")
+        return track, f"{track}/{class_of(staged.row.nbytes)}"
+
+    # --- small things ---------------------------------------------------------------------------
+
+    def _tell(self, told: Sequence[tuple[str, torch.Tensor]], readers: int) -> Steps:
+        return posts.tell(self._board, self._timeout_s, told, readers)
+
+    def _hear(self, heard: Sequence[tuple[str, int, Staged]]) -> Steps:
+        return posts.hear(self._board, self._timeout_s, heard)
+
+    def _track(self, what: str) -> str:
+        return f"{self._name}/{what}"
+
+    def _demand_all(self, what: str) -> None:
+        """Refuse what needs every member, if one has left.
+
+        Raises:
+            WorkerLost: naming it.
+        """
+        gone = sorted(set(self._board.left()) & set(self._ranks))
+        if gone:
+            raise WorkerLost(
+                f"{what}: worker {gone[0]} has left the job, and the group {self._name!r} needs it. "
+                "Call as many collectives on every rank, or use torch's Join for uneven data"
+            )

@@ -1,0 +1,359 @@
+"""torch.distributed's process group "kvps": from torch's calls to collectives, and no more.
+
+Each method takes what torch gives (lists of lists, options), checks that the shapes fit together, and
+begins one collective. It returns at once; what comes of it is in the :class:`~kvps.torch.work.Work`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvps.errors import ConfigError, Mismatch
+from kvps.torch.collectives import Collectives, Plan
+from kvps.torch.rows import Staged
+from kvps.torch.tracks import Tracks
+from kvps.torch.work import Work
+
+NAME = "kvps"
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of ranks that talk through the servers; ``init_process_group("kvps")`` makes it.
+
+    Args:
+        name: the group's, as torch has it.
+        collectives: of the group.
+        tracks: of this process.
+        size: how many ranks the group has.
+        on_shutdown: called once when the group is destroyed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collectives: Collectives,
+        tracks: Tracks,
+        size: int,
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        super().__init__(collectives.rank, size)  # type: ignore[call-arg]  # as Python's groups do
+        self._group = name
+        self._collectives = collectives
+        self._tracks = tracks
+        self._size = size
+        self._on_shutdown = on_shutdown
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """Return ``"kvps"``."""
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch knows the group."""
+        return self._group
+
+    @property
+    def group_desc(self) -> str:
+        """What torch's log says of the group."""
+        return f"{NAME}:{self._group}"
+
+    def shutdown(self) -> None:
+        """End the group; torch calls this in ``destroy_process_group``."""
+        self._on_shutdown()
+
+    abort = shutdown
+
+    def _begin(
+        self,
+        what: str,
+        plan: Plan,
+        result: Sequence[torch.Tensor],
+        source: int | None = None,
+    ) -> Work:
+        work = Work(what, result, source)
+        self._tracks.begin(*plan, work)
+        return work
+
+    # --- reductions -----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce one tensor over all ranks, in place."""
+        return self._reduce("all_reduce", tensors, opts, None)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors of one type over all ranks, in place, as one."""
+        if len(tensors) == 1:
+            return self.allreduce(tensors, opts)
+        if len({one.dtype for one in tensors}) > 1:
+            raise Mismatch(
+                "all_reduce_coalesced: the tensors are of several types; call it per type"
+            )
+        parts = [Staged(one) for one in tensors]
+        joined = torch.cat([one.row for one in parts])
+        track, steps = self._collectives.reduce("all_reduce", Staged(joined), _op(opts), None)
+
+        def apart() -> Any:
+            yield from steps
+            for part, row in zip(parts, joined.split([len(one.row) for one in parts]), strict=True):
+                part.deliver(row)
+
+        return self._begin("all_reduce_coalesced", (track, apart()), tensors)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce one tensor over all ranks; the root gets the result."""
+        return self._reduce("reduce", tensors, opts, _root(opts))
+
+    def _reduce(self, what: str, tensors: list[torch.Tensor], opts: Any, dst: int | None) -> Work:
+        (tensor,) = _one(what, tensors)
+        plan = self._collectives.reduce(what, Staged(tensor), _op(opts), dst)
+        return self._begin(what, plan, tensors)
+
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: Any = None,
+    ) -> Work:
+        """Reduce a list of tensors over all ranks; rank r gets the r-th."""
+        (output,), (given,) = _one("reduce_scatter", outputs), _one("reduce_scatter", inputs)
+        self._demand_all("reduce_scatter", given)
+        _demand_same("reduce_scatter", output, given[self.rank()])
+        staged = [Staged(one) for one in given]
+        plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, _op(opts))
+        return self._begin("reduce_scatter", plan, outputs)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> Work:
+        """Reduce one tensor over all ranks; rank r gets the r-th part of it."""
+        parts = self._parts("reduce_scatter_single", output, given)
+        return self.reduce_scatter([output], [parts], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Do :meth:`reduce_scatter_single` for several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.reduce_scatter_single(*pair, opts) for pair in pairs]
+        return _last("reduce_scatter_single_coalesced", works, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait until all ranks have called."""
+        return self._begin("barrier", self._collectives.barrier(), [])
+
+    # --- everybody to everybody -------------------------------------------------------------------
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Give every rank the tensors of all."""
+        (output,), (given,) = _one("all_gather", outputs), _one("all_gather", inputs)
+        self._demand_all("all_gather", output)
+        for one in output:
+            _demand_same("all_gather", one, given)
+        staged = [Staged(one, is_read=False) for one in output]
+        return self._begin(
+            "all_gather", self._collectives.all_gather(staged, Staged(given)), output
+        )
+
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> Work:
+        """Give every rank the tensors of all, side by side in one."""
+        parts = self._parts("all_gather_single", given, output)
+        staged = Staged(given)
+        if output.is_contiguous():
+            return self.allgather([parts], [staged.row], opts)
+        whole = Staged(output, is_read=False)
+        outputs = [Staged(one) for one in whole.row.split([given.numel()] * self._size)]
+        track, steps = self._collectives.all_gather(outputs, staged)
+
+        def together() -> Any:
+            yield from steps
+            whole.deliver()
+
+        return self._begin("all_gather_single", (track, together()), [output])
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Do :meth:`allgather` for several tensors; ``outputs[r]`` are those of rank r."""
+        by_tensor = [list(one) for one in zip(*outputs, strict=True)]
+        pairs = zip(by_tensor, inputs, strict=True)
+        works = [self.allgather([output], [given], opts) for output, given in pairs]
+        result = [one for output in outputs for one in output]
+        return _last("all_gather_coalesced", works, result)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Do :meth:`all_gather_single` for several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.all_gather_single(*pair, opts) for pair in pairs]
+        return _last("all_gather_single_coalesced", works, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Give rank r the r-th input, and take the r-th output from it."""
+        self._demand_all("all_to_all", outputs)
+        self._demand_all("all_to_all", inputs)
+        staged = [Staged(one, is_read=False) for one in outputs]
+        plan = self._collectives.all_to_all(staged, [Staged(one) for one in inputs])
+        return self._begin("all_to_all", plan, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        """Cut the input along its first dimension, and do :meth:`alltoall` with the parts."""
+        room = self._split("all_to_all_single", output, output_split_sizes)
+        return self.alltoall(room, self._split("all_to_all_single", given, input_split_sizes), opts)
+
+    alltoall_base = all_to_all_single
+
+    # --- one to others ----------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Give all ranks the tensor of the root."""
+        (tensor,) = _one("broadcast", tensors)
+        root = _root(opts)
+        staged = Staged(tensor, is_read=root == self.rank())
+        return self._begin("broadcast", self._collectives.broadcast(staged, root), tensors)
+
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Give the root the tensors of all."""
+        (given,), root = _one("gather", inputs), _root(opts)
+        staged: list[Staged] = []
+        if root == self.rank():
+            (output,) = _one("gather", outputs)
+            self._demand_all("gather", output)
+            for one in output:
+                _demand_same("gather", one, given)
+            staged = [Staged(one, is_read=False) for one in output]
+        plan = self._collectives.gather(staged, Staged(given), root)
+        return self._begin("gather", plan, [one for output in outputs for one in output])
+
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        """Give rank r the r-th tensor of the root."""
+        (output,), root = _one("scatter", outputs), _root(opts)
+        staged: list[Staged] = []
+        if root == self.rank():
+            (given,) = _one("scatter", inputs)
+            self._demand_all("scatter", given)
+            for one in given:
+                _demand_same("scatter", output, one)
+            staged = [Staged(one) for one in given]
+        plan = self._collectives.scatter(Staged(output, is_read=False), staged, root)
+        return self._begin("scatter", plan, outputs)
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        """Send one tensor to a rank of the group."""
+        (tensor,) = _one("send", tensors)
+        return self._begin("send", self._collectives.send(Staged(tensor), dst, tag), tensors)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        """Take one tensor from a rank of the group that sends it with this tag."""
+        (tensor,) = _one("recv", tensors)
+        plan = self._collectives.recv(Staged(tensor, is_read=False), src, tag)
+        return self._begin("recv", plan, tensors, src)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
+        """Refused: a key has one writer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "recv() without src is not supported by the backend kvps; name the rank, or have the "
+            "senders gather()"
+        )
+
+    # --- shapes -----------------------------------------------------------------------------------
+
+    def _demand_all(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise Mismatch(
+                f"{what}: {len(tensors)} tensors were given, and the group has {self._size} ranks; "
+                "give one for each"
+            )
+
+    def _parts(self, what: str, part: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``whole`` cut into flat parts like ``part``, one per rank."""
+        if whole.numel() != part.numel() * self._size or whole.dtype != part.dtype:
+            raise Mismatch(
+                f"{what}: {_shape(whole)} is not {self._size} times {_shape(part)}; the group has "
+                f"{self._size} ranks"
+            )
+        flat = whole.detach().reshape(-1)
+        return list(flat.split([part.numel()] * self._size))
+
+    def _split(
+        self, what: str, tensor: torch.Tensor, sizes: list[int] | None
+    ) -> list[torch.Tensor]:
+        """Return ``tensor`` cut along its first dimension, one part per rank."""
+        if not sizes:
+            if len(tensor) % self._size:
+                raise Mismatch(
+                    f"{what}: {len(tensor)} rows are not divisible by {self._size} ranks; give split "
+                    "sizes"
+                )
+            sizes = [len(tensor) // self._size] * self._size
+        if len(sizes) != self._size or sum(sizes) != len(tensor):
+            raise Mismatch(
+                f"{what}: split sizes {sizes} do not fit {len(tensor)} rows and {self._size} ranks"
+            )
+        return list(tensor.detach().split(sizes))
+
+
+def _one(what: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    if len(tensors) != 1:
+        raise ConfigError(f"{what}: {len(tensors)} tensors were given; the backend kvps takes one")
+    return tensors
+
+
+def _demand_same(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.numel() != other.numel() or one.dtype != other.dtype:
+        raise Mismatch(f"{what}: {_shape(one)} and {_shape(other)} must be of one size and type")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _op(opts: Any) -> str:
+    """Return the name of the reduction that was asked for."""
+    return "SUM" if opts is None else str(opts.reduceOp.op.name)
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def _last(what: str, works: list[Work], result: Sequence[torch.Tensor]) -> Work:
+    """Return one work for several of one track, which end in their order, and fail together."""
+    if not works:
+        works = [Work(what, result)]
+        works[0].end()
+    works[-1].stand_for(result)
+    return works[-1]

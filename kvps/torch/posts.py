@@ -1,0 +1,142 @@
+"""How posts are written and read so that nobody misses one: the two patterns beside rounds.
+
+*A swap.* Every member writes posts, and reads those of the others. Behind each post are two keys in
+turns. Swaps of one track do not overlap on a rank, and each waits for every other member. So when a
+rank writes to a key in swap j + 2, it has ended j + 1; there it heard from every member, each of which
+had ended j before; and nobody reads what was written in j any more. No acknowledgement is needed.
+
+*A letter.* One member writes a post, others read it, and hear nothing from each other. Each reader then
+pushes a second key; the version of that says how many have read. The writer writes again when all have.
+
+The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvps.torch.board import READ, Board
+from kvps.torch.rows import Staged, blank, octets, padded
+from kvps.torch.sizes import class_of
+from kvps.torch.tracks import Steps
+
+
+def swap(
+    board: Board,
+    limit_s: float,
+    mine: Sequence[tuple[str, torch.Tensor]],
+    theirs: Sequence[tuple[str, int, torch.Tensor]],
+) -> Steps:
+    """Write posts and read others.
+
+    Args:
+        mine: name and value of each post to write.
+        theirs: name, writer and room for the value of each post to read.
+    """
+    new: list[tuple[str, torch.Tensor]] = []
+    again: list[tuple[str, torch.Tensor]] = []
+    for name, row in mine:
+        key, use = board.next_use(name)
+        (again if use else new).append((key, _letter(row)))
+    written = []
+    if new:
+        written.append(board.make_posts(*_columns(new), limit_s))
+    if again:
+        written.append(board.write(*_columns(again), limit_s))
+    reads: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    made = []
+    copies = []
+    for name, writer, row in theirs:
+        key, use = board.next_use(name)
+        sink = _sink(row)
+        copies.append((row, sink))
+        reads.setdefault(use, []).append((key, sink))
+        if not use:
+            made.append(board.expect([key], [len(sink)], writer, limit_s))
+    if made:
+        yield made
+    yield written + [board.read(*_columns(some), use, limit_s) for use, some in reads.items()]
+    for row, sink in copies:
+        _unfold(row, sink)
+
+
+def tell(
+    board: Board, limit_s: float, told: Sequence[tuple[str, torch.Tensor]], readers: int
+) -> Steps:
+    """Write posts when what was there before has been read.
+
+    Args:
+        told: name and value of each.
+        readers: how many read each.
+    """
+    if not readers:
+        return
+    new: list[tuple[str, torch.Tensor]] = []
+    again: list[tuple[str, torch.Tensor]] = []
+    read = []
+    for name, row in told:
+        key, use = board.next_use(name)
+        if use:
+            again.append((key, _letter(row)))
+            read.append(board.read([key + READ], [_mark()], use * readers, limit_s))
+        else:
+            new += [(key, _letter(row)), (key + READ, _mark())]
+    if read:
+        yield read
+    written = []
+    if new:
+        written.append(board.make_posts(*_columns(new), limit_s))
+    if again:
+        written.append(board.write(*_columns(again), limit_s))
+    yield written
+
+
+def hear(board: Board, limit_s: float, heard: Sequence[tuple[str, int, Staged]]) -> Steps:
+    """Read posts, given by name, writer and where they go, and say so."""
+    reads: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    made, keys = [], []
+    sinks = [_sink(staged.row) for _, _, staged in heard]
+    for (name, writer, _), sink in zip(heard, sinks, strict=True):
+        key, use = board.next_use(name)
+        keys.append(key + READ)
+        reads.setdefault(use, []).append((key, sink))
+        if not use:
+            made.append(board.expect([key, key + READ], [len(sink), 1], writer, limit_s))
+    if made:
+        yield made
+    yield [board.read(*_columns(some), use, limit_s) for use, some in reads.items()]
+    if keys:
+        board.write(keys, [_mark() for _ in keys], limit_s)  # nobody waits for that here
+    for (_, _, staged), sink in zip(heard, sinks, strict=True):
+        _unfold(staged.row, sink)
+        staged.deliver()
+
+
+def _columns(
+    pairs: Sequence[tuple[str, torch.Tensor]],
+) -> tuple[list[str], list[torch.Tensor]]:
+    return [key for key, _ in pairs], [row for _, row in pairs]
+
+
+def _letter(row: torch.Tensor) -> torch.Tensor:
+    """Return what is written for ``row``: octets, as many as its class has."""
+    return padded(octets(row), class_of(row.nbytes))
+
+
+def _mark() -> torch.Tensor:
+    """Return what a reader writes, or the room for it; only its version counts."""
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _sink(row: torch.Tensor) -> torch.Tensor:
+    """Return room for what was written for a row like this; the row itself if it fits."""
+    size = class_of(row.nbytes)
+    return octets(row) if row.nbytes == size else blank(size, torch.uint8)
+
+
+def _unfold(row: torch.Tensor, sink: torch.Tensor) -> None:
+    """Give ``row`` what was read for it."""
+    if len(sink) != row.nbytes:
+        octets(row).copy_(sink[: row.nbytes])

@@ -1,0 +1,185 @@
+"""How ``init_process_group("kvps")`` finds its ranks: in the cluster, with nothing else to say.
+
+torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and kvps-worker
+set them. A plain process of a cluster has none of these, and neither has a process without a cluster. So
+where a cluster is described, or where torch would end with an error, the ranks meet in the cluster: rank
+and size are its own, and the store that torch wants is at a port of rank 0 that the system chooses, which
+the others learn through the servers. A group that was destroyed can be made again, as no port is used
+twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no door to change one
+
+from kvps import config
+from kvps.errors import ConfigError, KvpsError
+from kvps.store.cluster import LocalCluster
+from kvps.store.create import create_own, end_embedded, has_joined, join_as
+from kvps.store.roles import own_host
+from kvps.torch.board import Board
+from kvps.torch.collectives import Collectives
+from kvps.torch.group import NAME, ProcessGroup
+from kvps.torch.tracks import Tracks
+
+log = logging.getLogger("kvps")
+ADDRESS_MAX = 256
+"""Octets of HOST:PORT."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the groups of this process share, from init_process_group to destroy_process_group."""
+
+    world: tuple[Board, Tracks] | None = None
+    began: bool = False
+    """The session began with the rendezvous, or with the first group."""
+
+
+_shared = _Shared()
+
+
+def register() -> None:
+    """Make the backend "kvps" known to torch.distributed."""
+    dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+    of_torch = _rendezvous_handlers["env"]
+
+    def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
+        is_torch_able = config.text("MASTER_ADDR") and config.text("MASTER_PORT")
+        if is_torch_able and not _is_described():
+            yield from of_torch(url, timeout=timeout, **more)
+        else:
+            yield _meet(urlparse(url).query, timeout.total_seconds())
+
+    _rendezvous_handlers["env"] = env
+
+
+def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
+    """Return torch's store, and the rank and number of workers of this process's cluster."""
+    _shared.began = not has_joined()
+    given = dict(one.split("=") for one in query.split("&") if one)
+    rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
+    size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
+    session = _join(rank, size, timeout_s)
+    welcome = session.core.member.welcome
+    assert welcome is not None
+    if welcome.workers == 1:
+        return HashStore(), session.rank, 1
+    scheduler = session.core.member.identity.scheduler
+    host = (
+        "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, config.join_max_s())
+    )
+    limit = timedelta(seconds=timeout_s)
+    store: Store | None = None
+    row = torch.zeros(ADDRESS_MAX, dtype=torch.uint8)
+    if session.rank == 0:
+        listening = socket.create_server((host, 0))
+        port = int(listening.getsockname()[1])
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        address = f"{host}:{port}".encode()
+        row[: len(address)] = torch.frombuffer(bytearray(address), dtype=torch.uint8)
+    with create_own("dist_sync", "torch.rendezvous", timeout_s=timeout_s) as kv:
+        kv.broadcast("address", row, out=row)
+    if store is None:
+        host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")
+        store = TCPStore(
+            host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
+        )
+    return store, session.rank, welcome.workers
+
+
+def _is_described() -> bool:
+    """Whether this process is in a cluster, or is told of one."""
+    return has_joined() or LocalCluster.current is not None or config.cluster() is not None
+
+
+def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
+    """Return this process's session, which must be of this rank in so many workers.
+
+    Raises:
+        ConfigError: if there is no cluster for several ranks, or it has another order of ranks.
+    """
+    if not _is_described() and (size or 1) > 1:
+        raise ConfigError(
+            f"init_process_group({NAME!r}): WORLD_SIZE is {size}, and no cluster is described. Start "
+            "kvps-scheduler and kvps-server, and set KVPS_SCHEDULER=tcp://HOST:PORT in every process; "
+            "or start the script with kvps-launch"
+        )
+    session = join_as(rank, timeout_s)
+    welcome = session.core.member.welcome
+    assert welcome is not None
+    if size is not None and welcome.workers != size:
+        raise ConfigError(
+            f"init_process_group({NAME!r}): torch counts {size} ranks (WORLD_SIZE), the cluster has "
+            f"{welcome.workers} workers; start kvps-scheduler with --workers {size}"
+        )
+    if rank is not None and session.rank != rank:
+        raise ConfigError(
+            f"init_process_group({NAME!r}): this process is rank {rank} for torch (RANK) and worker "
+            f"{session.rank} of the cluster. Call init_process_group before the first kvps.create, or "
+            f"set KVPS_RANK to RANK"
+        )
+    return session
+
+
+def _make(options: Any, more: Any) -> ProcessGroup:
+    """Return a process group, as torch asks for one."""
+    if more is not None:
+        raise ConfigError(f"the backend {NAME!r} has no pg_options; leave them away")
+    timeout_s = options.timeout.total_seconds()
+    members = list(options.global_ranks_in_group)
+    is_default = not members
+    size, rank = options.group_size, options.group_rank
+    if not is_default:
+        size, rank = dist.get_world_size(), dist.get_rank()
+    if _shared.world is None:
+        if len(members) not in (0, size):
+            raise ConfigError(
+                f"new_group(backend={NAME!r}) of {len(members)} ranks needs the others, too, for its "
+                f"first group: call init_process_group({NAME!r}), or make a group of all ranks first"
+            )
+        _shared.began = _shared.began or not has_joined()
+        _join(rank, size, timeout_s)
+        _shared.world = Board(timeout_s), Tracks()
+    board, tracks = _shared.world
+    ranks = members or list(range(size))
+    collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
+    end = _close if is_default else lambda: None
+    return ProcessGroup(str(options.group_id), collectives, tracks, len(ranks), end)
+
+
+def _close() -> None:
+    """End what the groups share.
+
+    The process stays a worker until it ends or calls kvps.shutdown(), so that it may begin another
+    group; but a cluster that lies inside it, and began with the group, ends with it.
+    """
+    if _shared.world is None:
+        return
+    (board, tracks), _shared.world = _shared.world, None
+    began, _shared.began = _shared.began, False
+    try:
+        board.close()
+    except KvpsError as error:  # whoever had to know of it has heard it from wait()
+        log.warning("destroy_process_group: %s", error)
+    tracks.close()
+    if began:
+        end_embedded()

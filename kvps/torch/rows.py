@@ -1,0 +1,135 @@
+"""From the tensors of torch.distributed to rows, and back; and reductions that servers do not make.
+
+A row is a flat tensor on the CPU. Where the caller's tensor is one, it is used as it is, and a result is
+written there at once; else a copy stands for it, and a tensor of a GPU is copied through the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+
+from kvps.errors import ConfigError
+
+HALF = (torch.float16, torch.bfloat16)
+
+Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+FOLDS: dict[str, Fold] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""The reductions there are: what makes one tensor of two."""
+_OF_FLAGS: dict[str, Fold] = {
+    **{"SUM": torch.logical_or, "MAX": torch.logical_or, "BOR": torch.logical_or},
+    **{"PRODUCT": torch.logical_and, "MIN": torch.logical_and, "BAND": torch.logical_and},
+    "BXOR": torch.logical_xor,
+}
+"""The same for bool."""
+
+
+class Staged:
+    """A tensor of the caller, and the row that stands for it.
+
+    Args:
+        tensor: dense, on any device, of any strides.
+        is_read: its values count; else only its room does.
+
+    Attributes:
+        row: its elements, flat and side by side on the CPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"the backend kvps takes dense tensors, got layout {tensor.layout}; use "
+                "to_dense(), or for gradients of an Embedding sparse=False"
+            )
+        self._tensor = tensor.detach()
+        one = self._tensor
+        fits = one.is_cpu and one.is_contiguous() and not one.is_inference()
+        self._is_itself = fits and not one.is_conj() and not one.is_neg()
+        if self._is_itself:
+            self.row = one.view(-1)
+        elif is_read:
+            with torch.inference_mode(False), torch.no_grad():
+                self.row = torch.empty(one.shape, dtype=one.dtype).copy_(one).view(-1)
+        else:
+            self.row = blank(one.numel(), one.dtype)
+
+    def deliver(self, row: torch.Tensor | None = None) -> None:
+        """Give the tensor the values of its row, or of another one."""
+        given = self.row if row is None else row
+        if self._is_itself and given is self.row:
+            return
+        with torch.inference_mode():  # where tensors of either kind may be written to
+            self._tensor.copy_(given.view(self._tensor.shape))
+
+
+def blank(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new row; its contents are undefined."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=dtype)
+
+
+def padded(row: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``row`` with zeros behind it up to ``size`` elements; itself if it is so long."""
+    if len(row) == size:
+        return row
+    longer = blank(size, row.dtype)
+    longer[: len(row)] = row
+    longer[len(row) :] = 0
+    return longer
+
+
+def octets(row: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as octets."""
+    return row.view(torch.uint8)
+
+
+def check(name: str, dtype: torch.dtype) -> None:
+    """Refuse a reduction that means nothing for elements of ``dtype``.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if name not in FOLDS:
+        raise ConfigError(
+            f"ReduceOp.{name} is not supported by the backend kvps; use one of {', '.join(FOLDS)}"
+        )
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    is_bitwise = name in ("BAND", "BOR", "BXOR")
+    if is_bitwise and not is_whole:
+        raise ConfigError(f"ReduceOp.{name} needs whole numbers or bool, got {dtype}")
+    if name == "AVG" and is_whole:
+        raise ConfigError(f"ReduceOp.AVG needs floating point, got {dtype}; use SUM and divide")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise ConfigError(f"ReduceOp.{name} needs an order, and {dtype} has none")
+
+
+def fold(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the reduction of ``rows``, taken in their order.
+
+    Half types are reduced in float32 and rounded once.
+
+    Example:
+        >>> fold("AVG", [torch.tensor([1.0]), torch.tensor([2.0])])
+        tensor([1.5000])
+    """
+    dtype = rows[0].dtype
+    if dtype == torch.bool:
+        return reduce(_OF_FLAGS[name], rows)
+    if dtype in HALF:
+        rows = [row.float() for row in rows]
+    total = reduce(FOLDS[name], rows)
+    if name == "AVG":
+        total = total / len(rows)
+    return total.to(dtype)

@@ -1,0 +1,118 @@
+"""What a caller holds while a collective is under way: torch's ``Work``, with kvps's errors.
+
+torch asks in two ways. Python calls ``wait()``, which raises the error itself. C++ (the reducer of
+DistributedDataParallel, for one) takes a future. A Python future that was given an exception counts as a
+success there, so the error goes in by a callback that raises: C++ then sees a RuntimeError whose text is
+that of the error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from kvps.errors import Timeout
+
+
+class Work(dist.Work):
+    """One collective under way.
+
+    Args:
+        name: the operation, for errors.
+        result: what the future holds at the end.
+        source: whose values a ``recv`` brings; None for other operations.
+    """
+
+    def __init__(
+        self, name: str, result: Sequence[torch.Tensor], source: int | None = None
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._result = list(result)
+        self._source = source
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._wakes: list[Callable[[], None]] = []
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The collective is over: done, or failed with ``error``."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            # What was hung on the future runs with it, and may wait for other collectives: that
+            # must not keep those from going on.
+            threading.Thread(target=wake, name="kvps callback", daemon=True).start()
+
+    def stand_for(self, result: Sequence[torch.Tensor]) -> None:
+        """Say what this is the last part of: :meth:`result` is that of the whole."""
+        self._result = list(result)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the collective is done; return True.
+
+        Args:
+            timeout: how long; 0 for as long as the group's timeout lets it take.
+
+        Raises:
+            KvpsError: if it failed: WorkerLost, ServerLost, Timeout, ...
+        """
+        limit_s = timeout.total_seconds()
+        if not self._ended.wait(limit_s if limit_s > 0 else None):
+            raise Timeout(
+                f"{self._name} is not done after {limit_s:g} s; it goes on. Wait again, or find out "
+                "which rank did not call it"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait; nothing is left to a stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the collective is over, well or not."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over and did not fail."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it failed with."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it fills."""
+        return self._result
+
+    def _source_rank(self) -> int:
+        if self._source is None:
+            raise RuntimeError(f"{self._name} has no source rank; only recv has")
+        return self._source
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of :meth:`result`."""
+        source: Future[None] = Future()
+
+        def settle(_: Future[None]) -> list[torch.Tensor]:
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+        future = source.then(settle)
+        with self._lock:
+            if not self._ended.is_set():
+                self._wakes.append(lambda: source.set_result(None))
+                return future
+        source.set_result(None)
+        return future

@@ -1,0 +1,97 @@
+"""Which keys collectives use, and on which tracks they go, without any server."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from kvps.errors import ConfigError, WorkerLost
+from kvps.torch import collectives
+from kvps.torch.collectives import Collectives
+from kvps.torch.rows import Staged
+
+
+class Desk:
+    """What collectives see of a board before any step is made."""
+
+    def __init__(self, rank: int, workers: int = 3) -> None:
+        self.rank, self.workers = rank, workers
+        self.posts = 0
+        self.gone: list[int] = []
+
+    def left(self) -> list[int]:
+        return self.gone
+
+
+def group(rank: int, *ranks: int) -> Collectives:
+    return Collectives(Desk(rank), "g", ranks or (0, 1, 2), 60.0)  # type: ignore[arg-type]
+
+
+def staged(count: int = 4, dtype: torch.dtype = torch.float32) -> Staged:
+    return Staged(torch.zeros(count, dtype=dtype))
+
+
+def test_a_sum_of_all_ranks_is_a_round_of_its_own_key() -> None:
+    one = group(0)
+    assert one.reduce("all_reduce", staged(), "SUM", None)[0] == "g/sum/float32/4"
+    assert one.reduce("all_reduce", staged(), "AVG", None)[0] == "g/sum/float32/4"
+    assert one.reduce("all_reduce", staged(5), "SUM", None)[0] == "g/sum/float32/5"
+    half = staged(dtype=torch.float16)
+    assert one.reduce("all_reduce", half, "SUM", None)[0] == "g/sum/float16/4"
+    assert one.reduce("all_reduce", half, "AVG", None)[0] == "g/sum/float32/4", "no overflow"
+
+
+def test_what_is_no_sum_or_not_of_all_ranks_is_a_swap() -> None:
+    assert group(0).reduce("all_reduce", staged(), "MAX", None)[0] == "g/all"
+    assert group(0, 0, 2).reduce("all_reduce", staged(), "SUM", None)[0] == "g/all"
+    assert group(0, 2, 0, 1).reduce("all_reduce", staged(), "SUM", None)[0] == "g/sum/float32/4"
+    flags = staged(dtype=torch.bool)
+    assert group(0).reduce("all_reduce", flags, "SUM", None)[0] == "g/all"
+
+
+@pytest.mark.parametrize("src", [0, 1, 2])
+def test_both_ends_of_a_letter_use_one_track(src: int) -> None:
+    for what in (
+        lambda one: one.broadcast(staged(), src),
+        lambda one: one.scatter(staged(), [staged()] * 3, src),
+        lambda one: one.gather([staged()] * 3, staged(), src),
+        lambda one: one.reduce("reduce", staged(), "MAX", src),
+    ):
+        assert len({what(group(rank))[0] for rank in range(3)}) == 1
+    sender, receiver = group(src), group((src + 1) % 3)
+    sent = sender.send(staged(), (src + 1) % 3, 7)[0]
+    assert sent == receiver.recv(staged(), src, 7)[0] == f"g/letters/{src}>{(src + 1) % 3}/7"
+
+
+def test_ranks_of_a_group_are_not_those_of_the_job() -> None:
+    one = group(1, 2, 1)
+    assert one.rank == 1
+    assert one._others == [2]
+
+
+def test_a_member_that_has_left_is_missed_by_what_needs_all() -> None:
+    one = group(0)
+    one._board.gone = [1]  # type: ignore[attr-defined]
+    for call in (
+        lambda: one.reduce("all_reduce", staged(), "SUM", None),
+        lambda: one.all_gather([staged()] * 3, staged()),
+        lambda: one.all_to_all([staged()] * 3, [staged()] * 3),
+        lambda: one.reduce_scatter(staged(), [staged()] * 3, "SUM"),
+        lambda: one.barrier(),
+    ):
+        says = "worker 1 has left the job, and the group 'g' needs it"
+        with pytest.raises(WorkerLost, match=re.escape(says)):
+            call()
+    one.broadcast(staged(), 1)  # it may have been said before
+    one.reduce("reduce", staged(), "MAX", 0)
+
+
+def test_there_is_an_end_to_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "LETTERS_MAX", 10)
+    one = group(0)
+    one.send(staged(), 1, 0)
+    one._board.posts = 11  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="used 11 combinations of ranks, tags and sizes"):
+        one.send(staged(), 1, 1)

@@ -1,0 +1,172 @@
+"""Posts are read before they are written anew, whatever comes first: checked against servers that dawdle.
+
+A read may be answered long after its version was there, with what is there then: if the patterns let a
+writer overtake a reader, some seed shows it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvps.store.handle import Ticket
+from kvps.torch import posts
+from kvps.torch.rows import Staged, octets
+from kvps.torch.tracks import Steps
+
+RANKS = 3
+
+
+@dataclass
+class Servers:
+    """Keys with versions; whatever can happen next happens in any order."""
+
+    chance: random.Random
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    asked: list[tuple[Callable[[], bool], Callable[[], None], Ticket]] = field(default_factory=list)
+    """What was asked: whether it can be done, what does it, who hears of it."""
+
+    def ask(self, can: Callable[[], bool], do: Callable[[], None]) -> Ticket:
+        ticket = Ticket()
+        self.asked.append((can, do, ticket))
+        return ticket
+
+    def happen(self) -> bool:
+        """Do one thing that can be done."""
+        able = [one for one in self.asked if one[0]()]
+        if not able:
+            return False
+        one = self.chance.choice(able)
+        self.asked.remove(one)
+        one[1]()
+        one[2].end(None, None)
+        return True
+
+
+class Desk:
+    """The board of one rank."""
+
+    def __init__(self, servers: Servers, rank: int) -> None:
+        self.servers, self.rank = servers, rank
+        self.uses: dict[str, int] = {}
+
+    def next_use(self, name: str) -> tuple[str, int]:
+        count = self.uses.get(name, 0)
+        self.uses[name] = count + 1
+        return f"{name}/{count % 2}", count // 2
+
+    def make_posts(
+        self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float
+    ) -> Ticket:
+        def make() -> None:
+            for key, row in zip(keys, rows, strict=True):
+                assert key not in self.servers.values, "made twice"
+                self.servers.values[key], self.servers.versions[key] = row.clone(), 0
+
+        return self.servers.ask(lambda: True, make)
+
+    def expect(
+        self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
+    ) -> Ticket:
+        def look() -> None:
+            assert [len(self.servers.values[key]) for key in keys] == list(sizes)
+
+        return self.servers.ask(lambda: all(key in self.servers.values for key in keys), look)
+
+    def write(self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float) -> Ticket:
+        def write() -> None:
+            for key, row in zip(keys, rows, strict=True):
+                self.servers.values[key] = row.clone()
+                self.servers.versions[key] += 1
+
+        return self.servers.ask(lambda: True, write)
+
+    def read(
+        self, keys: Sequence[str], sinks: Sequence[torch.Tensor], version: int, limit_s: float
+    ) -> Ticket:
+        def answer() -> None:
+            for key, sink in zip(keys, sinks, strict=True):
+                sink.copy_(self.servers.values[key])
+
+        def is_there() -> bool:
+            return all(self.servers.versions.get(key, -1) >= version for key in keys)
+
+        return self.servers.ask(is_there, answer)
+
+
+def play(seed: int, collectives: Callable[[Desk, int], Sequence[Steps]]) -> None:
+    """Carry the collectives of all ranks out, those of one rank one behind the other."""
+    servers = Servers(random.Random(seed))
+    lines = [list(collectives(Desk(servers, rank), rank)) for rank in range(RANKS)]
+    waiting: list[Sequence[Ticket]] = [()] * RANKS
+    while any(lines):
+        moved = servers.happen()
+        for rank in servers.chance.sample(range(RANKS), RANKS):
+            while lines[rank] and all(one.is_over for one in waiting[rank]):
+                moved = True
+                try:
+                    waiting[rank] = next(lines[rank][0])
+                except StopIteration:
+                    lines[rank].pop(0)
+                    waiting[rank] = ()
+        assert moved, "everybody waits"
+
+
+def row(*numbers: int, count: int = 3) -> torch.Tensor:
+    return torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_swap_brings_what_belongs_to_it(seed: int) -> None:
+    def collectives(desk: Desk, rank: int) -> list[Steps]:
+        def one(turn: int) -> Steps:
+            count = 3 + 10 * (turn % 3 == 2)  # another class now and then
+            mine = [(f"p/{rank}/{count}", row(turn, rank, count=count))]
+            room = {other: row(count=count) for other in range(RANKS) if other != rank}
+            theirs = [(f"p/{other}/{count}", other, room[other]) for other in room]
+            yield from posts.swap(desk, 1.0, mine, theirs)  # type: ignore[arg-type]
+            for other, found in room.items():
+                assert found.tolist()[:2] == [turn, other], (turn, rank)
+
+        return [one(turn) for turn in range(12)]
+
+    play(seed, collectives)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_letter_is_read_by_all_before_the_next_but_one_is_written(seed: int) -> None:
+    def collectives(desk: Desk, rank: int) -> list[Steps]:
+        def tell(turn: int) -> Steps:
+            yield from posts.tell(desk, 1.0, [("m", row(turn))], RANKS - 1)  # type: ignore[arg-type]
+
+        def hear(turn: int) -> Steps:
+            staged = Staged(row())
+            yield from posts.hear(desk, 1.0, [("m", 0, staged)])  # type: ignore[arg-type]
+            assert staged.row[0] == turn, (turn, rank)
+
+        return [hear(turn) if rank else tell(turn) for turn in range(12)]
+
+    play(seed, collectives)
+
+
+def test_a_letter_that_fits_its_class_is_read_where_it_belongs() -> None:
+    found: list[torch.Tensor] = []
+
+    def collectives(desk: Desk, rank: int) -> list[Steps]:
+        if rank == 0:
+            told = torch.arange(16.0)
+            return [posts.tell(desk, 1.0, [("m", told)], 1)]  # type: ignore[arg-type]
+        if rank == 1:
+            staged = Staged(torch.zeros(16))
+            assert octets(staged.row).nbytes == 64
+            found.append(staged.row)
+            return [posts.hear(desk, 1.0, [("m", 0, staged)])]  # type: ignore[arg-type]
+        return [posts.tell(desk, 1.0, [("alone", row(1))], 0)]  # type: ignore[arg-type]
+
+    play(0, collectives)
+    assert found[0].tolist() == list(range(16))

@@ -1,0 +1,36 @@
+"""Of which size keys are: few, and little wider than what travels."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.torch.sizes import LEAST, Sizes, class_of
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 71, 72, 73, 128, 129, 1000, 10**6 + 1, 2**40])
+def test_a_class_holds_what_it_is_for_with_little_padding(count: int) -> None:
+    size = class_of(count)
+    assert size >= count
+    assert size == LEAST or size <= count * 9 / 8
+    assert class_of(size) == size
+
+
+def test_there_are_eight_classes_between_powers_of_two() -> None:
+    assert len({class_of(count) for count in range(1025, 2049)}) == 8
+    sizes = [class_of(count) for count in range(5000)]
+    assert sizes == sorted(sizes)
+
+
+def test_the_first_sizes_fit_exactly_and_later_ones_share_keys() -> None:
+    sizes = Sizes(exact_max=2)
+    assert [sizes.of("float32", count) for count in (1001, 7, 1001, 1002, 1003)] == (
+        [1001, 7, 1001, 1024, 1024]
+    )
+    assert sizes.of("float64", 7) == LEAST, "another type is another size"
+    assert sizes.of("float32", 7) == 7
+
+
+def test_ranks_that_make_the_same_calls_choose_the_same_keys() -> None:
+    calls = [(kind, count * 37 % 500) for count in range(200) for kind in ("int8", "float32")]
+    one, other = Sizes(), Sizes()
+    assert [one.of(*call) for call in calls] == [other.of(*call) for call in calls]

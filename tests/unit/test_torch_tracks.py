@@ -1,0 +1,113 @@
+"""When which step of a collective is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvps.errors import ConfigError, WorkerLost
+from kvps.store.handle import Ticket
+from kvps.torch.tracks import Steps, Tracks
+from kvps.torch.work import Work
+
+
+@pytest.fixture
+def tracks() -> Iterator[Tracks]:
+    one = Tracks()
+    yield one
+    one.close()
+    one._thread.join(30.0)
+    assert not one._thread.is_alive()
+
+
+def steps(log: list[str], name: str, *tickets: list[Ticket]) -> Steps:
+    log.append(f"{name} begins")
+    for some in tickets:
+        yield some
+        log.append(f"{name} goes on")
+
+
+def test_a_collective_goes_on_when_all_its_calls_are_over(tracks: Tracks) -> None:
+    log: list[str] = []
+    first, second, third = Ticket(), Ticket(), Ticket()
+    work = Work("one", [])
+    tracks.begin("a", steps(log, "one", [first, second], [third]), work)
+    assert log == ["one begins"], "at once, in the caller's thread"
+    first.end(None, None)
+    assert log == ["one begins"]
+    third.end(None, None)
+    second.end(None, None)
+    work.wait()
+    assert log == ["one begins", "one goes on", "one goes on"]
+
+
+def test_what_needs_no_waiting_is_done_at_once(tracks: Tracks) -> None:
+    log: list[str] = []
+    over = Ticket()
+    over.end(None, None)
+    work = Work("one", [])
+    tracks.begin("a", steps(log, "one", [], [over], []), work)
+    assert work.is_completed()
+    assert log == ["one begins", *["one goes on"] * 3]
+
+
+def test_those_of_one_track_follow_each_other_and_others_pass(tracks: Tracks) -> None:
+    log: list[str] = []
+    tickets = [Ticket() for _ in range(3)]
+    works = [Work(name, []) for name in "abc"]
+    tracks.begin("x", steps(log, "a", [tickets[0]]), works[0])
+    tracks.begin("x", steps(log, "b", [tickets[1]]), works[1])
+    tracks.begin("y", steps(log, "c", [tickets[2]]), works[2])
+    assert log == ["a begins", "c begins"]
+    tickets[1].end(None, None)
+    tickets[2].end(None, None)
+    works[2].wait()
+    assert not works[1].is_completed()
+    tickets[0].end(None, None)
+    works[1].wait()
+    assert log[-4:] == ["c goes on", "a goes on", "b begins", "b goes on"]
+
+
+def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(tracks: Tracks) -> None:
+    log: list[str] = []
+    ticket, other = Ticket(), Ticket()
+    works = [Work(name, []) for name in "abcd"]
+    tracks.begin("x", steps(log, "a", [ticket, other]), works[0])
+    tracks.begin("x", steps(log, "b"), works[1])
+    ticket.end(None, WorkerLost("worker 2"))
+    other.end(None, None)
+    for work in works[:2]:
+        with pytest.raises(WorkerLost, match="worker 2"):
+            work.wait()
+    tracks.begin("x", steps(log, "c"), works[2])
+    with pytest.raises(WorkerLost, match="worker 2"):
+        works[2].wait()
+    tracks.begin("y", steps(log, "d"), works[3])
+    assert works[3].wait()
+    assert log == ["a begins", "d begins"]
+
+
+def test_what_a_step_raises_is_the_error(tracks: Tracks) -> None:
+    def refused() -> Steps:
+        yield []
+        raise ConfigError("no")
+
+    work = Work("one", [])
+    tracks.begin("x", refused(), work)
+    with pytest.raises(ConfigError, match="no"):
+        work.wait()
+
+
+def test_steps_are_made_where_parameters_may_be_written_to(tracks: Tracks) -> None:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def write() -> Steps:
+        yield []
+        parameter.copy_(torch.ones(1))
+
+    work = Work("one", [])
+    tracks.begin("x", write(), work)
+    assert work.wait()
