@@ -3,10 +3,9 @@
     python examples/recommender.py                          # starts its own cluster: 3 workers, 2 servers
 
 The data are real and on every machine: the "users" are the modules, classes and functions of Python's
-standard library, the "items" the words of their documentation strings. As recommenders do, the model
-gives each user and each item a vector and learns which words belong to what (Bayesian personalised
-ranking, Rendle et al. 2009); a tenth of the words is hidden and has to be recommended again. Popular
-words alone are the baseline.
+standard library, the "items" the words of their documentation strings. As recommenders do, the model gives each
+user and each item a vector, and learns which words belong to what; a tenth of the words is hidden and
+has to be recommended again. Recommending what is popular is the baseline.
 
 Worker 2 sleeps after each step and so is five times as slow as the others. With dist_async each push moves
 the weights at once, and the others do not wait; with --store dist_sync all go at its pace.
@@ -31,7 +30,7 @@ from torch import nn
 
 from kvps.torch import DistributedOptimizer
 
-WIDTH, BATCH, LR = 32, 512, 0.02
+WIDTH, BATCH, LR, DECAY = 32, 512, 0.02, 1e-4
 WORKERS, SERVERS, SLOW = 3, 2, 5.0
 FREQUENT = 30
 """Words that are used so often in all are items; and users have some of them."""
@@ -76,8 +75,10 @@ class Recommender(nn.Module):
         for table in (self.users, self.items):
             nn.init.normal_(table.weight, std=0.1)
 
-    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-        return (self.users(user) * self.items(item)).sum(-1) + self.popularity[item]
+    def forward(self, user: torch.Tensor) -> torch.Tensor:
+        """Return a score of every item for each of these users."""
+        scores: torch.Tensor = self.users(user) @ self.items.weight.T + self.popularity
+        return scores
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def train_for(seconds: float, store: str) -> int:
     train, test, users, items = load()
     torch.manual_seed(0)
     model = Recommender(users, items)
-    adam = torch.optim.Adam(model.parameters(), lr=LR)
+    adam = torch.optim.Adam(model.parameters(), lr=LR, weight_decay=DECAY)
     optimizer = DistributedOptimizer(adam, model, store, update_on_kvstore=True)
     kv = optimizer.kvstore
     is_slow = kv.num_workers > 1 and kv.rank == kv.num_workers - 1
@@ -118,9 +119,7 @@ def train_for(seconds: float, store: str) -> int:
         while (now := time.perf_counter() - begin) < seconds:
             at = time.perf_counter()
             pairs = train[torch.randint(len(train), (BATCH,), generator=generator)]
-            others = torch.randint(items, (BATCH,), generator=generator)
-            better = model(pairs[:, 0], pairs[:, 1]) - model(pairs[:, 0], others)
-            loss = -F.logsigmoid(better).mean()
+            loss = F.cross_entropy(model(pairs[:, 0]), pairs[:, 1])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -136,7 +135,9 @@ def train_for(seconds: float, store: str) -> int:
         return 0
     for name, weight in model.named_parameters():
         kv.pull(name, out=weight.detach())
-    result = hit_rate(model.users.weight @ model.items.weight.T + model.popularity, train, test)
+    with torch.no_grad():
+        scores = model(torch.arange(users))
+    result = hit_rate(scores, train, test)
     uses = torch.bincount(train[:, 1], minlength=items).float()
     baseline = hit_rate(uses.expand(users, items), train, test)
     print(f"{store}: {len(train):,} pairs of {users:,} users and {items:,} items")
