@@ -340,7 +340,8 @@ class Worker:
             if request is not None:
                 yield from self.answered(request, packet, now)
             return
-        if isinstance(message, Error) and message.seq in self._asked:
+        ends_us = isinstance(message, Error) and message.code == Fenced.code  # and not just a call
+        if isinstance(message, Error) and message.seq in self._asked and not ends_us:
             request = self._asked.pop(message.seq)
             yield from self.refused(request, from_code(message.code, message.text), now)
             return

@@ -50,6 +50,7 @@ from kvps.messages import (
     Push,
     Rate,
     Released,
+    Resume,
     Return,
     Role,
     Stand,
@@ -622,6 +623,18 @@ class TestRefusals:
         one.scheduler(Error(0, Fenced.code, "worker 0 was replaced"))
         assert isinstance(one.error(ticket), Fenced)
         assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+    @pytest.mark.spec("R21")
+    def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
+        one = small()
+        tickets = [one.call(calls.Resume("kv", ("w",)))]
+        one.server(0, Pulled(one.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
+        tickets.append(one.call(push({"w": torch.ones(4)})))
+        one.scheduler(Error(one.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(one.call(pull({"w": torch.zeros(4)})))
+        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+        assert one.core.member.deadline() is None, "it beats no more"
 
 
 # --- cuts -----------------------------------------------------------------------------------------
