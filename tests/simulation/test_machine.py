@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.simulation.cluster import Client, Cluster, Script, Store, Values
+from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.faults import (
     Cut,
     Pause,
@@ -31,6 +31,7 @@ from tests.simulation.faults import (
     replace_when_lost,
     reset,
     restart,
+    see_that_it_was_fenced,
 )
 from tests.simulation.network import Faults
 from tests.simulation.witness import Witness
@@ -70,7 +71,6 @@ class Machine(RuleBasedStateMachine):
     def begin(self, mode: str, bound: int, machines: tuple[int, ...], in_order: bool) -> None:
         self.kv = Store(mode=mode, bigarray_bound=bound, bundles=mode == "sync")
         self.programs: list[list[str]] = [[] for _ in range(WORKERS)]
-        self.usurped: list[Client] = []
         self.rested: dict[str, float] = {}
         self.is_hurt = False
         """Somebody may have been taken for lost; nobody waits for the rest of that one's push."""
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         self.network = self.cluster.network
         self.network.overhears = Witness()
         self.trouble = Trouble()
-        self.trouble.befall(self.cluster)
+        self.usurped = self.trouble.befall(self.cluster)
 
     # --- what a rank does -----------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Machine(RuleBasedStateMachine):
             assert torch.equal(client.result["hot"].view(WORKERS, -1), closed(pushes)), "I2, I14"
             assert client.result["even"].unique().tolist() == [WORKERS * pushes], "I2, I14"
         for old in self.usurped:
-            assert old.done_at is None, "I9: its seat was taken, and its script ended"
+            see_that_it_was_fenced(self.cluster, old)
         self.cluster.part(400)
         assert not self.cluster.is_anyone_alive
 
