@@ -177,8 +177,8 @@ def supervise(cluster: Cluster, usurped: list[Client]) -> None:
     who came to take a seat and was refused is not: the one before it had woken, and has it again.
     """
     _start_scheduler(cluster)
-    for old in list(usurped):
-        _keep_if_not_replaced(cluster, old, usurped)
+    for rank in cluster.started:
+        _recognise(cluster, rank, usurped)
     for rank, client in list(cluster.clients.items()):
         if client.process.exit is not None and client.done_at is None:
             replace_when_lost(cluster, rank)
@@ -187,6 +187,20 @@ def supervise(cluster: Cluster, usurped: list[Client]) -> None:
             cluster.start_server(rank_of(server.name))
     if not cluster.is_over:
         cluster.network.at(cluster.network.now + LOOK_EVERY_S, lambda: supervise(cluster, usurped))
+
+
+def _recognise(cluster: Cluster, rank: int, usurped: list[Client]) -> None:
+    """Let that process be the client of a rank which holds its seat.
+
+    One that was started in another's place is refused if the scheduler hears the other one before.
+    """
+    seat = cluster.scheduler.core.job.seats.by_node[Node(Role.WORKER, rank)]  # type: ignore[attr-defined]
+    for one in cluster.started[rank]:
+        is_it = seat.is_taken and one.core.member.incarnation == seat.incarnation
+        if is_it and cluster.clients[rank] is not one:
+            cluster.clients[rank] = one
+            usurped[:] = [old for old in usurped if old is not one]
+            one.wake()
 
 
 def may_be_taken(cluster: Cluster, rank: int) -> bool:
@@ -223,18 +237,6 @@ def _usurp(cluster: Cluster, old: Client, rank: int, usurped: list[Client]) -> N
     if is_here and cluster.network.now < old.process.wakes_at and may_be_taken(cluster, rank):
         usurped.append(old)
         cluster.start_worker(rank)
-
-
-def _keep_if_not_replaced(cluster: Cluster, old: Client, usurped: list[Client]) -> None:
-    """Let ``old`` go on as its rank if it woke before the scheduler had heard of its replacement."""
-    rank = rank_of(old.process.name)
-    seat = cluster.scheduler.core.job.seats.by_node[Node(Role.WORKER, rank)]  # type: ignore[attr-defined]
-    is_still_its = seat.is_taken and seat.incarnation == old.core.member.incarnation
-    is_there = old.process.alive or old.done_at is not None
-    if is_still_its and is_there and not cluster.clients[rank].process.alive:
-        usurped.remove(old)
-        cluster.clients[rank] = old
-        old.wake()
 
 
 def see_that_it_was_fenced(cluster: Cluster, old: Client) -> None:

@@ -81,6 +81,8 @@ class Machine(RuleBasedStateMachine):
         )
         self.network = self.cluster.network
         self.network.overhears = Witness()
+        # The scheduler may be away for longer than that. It would give seats to those who had gone.
+        self.cluster.join_max_s = 10_000.0
         self.trouble = Trouble()
         self.usurped = self.trouble.befall(self.cluster)
 
