@@ -516,7 +516,8 @@ class Worker:
             if isinstance(step, Drain):
                 talk.requests = []
                 talk.waiting = dict(self._unacked.get(talk.call.store, {}))
-                self._draining.append(talk)
+                if talk.waiting:  # else it goes on at once, and waits for its own next
+                    self._draining.append(talk)
                 yield from self._ask_after(talk.waiting, now)
             else:
                 talk.requests = step
@@ -828,6 +829,9 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
+        for talk in self._draining:
+            assert talk.waiting, f"{name_of(talk.call)} drains, and waits for nothing"
+            assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
 
 
 def _is_for_user(talk: Talk) -> bool:

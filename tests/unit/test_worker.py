@@ -247,6 +247,19 @@ class TestValues:
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
 
+    @pytest.mark.parametrize("mode", ["async", "ssp"])
+    def test_a_push_that_need_not_wait_for_room_ends_with_its_values(self, mode: str) -> None:
+        """The window is full, and all that is in it has arrived."""
+        one = small(mode=mode)
+        for _ in range(WINDOW):
+            step(one, "w")
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,)))
+        assert len(one.sent(Push)) == WINDOW + 1
+        answer(one, one.seqs(Push)[-1], 7.0, version=WINDOW + 1)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7] * 4
+
 
 # --- what the servers can read --------------------------------------------------------------------
 
