@@ -136,7 +136,7 @@ def test_each_element_is_pushed_to_once(seed: int, request: pytest.FixtureReques
     dice = random.Random(seed)
     mode, bound = dice.choice(["async", "ssp"]), job.store.bigarray_bound
     job.store = Store(mode=mode, staleness=dice.randrange(3), bigarray_bound=bound)
-    job.ways = [dice.choice(["pull", "push"]) for _ in range(job.steps)]
+    job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
     job.is_hurt = not MILD.issuperset(trouble.kinds)
     job.machines = []
     with replayable(request, (job, trouble)):
