@@ -10,7 +10,7 @@ from kvps.core.effects import Connect, Copied, Exit, Finish
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.rounds import WINDOW
-from kvps.core.worker import LATE_MAX, Worker
+from kvps.core.worker import LAG_MAX_S, LATE_MAX, Worker
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -860,6 +860,31 @@ class TestLosses:
         assert one.core.books["later"].is_short
         one.view()
         assert not one.core.books["kv"].is_short
+
+    @pytest.mark.parametrize("who", ["another", "this one", "nobody"])
+    def test_nor_for_long_where_a_replacement_may_wait_itself(self, who: str) -> None:
+        """It makes up for what its predecessor left out, and reads before: where staleness is bounded,
+        that may wait for this worker."""
+        one = Bench()
+        one.open(mode="ssp")
+        one.init({"w": torch.zeros(40)})
+        one.core.books["kv"].is_resumed = who == "this one"
+        if who == "another":
+            one.view(member(W1, incarnation=99))
+        sink = torch.zeros(40)
+        ticket = one.call(calls.PullValues("kv", ("w",), (sink,), 0, 0))
+        pieces = one.core.books["kv"].key("w").pieces
+        for server, version in ((0, 5), (1, 4)):
+            size = (16, 24)[server]
+            runs = (Stand(0, size, version, 0),)
+            answer = Pulled(one.seqs(Pull, server)[-1], pieces[server].chunk, FLOAT, True, runs)
+            one.server(server, answer, torch.full((size,), float(version)))
+        one.wait(LAG_MAX_S - 0.1)
+        assert one.finish(ticket) is None
+        one.wait(0.1)
+        assert one.is_done(ticket) == (who != "nobody")
+        assert sink.tolist() == [5] * 16 + [4] * 24
+        assert len(one.sent(Pull)) == 3, "it is not asked for again"
 
 
 # --- the scheduler --------------------------------------------------------------------------------
