@@ -397,7 +397,10 @@ def inherit(book: Catalogue) -> Steps:
     answers = yield [Request(server, History(store)) for server in range(book.servers)]
     known = [one.message for one in answers if isinstance(one.message, HistoryIs)]
     newest = max(known, key=lambda one: one.rate_calls)
-    optimized = max(known, key=lambda one: one.optimize_calls)
+    # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every
+    # server has it: rank 0 may be ahead of them in a new epoch, and be setting it again.
+    furthest = max if book.rank == 0 else min
+    optimized = furthest(known, key=lambda one: one.optimize_calls)
     joins = max(one.joins for one in known)
     missed = [server for server, one in enumerate(known) if one.joins < joins]
     yield [Request(server, Return(store, joins)) for server in missed]

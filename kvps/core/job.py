@@ -83,8 +83,8 @@ class Job:
         """What members are told once everything is over."""
         self._last_word: Exit | None = None
         """What is to be done when everybody knows that."""
-        self._untold: set[Node | None] = set()
-        """Members that have no connection along which to tell them."""
+        self._untold: set[tuple[Node, int] | None] = set()
+        """Members that have no connection along which to tell them, and their incarnations."""
         self._looked_at = now
         """When it last looked at the time, or had no reason to."""
         self.due: float | None = None
@@ -258,16 +258,16 @@ class Job:
         self.has_changed = False
         self._last_word = Exit(code, stop.reason)
         self._untold = {
-            seat.node
+            (seat.node, seat.incarnation)
             for seat in self.seats.by_node.values()
             if seat.state is State.HELD and not seat.links
         }
         self.due = now + FAREWELL_MAX_S
         self.part(None, now)
 
-    def part(self, node: Node | None, now: float) -> None:
-        """Exit if ``node``, which was just told to stop, is the last; or if it is late."""
-        self._untold.discard(node)
+    def part(self, told: tuple[Node, int] | None, now: float) -> None:
+        """Exit if ``told``, who was just told to stop, is the last; or if it is late."""
+        self._untold.discard(told)
         is_late = self.due is not None and now >= self.due
         if self._last_word is not None and (is_late or not self._untold):
             self._outbox.append(self._last_word)

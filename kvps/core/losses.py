@@ -46,6 +46,10 @@ class Losses:
     def __init__(self) -> None:
         self.workers: dict[int, Lost] = {}
         self.server: LostServer | None = None
+        self.was_replaced = False
+        """Some worker has taken another's place."""
+        self._lives: dict[int, int] = {}
+        """Of each worker rank, the newest incarnation."""
 
     def learn(self, view: View, incarnations: dict[int, int], now: float) -> None:
         """Take a view in. ``incarnations`` are those of the servers that this worker talks to."""
@@ -58,7 +62,11 @@ class Losses:
                     since = now - one.lost_for_s if server is None else server.since
                     cut = 0 if one.state == "gone" else view.cut
                     self.server = LostServer(what, since, cut)
-            elif one.state in ("lost", "gone"):
+                continue
+            before_it = self._lives.get(one.rank, 0)
+            self._lives[one.rank] = one.incarnation
+            self.was_replaced = self.was_replaced or 0 < before_it < one.incarnation
+            if one.state in ("lost", "gone"):
                 since = now - one.lost_for_s
                 before = known.get(one.rank)
                 if before is not None and before.member.incarnation == one.incarnation:

@@ -32,7 +32,7 @@ def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> b
         reading.index, reading.at = index, max(reading.at, ask.start)
         for span in chunk.spans_in(reading.at, ask.start + ask.size):
             reading.at = max(reading.at, span.start)
-            if _lack(space, span, ask, reading.session.rank, quorum):
+            if _lack(space, span, ask, reading, quorum):
                 return False
     chunk.validate(reading.asks)
     return True
@@ -49,7 +49,7 @@ def why(
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     ask = reading.asks[reading.index]
-    lack = _lack(space, span, ask, reading.session.rank, quorum, describe)
+    lack = _lack(space, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {lack}"
 
 
@@ -57,11 +57,12 @@ def _lack(
     space: Namespace,
     span: Span,
     ask: Ask,
-    rank: int,
+    reading: Reading,
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
     """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
+    rank = reading.session.rank
     if space.ordered:
         if span.version >= max(ask.after, ask.least):
             return ""
@@ -75,7 +76,9 @@ def _lack(
         return f"it is at version {span.version}, asked for is {ask.least}"
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
-    ahead = span.ahead(rank, quorum.live) if space.opened.mode == "ssp" else 0
+    # Only values are stale. Who asks which pushes it owes may be the one for whose push others wait.
+    is_bounded = space.opened.mode == "ssp" and reading.values
+    ahead = span.ahead(rank, quorum.live) if is_bounded else 0
     if ahead > space.opened.staleness:
         slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (

@@ -12,7 +12,8 @@ as they are, and pushes what it owes.
 
 Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts
 at different versions until its replacement completes it. Nobody waits for that: while a worker is
-lost, such a key is taken as it is.
+lost, such a key is taken as it is; and if one was replaced, after a while, as the replacement may itself
+wait for one who waits so (where staleness is bounded).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Drain:
 
 
 class Lagging(list[Request]):
-    """Requests for parts that lag behind; resume, with what there is, when a worker is lost."""
+    """Requests for parts that lag behind; resume without answers, with what there is, if a worker is lost,
+    or was."""
 
 
 Step = list[Request] | Drain
@@ -257,10 +259,13 @@ def even_out(
         again = Tally(make(lagging), dropped=tally.dropped)
         conditions = [of_key(after, index) for index in torn]
         urgent = [of_key(priority, index) for index in torn]
-        yield Lagging(_asked(book, again.plan, again, sink.only(torn), conditions, least, urgent))
+        requests = _asked(book, again.plan, again, sink.only(torn), conditions, least, urgent)
+        answers = yield Lagging(requests)
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         tally.is_unwanted = tally.is_unwanted or again.is_unwanted
+        if not answers:
+            return  # nobody waits any more for what may never come
         torn = _without_own({index: parts for index, parts in torn.items() if is_torn(parts)})
 
 

@@ -89,7 +89,7 @@ class Scheduler:
                     pass
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
-                    self.job.part(envelope.node, now)
+                    self.job.part((envelope.node, envelope.incarnation), now)
                 case Hello():
                     self._on_hello(route, envelope, message, now)
                 case Beat():

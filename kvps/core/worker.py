@@ -98,6 +98,8 @@ LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
 ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs, Revived)
 """What a server may answer besides ACK; each carries the request's number."""
+LAG_MAX_S = 10.0
+"""How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
 LATE_MAX = 64
 """How many calls that succeeded after their Timeout are kept for those who ask again."""
 
@@ -115,6 +117,8 @@ class Talk:
     probed: bool = False
     has_pushed: bool = False
     """Its pushes, if it makes any, are numbered and under way."""
+    since: float = 0.0
+    """When this step began."""
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
@@ -266,6 +270,7 @@ class Worker:
             if now >= request.sent_at + ASK_AGAIN_S:
                 yield from self._ask_scheduler(request, now)
         yield from self._end_joining(now)
+        yield from self._take_what_lags(now)
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
         if self._standstill.is_impatient(self.member.heard_at, now):
@@ -313,6 +318,7 @@ class Worker:
         for request in self._asked.values():
             yield request.sent_at + ASK_AGAIN_S
         for talk in self._talks.values():
+            yield self._lags_until(talk)
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
         waited_for = {talk.call.store for talk in self._talks.values() if _is_for_user(talk)}
@@ -340,7 +346,8 @@ class Worker:
             if request is not None:
                 yield from self.answered(request, packet, now)
             return
-        if isinstance(message, Error) and message.seq in self._asked:
+        ends_us = isinstance(message, Error) and message.code == Fenced.code  # and not just a call
+        if isinstance(message, Error) and message.seq in self._asked and not ends_us:
             request = self._asked.pop(message.seq)
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
@@ -407,8 +414,7 @@ class Worker:
         for book in self.books.values():
             book.is_short = bool(self.losses.workers)
         yield from self._end_what_is_lost(now)
-        if self.losses.workers:
-            yield from self._take_what_lags(now)
+        yield from self._take_what_lags(now)
         yield from self._flow(now)
 
     # --- servers and neighbours ----------------------------------------------------------------------
@@ -515,10 +521,11 @@ class Worker:
             if isinstance(step, Drain):
                 talk.requests = []
                 talk.waiting = dict(self._unacked.get(talk.call.store, {}))
-                self._draining.append(talk)
+                if talk.waiting:  # else it goes on at once, and waits for its own next
+                    self._draining.append(talk)
                 yield from self._ask_after(talk.waiting, now)
             else:
-                talk.requests = step
+                talk.requests, talk.since = step, now
                 talk.waiting = dict.fromkeys(step)
                 yield from self._ask(talk, now)
             if talk.waiting:
@@ -606,12 +613,26 @@ class Worker:
                 yield from self._go_on(talk, [], now)
 
     def _take_what_lags(self, now: float) -> Effects:
-        """A worker is lost: let those who wait for its pushes to arrive everywhere go on."""
+        """Let those go on who wait for pushes to arrive everywhere that may never do.
+
+        So it is while a worker is lost. One that took another's place may wait for us, before it makes
+        up for what did not get in everywhere.
+        """
         for talk in list(self._talks.values()):
-            lags = isinstance(talk.requests, Lagging) and talk.waiting
-            if lags and not self.books[talk.call.store].ordered:
+            if talk.ticket in self._talks and now >= self._lags_until(talk):
                 self._drop(talk)
                 yield from self._go_on(talk, [], now)
+
+    def _lags_until(self, talk: Talk) -> float:
+        """Return until when ``talk`` waits for parts that lag behind; for ever, if it need not end."""
+        if not isinstance(talk.requests, Lagging) or not talk.waiting:
+            return math.inf
+        book = self.books[talk.call.store]
+        if book.ordered:
+            return math.inf
+        if self.losses.workers:
+            return talk.since
+        return talk.since + LAG_MAX_S if self.losses.was_replaced or book.is_resumed else math.inf
 
     # --- cuts -------------------------------------------------------------------------------------
 
@@ -827,6 +848,9 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self.neighbours.check()
+        for talk in self._draining:
+            assert talk.waiting, f"{name_of(talk.call)} drains, and waits for nothing"
+            assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
 
 
 def _is_for_user(talk: Talk) -> bool:

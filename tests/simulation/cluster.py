@@ -17,7 +17,7 @@ import torch
 from kvps.core import calls
 from kvps.core.effects import Copied, Finish, Save
 from kvps.core.hyper import resolve
-from kvps.core.member import Identity
+from kvps.core.member import JOIN_MAX_S, Identity
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
 from kvps.core.worker import Worker
@@ -257,6 +257,10 @@ class Cluster:
         self.workers = workers
         self.script = script
         self.clients: dict[int, Client] = {}
+        self.started: dict[int, list[Client]] = {rank: [] for rank in range(workers)}
+        """All that were ever started, by rank."""
+        self.join_max_s = JOIN_MAX_S
+        """How long a process waits for a scheduler that says nothing, before it has joined."""
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         self.settings = Settings(workers, servers, persist=True)
@@ -316,6 +320,7 @@ class Cluster:
         core = Worker(self._identity(Role.WORKER, rank, pid), self.network.time(name))
         process = self.network.add(name, core, f"sim://worker-{rank}-{pid}")
         self.clients[rank] = Client(self, process, core, self.script(rank))
+        self.started[rank].append(self.clients[rank])
         self.clients[rank].begin()
         return self.clients[rank]
 
@@ -323,7 +328,10 @@ class Cluster:
         host = f"host-{role}-{rank}"
         machine = 1 if role is Role.SERVER else dict(enumerate(self.machines)).get(rank, 0)
         return Identity(
-            role, "sim://scheduler", host, pid, "kvps", rank, endpoint=endpoint, machine=machine
+            *(role, "sim://scheduler", host, pid, "kvps", rank),
+            endpoint=endpoint,
+            machine=machine,
+            join_max_s=self.join_max_s,
         )
 
     def kill(self, rank: int, is_noticed: bool = True) -> None:

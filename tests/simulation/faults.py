@@ -112,7 +112,7 @@ class Trouble:
         for at, rank, is_noticed in self.kills:
             network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
             network.at(at + 1, lambda one=rank: replace_when_lost(cluster, one))  # type: ignore[misc]
-        supervise(cluster)
+        supervise(cluster, usurped)
         for one in self.restarts:
             network.at(one.at, lambda it=one: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
         for broken in self.resets:
@@ -168,14 +168,17 @@ def replace_when_lost(cluster: Cluster, rank: int) -> None:
         cluster.network.at(cluster.network.now + 1, lambda: replace_when_lost(cluster, rank))
 
 
-def supervise(cluster: Cluster) -> None:
+def supervise(cluster: Cluster, usurped: list[Client]) -> None:
     """Start again whoever ended before its time, as guardians and systemd do.
 
     Such are a scheduler that could not save; a worker whose script was not done (one that cannot
     join for a minute ends as *temporary*; one whose WELCOME comes after it has said HELLO to a
-    restarted scheduler has two, and is fenced); and a server that could not join for a minute.
+    restarted scheduler has two, and is fenced); and a server that could not join for a minute. One
+    who came to take a seat and was refused is not: the one before it had woken, and has it again.
     """
     _start_scheduler(cluster)
+    for rank in cluster.started:
+        _recognise(cluster, rank, usurped)
     for rank, client in list(cluster.clients.items()):
         if client.process.exit is not None and client.done_at is None:
             replace_when_lost(cluster, rank)
@@ -183,7 +186,21 @@ def supervise(cluster: Cluster) -> None:
         if server.exit is not None and server.core.member.welcome is None:  # type: ignore[attr-defined]
             cluster.start_server(rank_of(server.name))
     if not cluster.is_over:
-        cluster.network.at(cluster.network.now + LOOK_EVERY_S, lambda: supervise(cluster))
+        cluster.network.at(cluster.network.now + LOOK_EVERY_S, lambda: supervise(cluster, usurped))
+
+
+def _recognise(cluster: Cluster, rank: int, usurped: list[Client]) -> None:
+    """Let that process be the client of a rank which holds its seat.
+
+    One that was started in another's place is refused if the scheduler hears the other one before.
+    """
+    seat = cluster.scheduler.core.job.seats.by_node[Node(Role.WORKER, rank)]  # type: ignore[attr-defined]
+    for one in cluster.started[rank]:
+        is_it = seat.is_taken and one.core.member.incarnation == seat.incarnation
+        if is_it and cluster.clients[rank] is not one:
+            cluster.clients[rank] = one
+            usurped[:] = [old for old in usurped if old is not one]
+            one.wake()
 
 
 def may_be_taken(cluster: Cluster, rank: int) -> bool:
@@ -220,6 +237,20 @@ def _usurp(cluster: Cluster, old: Client, rank: int, usurped: list[Client]) -> N
     if is_here and cluster.network.now < old.process.wakes_at and may_be_taken(cluster, rank):
         usurped.append(old)
         cluster.start_worker(rank)
+
+
+def see_that_it_was_fenced(cluster: Cluster, old: Client) -> None:
+    """See that nobody served one whose seat was taken, once it had woken (I9).
+
+    Its script may end well as it wakes, if all that it waits for had been answered when it was
+    stopped: sooner than anything that it asks then can be.
+    """
+    answered_at = old.process.wakes_at + 2 * cluster.network.faults.latency_s
+    assert old.done_at is None or old.done_at <= answered_at, (
+        f"I9: the seat of {old.process.name} was taken, and its script was served and ended"
+    )
+    assert old.error is None, f"I9: {old.process.name} was to end with its process: {old.error}"
+    assert old.process.exit is None or old.process.exit.code != 0, old.process.exit
 
 
 # --- drawing --------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_each_element_is_pushed_to_once(
 ) -> None:
     dice, job = draw(seed)
     job.store.mode, job.store.staleness = mode, dice.choice([0, 1, 5])
-    job.ways = [dice.choice(["pull", "push"]) for _ in range(job.steps)]
+    job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
     with replayable(request, job):
         cluster = play_script(job, lambda rank: one_hot(job, rank))
         for client in cluster.clients.values():

@@ -26,10 +26,13 @@ from tests.simulation.training import (
     Job,
     Play,
     befall_each_packet,
+    check,
     end_at_each_packet,
+    is_trained,
     kill_at_each_packet,
     named,
     play_with,
+    reference,
 )
 
 LATE_S = 0.01
@@ -97,6 +100,32 @@ def test_anything_may_befall_any_one_packet(mode: str, way: str, fate: tuple[flo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_may_die_at_any_packet(mode: str, way: str, rank: int) -> None:
     kill_at_each_packet(job_of(mode, way), rank, PLAYS[mode])
+
+
+def test_only_a_replacement_finds_elements_that_are_ahead() -> None:
+    """It owes the lowest number, and what its predecessor got in elsewhere stands."""
+    ahead: set[int] = set()
+
+    def look_first(job: Job, rank: int) -> Script:
+        kv, versions = job.store, reference(job)
+        yield from kv.open()
+        yield from kv.init(job.initial())
+        yield from kv.set_optimizer("test", rescale_grad=2.0)
+        begin = yield from kv.resume(["w"])
+        for step in range(begin, job.steps):
+            now, next_one = versions[step]["w"], versions[step + 1]["w"]
+            found = (yield from kv.pull(job.initial()))["w"]
+            assert torch.all((found == now) | (found == next_one)), f"step {step}: {found}"
+            if not torch.equal(found, now):
+                ahead.add(rank)
+            check(step, (yield from kv.pushpull(job.gradients(rank, step))), versions[step + 1])
+        yield from kv.barrier()
+        return (yield from kv.pull(job.initial()))
+
+    job = job_of("sync", "pushpull")
+    job.servers, job.sizes["w"], job.store.bigarray_bound = 2, 40, 1
+    kill_at_each_packet(job, 1, (look_first, is_trained))
+    assert ahead == {1}
 
 
 @each_job

@@ -19,7 +19,15 @@ import torch
 
 from kvps.errors import KvpsError, ServerLost, Timeout
 from tests.simulation.cluster import Client, Cluster, Script, Store
-from tests.simulation.faults import HARMLESS, PAUSES, Pause, Trouble, drawn
+from tests.simulation.faults import (
+    HARMLESS,
+    PAUSES,
+    Pause,
+    Trouble,
+    drawn,
+    see_that_it_was_fenced,
+)
+from tests.simulation.network import Faults
 from tests.simulation.training import (
     WAYS,
     Job,
@@ -62,8 +70,7 @@ def judge(cluster: Cluster, usurped: list[Client], trouble: Trouble) -> None:
         assert client.error is None, client.error
         assert all(map(is_harmless, client.later)), client.later
     for old in usurped:
-        assert old.done_at is None, "I9: its seat was taken, and its script ended"
-        assert old.process.exit is None or old.process.exit.code != 0, old.process.exit
+        see_that_it_was_fenced(cluster, old)
     for server in cluster.servers:
         chunks = server.core.requests.engine.chunks.by_number.values()  # type: ignore[attr-defined]
         is_open = [span for chunk in chunks for span in chunk.spans if span.is_open]
@@ -129,7 +136,7 @@ def test_each_element_is_pushed_to_once(seed: int, request: pytest.FixtureReques
     dice = random.Random(seed)
     mode, bound = dice.choice(["async", "ssp"]), job.store.bigarray_bound
     job.store = Store(mode=mode, staleness=dice.randrange(3), bigarray_bound=bound)
-    job.ways = [dice.choice(["pull", "push"]) for _ in range(job.steps)]
+    job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
     job.is_hurt = not MILD.issuperset(trouble.kinds)
     job.machines = []
     with replayable(request, (job, trouble)):
@@ -161,6 +168,23 @@ def test_a_server_that_was_stopped_for_too_long(
             else:
                 assert isinstance(client.error, ServerLost), client.error
                 assert name in str(client.error)
+
+
+@pytest.mark.parametrize("seed", SIXTEENTH)
+def test_one_that_was_replaced_wakes_while_others_train(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    """I9, wherever it was stopped: another worker stands still for longer, so the job goes on."""
+    dice = random.Random(seed)
+    job = Job(seed, 3, 2, 3, sizes={"k0": 200}, ways=["push", "pushpull", "push, pull"])
+    trouble = Trouble(("usurp", "far"), Faults(latency_s=0.3, double=dice.choice([0.0, 0.3])))
+    at = dice.uniform(1, 14)
+    trouble.pauses = [Pause("worker 2", at, 40.0, is_usurped=True), Pause("worker 1", at, 60.0)]
+    with replayable(request, (job, trouble)):
+        cluster, usurped = play(job, trouble, lambda rank: train(job, rank))
+        judge(cluster, usurped, trouble)
+        for client in cluster.clients.values():
+            check(job.steps, client.result, reference(job)[-1])
 
 
 @pytest.mark.parametrize("seed", SIXTEENTH)

@@ -132,9 +132,14 @@ def one_hot(job: Job, rank: int) -> Script:
     for step in range(begin, job.steps):
         hot = torch.zeros(size)
         hot[rank * job.steps + step :: job.workers * job.steps] = -1
-        yield from kv.push({"hot": hot, "even": -torch.ones(140)})
+        gradients = {"hot": hot, "even": -torch.ones(140)}
+        if job.ways[step] == "pushpull":
+            pulled = yield from kv.pushpull(gradients)
+        else:
+            yield from kv.push(gradients)
         if job.ways[step] == "pull":
             pulled = yield from kv.pull(zeros)
+        if job.ways[step] != "push":
             # Nobody waits for the rest of a push whose worker is lost.
             assert job.kills or job.is_hurt or len(pulled["even"].unique()) == 1, (
                 f"torn: {pulled['even']}"

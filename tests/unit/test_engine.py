@@ -591,6 +591,19 @@ def test_who_is_too_far_ahead_waits_until_another_rank_pushes() -> None:
 
 
 @pytest.mark.spec("R60")
+def test_who_only_asks_what_it_owes_waits_for_nobody() -> None:
+    one = ssp(staleness=0)
+    one.push(1, "a", [1, 1], 0)
+    for number in range(2):
+        one.push(0, "a", [1, 1], number)
+    one.replace(0)
+    (answer,) = heard(one.pull(0, "a", values=False), Pulled)
+    assert answer.runs[0].owed == 2
+    assert one.pull(0, "a", seq=50) == []
+    assert pulled(one.push(1, "a", [1, 1], 1)).keys() == {50}
+
+
+@pytest.mark.spec("R60")
 @pytest.mark.parametrize("state", ["lost", "left", "gone"])
 def test_nobody_waits_for_one_who_is_not_there(state: str) -> None:
     one = ssp(staleness=0)

@@ -163,6 +163,14 @@ class TestFarewell:
         assert told(effects, Stop) == ["s1"]
         assert exits(effects) == [Exit(0, "every worker left (1 of 1)")]
 
+    def test_a_newcomer_is_taken_for_none_of_them(self) -> None:
+        stage = self.restarted()
+        stage.leave("w0")
+        assert told(stage.hello("s9"), Stop) == ["s9"]  # in an envelope of rank 0, as it has none
+        assert not exits(stage.beat("s1"))
+        assert told(effects := stage.beat("s0"), Stop) == ["s0"]
+        assert exits(effects)
+
     def test_but_not_for_long(self) -> None:
         stage = self.restarted()
         assert not exits(stage.leave("w0"))

@@ -34,6 +34,17 @@ def test_nobody_is_lost() -> None:
     assert losses.deadline(book()) is None
 
 
+def test_a_replacement_is_remembered() -> None:
+    losses = learn(Losses(), member(S0), member(W0), member(W1, "empty", incarnation=0))
+    learn(losses, member(S0), member(W0), member(W1))
+    learn(losses, member(S0), member(W0), lost(W1))
+    learn(losses, member(S0, incarnation=98), member(W0), member(W1))
+    assert not losses.was_replaced, "it came, and came back; a server is another matter"
+    learn(losses, member(S0), member(W0), member(W1, incarnation=99))
+    assert losses.was_replaced
+    assert learn(losses, member(S0), member(W0), member(W1, incarnation=99)).was_replaced
+
+
 class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
     def test_that_is_lost_ends_all_stores(self, state: str) -> None:

@@ -9,6 +9,7 @@ from kvps.core import calls
 from kvps.core.catalogue import Catalogue
 from kvps.core.effects import Connect, Effect
 from kvps.core.hyper import resolve
+from kvps.core.placement import parts
 from kvps.core.rejoin import Rejoin, epoch_changed
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
 from kvps.messages import (
@@ -130,6 +131,36 @@ def test_without_a_call_under_way_the_next_one_is_told() -> None:
     assert not changed_at(one, told).has_optimizer, "it was set after the cut"
     assert one.finish(one.call(pull({"w": torch.zeros(4)}))) is None
     assert [note for note in one.notes() if "epoch 1" in note]
+
+
+@pytest.mark.spec("R144")
+@pytest.mark.parametrize(("calls_known", "is_set"), [((1, 1), True), ((0, 1), False)])
+def test_an_optimizer_that_rank_0_is_setting_again_is_there_when_all_servers_have_it(
+    calls_known: tuple[int, int], is_set: bool
+) -> None:
+    """Else this rank would go on, and change the rate of an optimizer that a server does not have."""
+    one = Bench(rank=1)
+    one.open()
+    one.init({"w": torch.zeros(4)})
+    one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+    for server in (0, 1):
+        one.server(server, Done(one.seqs(Optimize, server)[-1]))
+    begin(one)
+    for server in (0, 1):
+        one.server(server, Welcome(1, 22, 2, 2))
+    for server in (0, 1):
+        one.server(server, Done(one.seqs(Open, server)[-1]))
+    (home,) = [part.server for part in parts("w", 4, 2)]
+    one.server(home, FoundAll(one.seqs(Find)[-1], (Found(FLOAT, (4,), 0),)))
+    one.server(home, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(CHUNK, 0, 4),)),)))
+    stands = (Stand(0, 4, 0, 0),)
+    one.server(home, Pulled(one.seqs(Pull)[-1], CHUNK, FLOAT, False, stands))
+    for server, known in enumerate(calls_known):
+        seq = one.seqs(History, server)[-1]
+        one.server(server, HistoryIs(seq, known, 0, 0, 0, 0.0, 0, joined=False))
+    assert changed_at(one, one.call(calls.Ask("kv"))).has_optimizer == is_set
+    one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+    assert one.sent(Optimize)[-1].call == 1, "the one that rank 0 makes"
 
 
 @pytest.mark.spec("R144")

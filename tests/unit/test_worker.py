@@ -10,7 +10,7 @@ from kvps.core.effects import Connect, Copied, Exit, Finish
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.rounds import WINDOW
-from kvps.core.worker import LATE_MAX, Worker
+from kvps.core.worker import LAG_MAX_S, LATE_MAX, Worker
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -50,6 +50,7 @@ from kvps.messages import (
     Push,
     Rate,
     Released,
+    Resume,
     Return,
     Role,
     Stand,
@@ -245,6 +246,19 @@ class TestValues:
         values.fill_(-1)
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    @pytest.mark.parametrize("mode", ["async", "ssp"])
+    def test_a_push_that_need_not_wait_for_room_ends_with_its_values(self, mode: str) -> None:
+        """The window is full, and all that is in it has arrived."""
+        one = small(mode=mode)
+        for _ in range(WINDOW):
+            step(one, "w")
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,)))
+        assert len(one.sent(Push)) == WINDOW + 1
+        answer(one, one.seqs(Push)[-1], 7.0, version=WINDOW + 1)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7] * 4
 
 
 # --- what the servers can read --------------------------------------------------------------------
@@ -623,6 +637,18 @@ class TestRefusals:
         assert isinstance(one.error(ticket), Fenced)
         assert one.exits() == [Exit(1, "worker 0 was replaced")]
 
+    @pytest.mark.spec("R21")
+    def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
+        one = small()
+        tickets = [one.call(calls.Resume("kv", ("w",)))]
+        one.server(0, Pulled(one.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
+        tickets.append(one.call(push({"w": torch.ones(4)})))
+        one.scheduler(Error(one.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(one.call(pull({"w": torch.zeros(4)})))
+        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+        assert one.core.member.deadline() is None, "it beats no more"
+
 
 # --- cuts -----------------------------------------------------------------------------------------
 
@@ -834,6 +860,31 @@ class TestLosses:
         assert one.core.books["later"].is_short
         one.view()
         assert not one.core.books["kv"].is_short
+
+    @pytest.mark.parametrize("who", ["another", "this one", "nobody"])
+    def test_nor_for_long_where_a_replacement_may_wait_itself(self, who: str) -> None:
+        """It makes up for what its predecessor left out, and reads before: where staleness is bounded,
+        that may wait for this worker."""
+        one = Bench()
+        one.open(mode="ssp")
+        one.init({"w": torch.zeros(40)})
+        one.core.books["kv"].is_resumed = who == "this one"
+        if who == "another":
+            one.view(member(W1, incarnation=99))
+        sink = torch.zeros(40)
+        ticket = one.call(calls.PullValues("kv", ("w",), (sink,), 0, 0))
+        pieces = one.core.books["kv"].key("w").pieces
+        for server, version in ((0, 5), (1, 4)):
+            size = (16, 24)[server]
+            runs = (Stand(0, size, version, 0),)
+            answer = Pulled(one.seqs(Pull, server)[-1], pieces[server].chunk, FLOAT, True, runs)
+            one.server(server, answer, torch.full((size,), float(version)))
+        one.wait(LAG_MAX_S - 0.1)
+        assert one.finish(ticket) is None
+        one.wait(0.1)
+        assert one.is_done(ticket) == (who != "nobody")
+        assert sink.tolist() == [5] * 16 + [4] * 24
+        assert len(one.sent(Pull)) == 3, "it is not asked for again"
 
 
 # --- the scheduler --------------------------------------------------------------------------------
