@@ -494,7 +494,7 @@ def _decide(kv: Any, wanted: bool | None) -> bool:
 
 
 def _is_distributed(kv: KVStore) -> bool:
-    return kv.type.startswith("dist")
+    return kv.type not in ("local", "device")
 
 
 def _check_free(kv: Any, tensors: Mapping[str, torch.Tensor]) -> None:
