@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from kvps.errors import KvpsError, Mismatch, WorkerLost
 from kvps.store.meeting import Meeting
@@ -187,26 +187,19 @@ class Ring:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not begun the call in which this one waits."""
-        if self._board is None:
+        board = self._board
+        if board is None:
             return []
         with suppress(RuntimeError):  # rank 0's process has ended, and with it the board
-            return [
-                rank
-                for rank in range(self.size)
-                if rank != self.rank and self._noted(rank) < self.number
-            ]
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            return [rank for rank in others if _noted(board, rank) < self.number]
         return []
 
-    def _noted(self, rank: int) -> int:
-        """Return the call in which a rank waits, or waited last."""
-        assert self._board is not None
-        at = f"at/{rank}"
-        return int(self._board.get(at)) if self._board.check([at]) else 0
-
     def _note(self) -> None:
+        board = self._board
         with suppress(RuntimeError):
-            assert self._board is not None
-            self._board.set(f"at/{self.rank}", str(self.number))
+            if board is not None:
+                board.set(f"at/{self.rank}", str(self.number))
 
     # --- GPUs -------------------------------------------------------------------------------------
 
@@ -249,3 +242,9 @@ class Ring:
                 word = torch.empty(1)
                 group.recv([word], (self.rank + 1) % self.size, CANCEL_TAG).wait(AT_ONCE)
         self._board = None
+
+
+def _noted(board: Store, rank: int) -> int:
+    """Return the call in which a rank waits, or waited last."""
+    at = f"at/{rank}"
+    return int(board.get(at)) if board.check([at]) else 0
