@@ -89,9 +89,9 @@ class AllreduceStore(Serverless):
         """Return how many pushes of a key were summed since init; for a list of keys a list."""
         self._begin()
         names, is_many = names_of(key)
-        cells = self._cells.of(names)
-        Awaited(cells, self._limit(timeout), self.wait).wait()
-        found = [turn.versions[index] for turn, index in cells]
+        turns = self._cells.of(names)
+        Awaited(names, turns, self._limit(timeout), self.wait).wait()
+        found = [turn.version(name) for name, turn in zip(names, turns, strict=True)]
         return found if is_many else found[0]
 
     def resume(self, keys: object, *, timeout: float | None = None) -> int:
@@ -156,7 +156,7 @@ class AllreduceStore(Serverless):
             Load("broadcast", keys, "cpu"), tuple(name for name, _ in keys), rows, limit_s
         )
         self.wait(turn, limit_s, limit_s)
-        _deliver(list(zip(sinks, turn.rows, strict=True)))
+        _deliver(sinks, turn.rows)
         return _over()
 
     def _spread(
@@ -221,7 +221,7 @@ class AllreduceStore(Serverless):
         turn = Turn(load.words, make)
         if sinks is not None:
             self._cells.begin(turn, names, 1, limit_s)
-            return Awaited([(turn, index) for index in range(len(names))], limit_s, self.wait)
+            return Awaited(names, [turn] * len(names), limit_s, self.wait)
         turn.on_error = self._owe
         self._cells.begin(turn, names, 1, limit_s)
         return _over()  # it is copied; whether it can be summed shows later
@@ -234,14 +234,14 @@ class AllreduceStore(Serverless):
         least: int,
         limit_s: float,
     ) -> Ticket:
-        cells = self._cells.of(names)
-        found = Awaited(cells, limit_s, self.wait)
+        turns = self._cells.of(names)
+        found = Awaited(names, turns, limit_s, self.wait)
         if least:
             found.wait()
-            for name, (turn, index) in zip(names, cells, strict=True):
-                if turn.versions[index] < least:
+            for name, turn in zip(names, turns, strict=True):
+                if turn.version(name) < least:
                     raise ConfigError(
-                        f"key {name!r} stands at version {turn.versions[index]}, and in an allreduce "
+                        f"key {name!r} stands at version {turn.version(name)}, and in an allreduce "
                         f"store only this rank's own pushes bring it to min_version={least}"
                     )
         return found
@@ -250,11 +250,17 @@ class AllreduceStore(Serverless):
         if out is not None:
             if not copy:
                 raise ConfigError("copy=False returns the values where they are; leave out= away")
-            targets = targets_for(names, is_many, out, self._specs)
+            form = self._form(names)
+            given: Any = out if is_many else [out]
+            if form is not None and form.fits_as_sinks(given):
+                targets, places = list(given), list(range(len(given)))
+            else:  # several of one key, or such as must be looked at
+                lists = targets_for(names, is_many, out, self._specs)
+                targets = [target for devices in lists for target in devices]
+                places = [index for index, devices in enumerate(lists) for _ in devices]
 
             def deliver(rows: Any) -> object:
-                pairs = zip(targets, rows, strict=True)
-                _deliver([(target, row) for devices, row in pairs for target in devices])
+                _deliver(targets, [rows[index] for index in places])
                 return out
 
             return Wanted((), deliver)
@@ -342,10 +348,15 @@ class AllreduceStore(Serverless):
         return known
 
 
-def _deliver(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy rows into the user's tensors, given as (target, row), wherever either is."""
-    bring_back([(target, row) for target, row in copies if not row.is_cuda])
-    for target, row in copies:
+@torch.no_grad()
+def _deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+    """Copy each row into its target, a tensor of the user's, wherever either is."""
+    if all(one.is_cpu for one in targets) and all(one.is_cpu for one in rows):
+        torch._foreach_copy_(list(targets), list(rows))  # all at once: there may be thousands
+        return
+    pairs = list(zip(targets, rows, strict=True))
+    bring_back([(target, row) for target, row in pairs if row.is_cpu])
+    for target, row in pairs:
         if row.is_cuda:
             target.copy_(row)
             row.record_stream(torch.cuda.current_stream(row.device))

@@ -9,14 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 from kvps.errors import KeyNotFound
 from kvps.store.handle import Ticket
 from kvps.store.turns import Turn, Turns
-
-Cell: TypeAlias = tuple[Turn, int]
-"""A turn, and the place of a key among those it makes values for."""
 
 
 class Cells:
@@ -24,32 +20,30 @@ class Cells:
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._newest: dict[str, Cell] = {}
-        self._made: dict[str, Cell] = {}
+        self._newest: dict[str, Turn] = {}
+        self._made: dict[str, Turn] = {}
         self._mutex = threading.Lock()
         """Held to change these two."""
         self._order = threading.Lock()
-        """Held while a turn is added, so that the newest cell is of the last one."""
+        """Held while a turn is added, so that the newest is the last one."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._newest
 
-    def of(self, names: Sequence[str]) -> list[Cell]:
-        """Return the newest cell of each key.
+    def of(self, names: Sequence[str]) -> list[Turn]:
+        """Return the turn that makes the newest value of each key.
 
         Raises:
             KeyNotFound: if there is none.
         """
-        found = []
-        for name in names:
-            cell = self._newest.get(name)
-            if cell is None:
-                raise KeyNotFound(
-                    f"key {name!r} was never initialised here; call init({name!r}, value) on every "
-                    "rank"
-                )
-            found.append(cell)
-        return found
+        found = [self._newest.get(name) for name in names]
+        known = [turn for turn in found if turn is not None]
+        if len(known) < len(found):
+            name = names[found.index(None)]
+            raise KeyNotFound(
+                f"key {name!r} was never initialised here; call init({name!r}, value) on every rank"
+            )
+        return known
 
     def begin(self, turn: Turn, names: Sequence[str], step: int, limit_s: float) -> Turn:
         """Begin a turn that makes the next value of ``names``, in this order.
@@ -63,7 +57,6 @@ class Cells:
         Raises:
             Timeout: if too many wait already.
         """
-        cells = {name: (turn, index) for index, name in enumerate(names)}
 
         def end() -> None:
             with self._mutex:
@@ -71,22 +64,24 @@ class Cells:
                     self._fall_back(turn, names)
                     return
                 old = [self._made.get(name) for name in names]
-                turn.versions = tuple(
-                    step + one[0].versions[one[1]] if one is not None else step for one in old
-                )
-                self._made.update(cells)
+                turn.versions = [
+                    step if one is None else step + one.version(name)
+                    for name, one in zip(names, old, strict=True)
+                ]
+                self._made.update(dict.fromkeys(names, turn))
 
+        turn.places = {name: index for index, name in enumerate(names)}
         turn.on_end = end
         with self._order:
             self._turns.add(turn, limit_s)
             with self._mutex:
                 if turn.error is None:
-                    self._newest.update(cells)
+                    self._newest.update(dict.fromkeys(names, turn))
         return turn
 
     def _fall_back(self, turn: Turn, names: Sequence[str]) -> None:
         for name in names:
-            if name in self._newest and self._newest[name][0] is turn:
+            if self._newest.get(name) is turn:
                 del self._newest[name]
                 if name in self._made:
                     self._newest[name] = self._made[name]
@@ -97,13 +92,22 @@ class Awaited(Ticket):
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        names: Sequence[str],
+        turns: Sequence[Turn],
         limit_s: float,
         wait: Callable[[Turn, float, float], None],
     ) -> None:
-        """Wait by ``wait(turn, seconds left, limit_s)``, which raises what the turn failed with."""
+        """Wait for the values of some keys.
+
+        Args:
+            names: of the keys.
+            turns: of each key the one that makes its value.
+            limit_s: how long it may take.
+            wait: called with a turn, the seconds left and ``limit_s``; raises what the turn failed with.
+        """
         super().__init__()
-        self._cells = cells
+        self._names = names
+        self._turns = turns
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._wait = wait
@@ -112,7 +116,7 @@ class Awaited(Ticket):
     @property
     def is_over(self) -> bool:
         """Whether all turns are over, or its time is."""
-        return time.monotonic() > self._deadline or all(turn.is_over for turn, _ in self._cells)
+        return time.monotonic() > self._deadline or all(turn.is_over for turn in self._turns)
 
     def wait(self) -> object:
         """Wait; return the keys' values, which never change.
@@ -121,7 +125,8 @@ class Awaited(Ticket):
             KvpsError: if a turn failed; Timeout, naming who is missing.
         """
         if self.value is None:
-            for turn in {id(turn): turn for turn, _ in self._cells}.values():
+            for turn in dict.fromkeys(self._turns):
                 self._wait(turn, self._deadline - time.monotonic(), self._limit_s)
-            self.value = [turn.rows[index] for turn, index in self._cells]
+            pairs = zip(self._names, self._turns, strict=True)
+            self.value = [turn.row(name) for name, turn in pairs]
         return self.value

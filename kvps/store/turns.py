@@ -31,12 +31,22 @@ class Turn:
         self.make = make
         self.rows: list[torch.Tensor] = []
         """One per key; they never change."""
-        self.versions: tuple[int, ...] = ()
+        self.versions: list[int] = []
+        self.places: dict[str, int] = {}
+        """Of each key its place in these two."""
         self.error: KvpsError | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.on_error: Callable[[KvpsError], None] = lambda _: None
         """Both are called by the thread that makes turns, before anybody who waits goes on."""
         self._ended = threading.Event()
+
+    def row(self, name: str) -> torch.Tensor:
+        """Return the value that it made for a key."""
+        return self.rows[self.places[name]]
+
+    def version(self, name: str) -> int:
+        """Return the version of that value."""
+        return self.versions[self.places[name]]
 
     @property
     def is_over(self) -> bool:
@@ -51,7 +61,8 @@ class Turn:
         """It was made, or has failed."""
         self.error = error
         self.make = list  # what it held is not needed any more
-        self.on_end()
+        on_end, self.on_end = self.on_end, lambda: None  # it may hold this turn, and that its rows
+        on_end()
         if error is not None:
             self.on_error(error)
         self._ended.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -130,14 +132,14 @@ def wait(turn, left_s, limit_s):
 def test_values_and_versions_follow_the_turns(turns):
     cells = Cells(turns)
     cells.begin(gives(0.0, 10.0), ["a", "b"], 0, WAIT_S)
-    early = Awaited(cells.of(["b", "a"]), WAIT_S, wait)
+    early = Awaited(["b", "a"], cells.of(["b", "a"]), WAIT_S, wait)
     cells.begin(gives(1.0), ["a"], 1, WAIT_S)
     cells.begin(gives(11.0, 2.0), ["b", "a"], 1, WAIT_S)
     assert [one.item() for one in early.wait()] == [10, 0]
     assert early.wait() is early.wait()
-    (a, b) = cells.of(["a", "b"])
-    Awaited([a, b], WAIT_S, wait).wait()
-    assert (a[0].versions[a[1]], b[0].versions[b[1]]) == (2, 1)
+    a, b = cells.of(["a", "b"])
+    Awaited(["a", "b"], [a, b], WAIT_S, wait).wait()
+    assert (a.version("a"), b.version("b")) == (2, 1)
     assert "a" in cells
     assert "c" not in cells
     with pytest.raises(KeyNotFound, match="'c' was never initialised"):
@@ -151,7 +153,7 @@ def test_a_key_whose_turn_fails_has_the_value_that_it_had(turns):
     good = cells.begin(gives(5.0), ["b"], 0, WAIT_S)
     assert good.wait(WAIT_S)
     assert bad.is_over
-    (value,) = Awaited(cells.of(["a"]), WAIT_S, wait).wait()
+    (value,) = Awaited(["a"], cells.of(["a"]), WAIT_S, wait).wait()
     assert value.item() == 0
     assert "new" not in cells
 
@@ -164,8 +166,25 @@ def test_a_turn_that_fails_behind_a_newer_one_changes_nothing(turns):
     newest = cells.begin(gives(7.0), ["a"], 1, WAIT_S)
     gate.set()
     assert newest.wait(WAIT_S)
-    assert cells.of(["a"]) == [(newest, 0)]
-    assert newest.versions == (1,)
+    assert cells.of(["a"]) == [newest]
+    assert newest.versions == [1]
+
+
+def test_values_that_nobody_wants_are_freed_at_once(turns):
+    cells = Cells(turns)
+    first = cells.begin(gives(1.0), ["a"], 0, WAIT_S)
+    assert first.wait(WAIT_S)
+    value = weakref.ref(first.rows[0])
+    gc.disable()  # no cycle may hold it: it may be the whole model
+    try:
+        del first
+        assert value() is not None
+        for _ in range(2):
+            assert cells.begin(gives(2.0), ["a"], 1, WAIT_S).wait(WAIT_S)
+        assert turns.add(gives(), WAIT_S).wait(WAIT_S)
+        assert value() is None
+    finally:
+        gc.enable()
 
 
 def test_what_was_not_begun_leaves_no_cell(monkeypatch):
@@ -179,7 +198,7 @@ def test_what_was_not_begun_leaves_no_cell(monkeypatch):
         cells.begin(gives(2.0, 3.0), ["a", "b"], 1, 0.01)
     gate.set()
     assert kept.wait(WAIT_S)
-    assert cells.of(["a"]) == [(kept, 0)]
+    assert cells.of(["a"]) == [kept]
     assert "b" not in cells
     assert turns.stop(WAIT_S)
 
@@ -187,10 +206,10 @@ def test_what_was_not_begun_leaves_no_cell(monkeypatch):
 def test_an_awaited_call_ends_with_its_time(turns):
     cells, gate = Cells(turns), threading.Event()
     cells.begin(held(gate), ["a"], 0, WAIT_S)
-    late = Awaited(cells.of(["a"]), 0.01, wait)
+    late = Awaited(["a"], cells.of(["a"]), 0.01, wait)
     with pytest.raises(Timeout, match=r"not in 0\.01 s"):
         late.wait()
     assert late.is_over
-    waiting = Awaited(cells.of(["a"]), WAIT_S, wait)
+    waiting = Awaited(["a"], cells.of(["a"]), WAIT_S, wait)
     assert not waiting.is_over
     gate.set()
