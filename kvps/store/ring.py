@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -48,8 +48,8 @@ class Ring:
         """Held to begin one, and to close: one that begins is cancelled, or does not begin."""
         self._group: Any = None
         self._nccl: Any = None
-        self._cards: dict[torch.device, bool] = {}
-        """Of each GPU that was used here, whether NCCL carries its values."""
+        self._device: torch.device | None = None
+        """The GPU by which this rank is known to the others; None before the first sum on one."""
         self._stream: torch.cuda.Stream | None = None
         if meeting.board is not None:
             gloo: Any = dist.ProcessGroupGloo  # its options have no types
@@ -107,13 +107,13 @@ class Ring:
         device = flats[0].device
         if device.type == "cpu":
             self._sum_here(flats)
-        elif self._has_nccl(device):
-            self._sum_there(flats, device)
-        else:  # ranks share this GPU, or there is no NCCL: by way of the CPU
-            copies = [one.cpu() for one in flats]
-            self._sum_here(copies)
-            for flat, copy in zip(flats, copies, strict=True):
-                flat.copy_(copy)
+        elif not self._has_nccl(device):  # ranks share this GPU, or there is no NCCL
+            self._sum_away(flats, torch.device("cpu"), self._sum_here)
+        elif device == self._device:
+            self._sum_there(flats)
+        else:
+            assert self._device is not None
+            self._sum_away(flats, self._device, self._sum_there)
 
     def spread(self, flats: Sequence[torch.Tensor]) -> None:
         """Put rank 0's values, bit by bit, into these flat tensors on the CPU.
@@ -132,9 +132,22 @@ class Ring:
         for work in works:
             self._wait(work)
 
-    def _sum_there(self, flats: Sequence[torch.Tensor], device: torch.device) -> None:
+    def _sum_away(
+        self,
+        flats: Sequence[torch.Tensor],
+        device: torch.device,
+        sum_: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        copies = [one.to(device) for one in flats]
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        sum_(copies)
+        for flat, copy in zip(flats, copies, strict=True):
+            flat.copy_(copy)
+
+    def _sum_there(self, flats: Sequence[torch.Tensor]) -> None:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types there
         with torch.cuda.stream(self._stream):
             for flat in flats:
                 if len(flat):
@@ -204,25 +217,22 @@ class Ring:
     # --- GPUs -------------------------------------------------------------------------------------
 
     def _has_nccl(self, device: torch.device) -> bool:
-        """Whether NCCL connects these GPUs; all ranks ask at once, and come to the same answer."""
-        known = self._cards.get(device)
-        if known is not None:
-            return known
-        card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-        text = bytearray(card.encode()[:CARD_BYTES].ljust(CARD_BYTES))
-        cards = {
-            one.numpy().tobytes()
-            for one in self._gathered(torch.frombuffer(text, dtype=torch.uint8))
-        }
-        can = dist.is_nccl_available() and len(cards) == self.size and not self._cards
-        if can:
-            assert self._board is not None
-            torch.cuda.set_device(device)  # of this thread
-            nccl: Any = dist.ProcessGroupNCCL
-            board = PrefixStore("nccl", self._board)
-            self._nccl = nccl(board, self.rank, self.size, nccl.Options())
-        self._cards[device] = can
-        return can
+        """Whether NCCL connects the ranks; asked at all of them at once, in the first sum on GPUs."""
+        if self._device is None:
+            self._device = device
+            card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+            text = bytearray(card.encode()[:CARD_BYTES].ljust(CARD_BYTES))
+            cards = self._gathered(torch.frombuffer(text, dtype=torch.uint8))
+            if (
+                dist.is_nccl_available()
+                and len({one.numpy().tobytes() for one in cards}) == self.size
+            ):
+                assert self._board is not None
+                torch.cuda.set_device(device)  # of this thread
+                nccl: Any = dist.ProcessGroupNCCL
+                board = PrefixStore("nccl", self._board)
+                self._nccl = nccl(board, self.rank, self.size, nccl.Options())
+        return self._nccl is not None
 
     # --- the end ----------------------------------------------------------------------------------
 

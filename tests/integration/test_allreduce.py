@@ -377,6 +377,25 @@ def test_closing_waits_for_pushes_and_leaves_no_thread():
     assert not left
 
 
+@pytest.mark.cuda
+def test_ranks_that_share_a_gpu():
+    def work(rank):
+        kv = store()
+        kv.init(["w", "half"], [torch.zeros(1000), torch.zeros(7, dtype=torch.float16)])
+        for step in range(3):
+            value = torch.full((1000,), rank + step + 1.0, device="cuda")
+            half = torch.full((7,), 1.0, dtype=torch.float16, device="cuda")
+            outs = [torch.empty(1000, device="cuda"), torch.empty(7, dtype=torch.float16)]
+            kv.pushpull(["w", "half"], [[value, value], half], out=outs)
+            assert outs[0].unique().tolist() == [2 * (2 * step + 3.0)]
+            assert outs[1].tolist() == [2] * 7
+            assert kv.pull("w").unique().tolist() == [2 * (2 * step + 3.0)]
+        with pytest.raises(kvps.Mismatch, match="on cuda"):
+            kv.pushpull("w", torch.ones(1000, device="cuda" if rank else "cpu"))
+
+    run(work)
+
+
 # --- training -------------------------------------------------------------------------------------------
 
 

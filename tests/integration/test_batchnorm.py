@@ -258,3 +258,25 @@ def test_converting_keeps_values_and_leaves_the_rest():
     assert SyncBatchNorm.convert_sync_batchnorm(new) is new
     bare = torch.nn.BatchNorm1d(2, affine=False, track_running_stats=False)
     assert SyncBatchNorm.convert_sync_batchnorm(bare).weight is None
+
+
+@pytest.mark.cuda
+def test_values_on_a_gpu():
+    torch.manual_seed(0)
+    plain = torch.nn.BatchNorm2d(3).double()
+    batches = [torch.randn(size, 3, 4, 4).double() for size in (2, 5)]
+
+    def work(rank):
+        layer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).cuda()
+        x = batches[rank].cuda().requires_grad_()
+        y = layer(x)
+        y.pow(3).sum().backward()
+        return y.detach().cpu(), x.grad.cpu(), layer.running_var.cpu()
+
+    found = run(work)
+    x = torch.cat(batches).requires_grad_()
+    y = plain(x)
+    y.pow(3).sum().backward()
+    close(torch.cat([one[0] for one in found]), y.detach())
+    close(torch.cat([one[1] for one in found]), x.grad)
+    close(found[1][2], plain.running_var)
