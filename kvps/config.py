@@ -27,6 +27,7 @@ _LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
     *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", *_DMLC, "DMLC_ROLE"),
@@ -47,6 +48,17 @@ class Cluster:
     """Of that seat."""
     workers: int | None = None
     servers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that torchrun, kvps-worker or kvps-launch started, and which one this process is."""
+
+    rank: int
+    size: int
+    address: str
+    """Where rank 0's process lets the others meet."""
+    port: int
 
 
 def text(name: str, default: str | None = None, env: Mapping[str, str] | None = None) -> str | None:
@@ -385,6 +397,34 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
                 "is not set, so each of them would train alone; start kvps-scheduler and set "
                 "KVPS_SCHEDULER=tcp://HOST:PORT for all of them"
             )
+    return None
+
+
+def world(env: Mapping[str, str] | None = None) -> World | None:
+    """Return the world that torchrun's variables describe; None if nothing says there is one.
+
+    Raises:
+        ConfigError: if they describe half of one, or other variables say that there are others.
+    """
+    rank, size = whole("RANK", env=env), whole("WORLD_SIZE", env=env)
+    address, port = text("MASTER_ADDR", env=env), whole("MASTER_PORT", env=env)
+    found = dict(zip(_WORLD, (rank, size, address, port), strict=True))
+    missing = [name for name, value in found.items() if value is None]
+    if not missing or size == 1:
+        if not (rank or 0) < (size or 1):
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}; ranks begin at 0")
+        return World(rank or 0, size or 1, address or "", port or 0)
+    if len(missing) < len(_WORLD):
+        present = [name for name in _WORLD if name not in missing]
+        raise ConfigError(
+            f"{', '.join(present)} is set but {', '.join(missing)} is not, and allreduce needs all of "
+            "them; start the script by kvps-launch, torchrun, or one kvps-worker for each rank"
+        )
+    if cluster(env) is not None:
+        raise ConfigError(
+            f"a cluster is described, but not who its ranks are: {', '.join(_WORLD)} are not set; "
+            "for allreduce start the script by kvps-launch, or by a kvps-worker for each rank"
+        )
     return None
 
 

@@ -112,7 +112,12 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
     parser.add_argument("-n", "--workers", metavar="N", required=True, help="how many workers")
-    parser.add_argument("-s", "--servers", metavar="S", help="how many servers (N)")
+    parser.add_argument(
+        "-s",
+        "--servers",
+        metavar="S",
+        help="how many servers (N); 0 for a script that uses none, as with the store allreduce",
+    )
     parser.add_argument(
         "--launcher",
         choices=["local"],
@@ -151,8 +156,8 @@ def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
     workers = config.as_whole("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
-    if workers < 1 or servers < 1:
-        raise ConfigError(f"-n {workers} -s {servers}: use 1 or more of each")
+    if workers < 1:
+        raise ConfigError(f"-n {workers}: use 1 or more workers")
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)

@@ -211,12 +211,9 @@ def sinks_for(
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
         return Sinks(tuple(new), lambda: result)
-    outs = values_of(names, is_many, out)
-    check_values(names, outs, specs, "write it to")
     rows: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, devices in zip(names, outs, strict=True):
-        targets = [_target(name, one) for one in devices]
+    for targets in targets_for(names, is_many, out, specs):
         direct = next((target for target in targets if _is_row(target)), None)
         row = direct if direct is not None else _blank_for(targets[0])
         rows.append(row)
@@ -227,6 +224,21 @@ def sinks_for(
         return out
 
     return Sinks(tuple(rows), deliver)
+
+
+def targets_for(
+    names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]
+) -> list[list[torch.Tensor]]:
+    """Return for each key the tensors, wherever they live, that ``out`` wants its value written to.
+
+    Raises:
+        KeyNotFound, Mismatch: if an output does not fit its key.
+    """
+    outs = values_of(names, is_many, out)
+    check_values(names, outs, specs, "write it to")
+    return [
+        [_target(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
+    ]
 
 
 def _target(name: str, out: Array) -> torch.Tensor:

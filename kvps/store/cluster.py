@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch._C._distributed_c10d import HashStore, Store
+
 import kvps
 from kvps import config
 from kvps.core.effects import Core, Exit
@@ -27,6 +29,7 @@ from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.messages import Role
 from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.zeromq import ZmqTransport
+from kvps.store.endings import Endings
 from kvps.store.kvstore import TIMEOUT_S
 from kvps.store.roles import own_machine
 from kvps.store.session import Session
@@ -102,6 +105,24 @@ class LocalCluster:
         self._sessions: dict[int, Session] = {}
         self._mine = threading.local()
         self._lock = threading.Lock()
+        self._board: Store | None = None
+        self._endings: list[Endings] = []
+
+    @property
+    def board(self) -> Store:
+        """Where the workers of allreduce stores meet."""
+        with self._lock:
+            if self._board is None:
+                self._board = HashStore()
+            return self._board
+
+    def endings(self) -> Endings:
+        """Return those stores of the calling thread that no session ends."""
+        mine: Endings | None = getattr(self._mine, "endings", None)
+        if mine is None:
+            mine = self._mine.endings = Endings()
+            self._endings.append(mine)
+        return mine
 
     def __enter__(self) -> LocalCluster:
         if LocalCluster.current is not None:
@@ -191,18 +212,24 @@ class LocalCluster:
 
     def leave(self) -> None:
         """Flush and leave, as the worker that the calling thread is; rounds close without it."""
+        self.endings().end(is_done=True)
         session: Session | None = getattr(self._mine, "session", None)
         if session is not None and not session.is_over:
             session.flush(TIMEOUT_S)
             session.leave(done=True, exit_code=0, reason="shutdown()")
 
     def _leave(self, done: bool, reason: str) -> None:
+        with suppress(KvpsError):
+            self.endings().end(done)
         session: Session | None = getattr(self._mine, "session", None)
         if session is not None:
             session.leave(done, 0 if done else 1, reason)
 
     def close(self, done: bool = True) -> None:
         """End the workers, and with them the job; ``done`` says that all went well."""
+        for endings in self._endings:
+            with suppress(KvpsError):
+                endings.end(done)
         for session in self._sessions.values():
             if done:
                 with suppress(KvpsError):

@@ -19,12 +19,15 @@ from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.core.placement import BIGARRAY_BOUND
 from kvps.errors import ConfigError, SchedulerLost
 from kvps.messages import KEY_MAX, Open
+from kvps.store.allreduce import AllreduceStore
 from kvps.store.base import KVStoreBase
 from kvps.store.cluster import LocalCluster, worker_session
 from kvps.store.dist import DistStore
+from kvps.store.endings import AtExit
 from kvps.store.kvstore import TIMEOUT_S, seconds
 from kvps.store.leaving import leave_if_wished
 from kvps.store.local import LocalStore
+from kvps.store.meeting import places
 from kvps.store.names import Kind, kind_of
 from kvps.store.session import Session, leave_at_exit
 
@@ -62,8 +65,8 @@ def create(
 
     Args:
         store: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, the last three
-            also with ``_device``; or a spelling of MXNet's, or a registered plug-in, which gets
-            the ``options``.
+            also with ``_device``; ``allreduce``; or a spelling of MXNet's, or a registered
+            plug-in, which gets the ``options``.
         name: by which the workers' stores find each other; without it they are matched by the
             order in which they are created.
         timeout: seconds that a call of the store may take.
@@ -108,8 +111,18 @@ def create(
     timeout_s = seconds("timeout", timeout)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
-    if not kind.is_distributed:  # one worker: its sum is the mean
+    if kind.mode == "local":  # one worker: its sum is the mean
         return LocalStore(kind, name or "local", timeout_s, on_nonfinite)
+    if kind.mode == "allreduce":
+        _refuse_servers_options(
+            staleness=staleness,
+            on_worker_lost=None if on_worker_lost in ("wait", "fail") else on_worker_lost,
+            bigarray_bound=bigarray_bound,
+            host_aggregation=host_aggregation,
+            on_nonfinite=None if on_nonfinite == ACTIONS[0] else on_nonfinite,
+            average=average or None,
+        )
+        return _ring(kind, None if name is None else _checked_name(name), "allreduce", timeout_s)
     opened = _opened(
         kind,
         staleness,
@@ -143,6 +156,8 @@ def create_own(
         average, on_worker_lost, timeout_s: as in :func:`create`.
     """
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
+    if kind is not None and kind.mode == "allreduce":
+        return _ring(kind, None, RESERVED + owner, TIMEOUT_S)
     if kind is None or not kind.is_distributed:
         return create(store)
     session = _session(timeout_s)
@@ -173,6 +188,27 @@ def end_embedded() -> None:
     """End the cluster that lies inside this process because none was described, if there is one."""
     if _process.embedded is not None:
         _process.end()
+
+
+def _ring(kind: Kind, name: str | None, prefix: str, timeout_s: float) -> AllreduceStore:
+    """Return an allreduce store, once all ranks are there."""
+    endings = _process.endings if LocalCluster.current is None else LocalCluster.current.endings()
+    meeting = places.meet(name, prefix, endings.names, timeout_s)
+    return AllreduceStore(kind, meeting, endings, timeout_s)
+
+
+def _refuse_servers_options(**given: object) -> None:
+    """Refuse what only servers can do.
+
+    Raises:
+        ConfigError: for an option that is not None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} needs servers, which allreduce does without; leave it out, or "
+                "use dist_sync (staleness= belongs to dist_ssp)"
+            )
 
 
 def _opened(
@@ -230,8 +266,10 @@ def _chunk_bytes(session: Session) -> int:
 
 
 def _named(session: Session, name: str | None) -> str:
-    if name is None:
-        return session.next_name("store")
+    return session.next_name("store") if name is None else _checked_name(name)
+
+
+def _checked_name(name: str) -> str:
     given: object = name
     if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
         raise ConfigError(f"name={name!r}: use 1 to {KEY_MAX} printable characters")
@@ -258,6 +296,7 @@ class _Process:
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.embedded: LocalCluster | None = None
+        self.endings = AtExit()
 
     def begin(self, rank: int | None = None) -> Session:
         """Return the session, making it if this is the first store; ``rank`` is a wish."""
@@ -294,6 +333,7 @@ class _Process:
 
     def end(self) -> None:
         """Leave the cluster; the next store begins anew."""
+        self.endings.end(is_done=True)
         with self.lock:
             session, self.session = self.session, None
             embedded, self.embedded = self.embedded, None

@@ -77,6 +77,11 @@ class DistStore(KVStore):
         return welcome.workers
 
     @property
+    def is_over(self) -> bool:
+        """Whether the store is closed, or this process has left its cluster."""
+        return super().is_over or self._session.is_over
+
+    @property
     def num_dead_nodes(self) -> int:
         """How many workers and servers are lost."""
         view = self._session.core.member.view

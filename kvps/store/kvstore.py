@@ -148,6 +148,11 @@ class KVStore(KVStoreBase, abc.ABC):
         """Whether set_optimizer() was called here."""
         return self._hyper is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the store is closed, or this process has left its cluster."""
+        return self._is_closed
+
     def keys(self) -> list[str]:
         """Return the names of the keys that were initialised here."""
         return list(self._specs)

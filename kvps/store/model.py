@@ -287,8 +287,8 @@ def runs_in_store(kv: Any, wanted: bool | None) -> bool:
 
 
 def is_distributed(kv: KVStore) -> bool:
-    """Whether its values are on servers."""
-    return kv.type.startswith("dist")
+    """Whether it is more than this process's."""
+    return kv.type not in ("local", "device")
 
 
 def check_free(kv: Any, tensors: Mapping[str, torch.Tensor], owner: str) -> None:

@@ -19,14 +19,14 @@ class Kind:
     type: str
     """The name that ``kv.type`` shows."""
     mode: str
-    """``local``, or how its servers treat a push: ``sync``, ``async``, ``ssp``."""
+    """``local``, ``allreduce``, or how its servers treat a push: ``sync``, ``async``, ``ssp``."""
     on_device: bool
     """A worker's values are reduced on their own device."""
 
     @property
     def is_distributed(self) -> bool:
         """Whether it needs servers."""
-        return self.mode != "local"
+        return self.mode not in ("local", "allreduce")
 
 
 KINDS: dict[str, Kind] = {
@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
         ("dist_async_device", "async", True),
         ("dist_ssp", "ssp", False),
         ("dist_ssp_device", "ssp", True),
+        ("allreduce", "allreduce", True),
     )
 }
 SPELLINGS: dict[str, str] = {

@@ -215,12 +215,12 @@ def leave_at_exit(session: Session, is_guarded: bool, timeout_s: float) -> None:
                 code = 1
         session.leave(code == 0, code, f"exit code {code}", say=not is_guarded)
         if code != ending.exit_code:
-            _exit(code)
+            end_process(code)
 
     atexit.register(end)
 
 
-def _exit(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process with ``code``: an exit handler has no other way to say that it failed."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

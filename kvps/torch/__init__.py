@@ -3,9 +3,23 @@
 Importing it makes the backend "kvps" known to torch.distributed.
 """
 
+from kvps.torch.batchnorm import SyncBatchNorm
+from kvps.torch.broadcasts import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.rendezvous import register as _register
 
 _register()
 
-__all__ = ["DistributedOptimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "average",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

@@ -81,7 +81,7 @@ def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
         ("launch", ["-n", "2"], "-- python train.py"),
         ("launch", ["--", sys.executable], "-n"),
         ("launch", ["-n", "0", "--", sys.executable], "-n 0"),
-        ("launch", ["-n", "1", "-s", "0", "--", sys.executable], "-s 0"),
+        ("launch", ["-n", "0", "-s", "1", "--", sys.executable], "-n 0"),
         ("launch", ["-n", "1", "--env", "A", "--", sys.executable], "NAME=VALUE"),
         ("launch", ["-n", "1", "--launcher", "slurm", "--", sys.executable], "local"),
         ("launch", ["-n", "1", "--", "no-such-program"], "no-such-program"),

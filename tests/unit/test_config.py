@@ -196,3 +196,28 @@ def test_where_checkpoints_lie():
     assert config.checkpoint_dir({}) is None
     assert config.checkpoint_dir({"KVPS_CHECKPOINT_DIR": ""}) is None
     assert config.checkpoint_dir({"KVPS_CHECKPOINT_DIR": "/ckpt"}) == "/ckpt"
+
+
+RANKS = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_the_world_that_torchrun_describes():
+    assert config.world(RANKS) == config.World(1, 3, "10.0.0.1", 29500)
+    assert config.world({"KVPS_SCHEDULER": "tcp://h:1", **RANKS}) == config.world(RANKS)
+    assert config.world({"RANK": "0", "WORLD_SIZE": "1"}) == config.World(0, 1, "", 0)
+    assert config.world({}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        *(({**RANKS, name: ""}, f"but {name} is not") for name in RANKS),
+        ({**RANKS, "RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
+        ({**RANKS, "WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
+        ({"KVPS_SCHEDULER": "tcp://h:1"}, "not who its ranks are.*kvps-launch"),
+        ({"SLURM_NTASKS": "4"}, "Slurm started 4 processes"),
+    ],
+)
+def test_half_a_world_is_none(env, says):
+    with pytest.raises(ConfigError, match=says):
+        config.world(env)

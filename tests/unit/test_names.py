@@ -13,7 +13,7 @@ def test_every_kind_by_its_own_name():
         assert kind_of(name) is kind
         assert kind_of(name.upper()) is kind
         assert kind.type == name
-        assert kind.on_device is (name == "device" or name.endswith("_device"))
+        assert kind.on_device is (name in ("device", "allreduce") or name.endswith("_device"))
         assert kind.is_distributed is name.startswith("dist")
 
 

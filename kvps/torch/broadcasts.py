@@ -1,0 +1,207 @@
+"""One worker's values to all: parameters, the state of an optimizer, any object made of data.
+
+Every worker calls, and the k-th call of one pairs with the k-th of every other: it sends the root's *present*
+values. So a script that loads a checkpoint on rank 0 calls these once, and all workers go on from it.
+
+Rank 0 sends by the store's own broadcast. Of another root the *bits* are summed, as integers, to which
+all others add zeros: what arrives is exact, whatever the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvps.errors import ConfigError, KvpsError, Mismatch
+from kvps.store.kvstore import KVStore
+from kvps.tensors import NAMES
+from kvps.torch.objects import bits, pack, unpack
+from kvps.torch.own import own_store
+
+OWNER = "broadcast"
+
+
+def broadcast_parameters(
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    *,
+    kvstore: str | KVStore = "dist_sync",
+) -> None:
+    """Give every worker's tensors the root's present values, in place.
+
+    Args:
+        params: a module (its parameters and buffers), a ``state_dict()``, or pairs of name and tensor; of
+            the same names, types and shapes on every worker.
+        root_rank: whose values.
+        kvstore: a kind of store that sums, or such a store.
+
+    Raises:
+        ConfigError: for something that is no tensor, or a rank that there is not.
+        Mismatch: if the root has another type or shape. Timeout: if a worker does not call.
+
+    Example:
+        >>> import torch, kvps.torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> kvps.torch.broadcast_parameters(model)  # doctest: +SKIP
+    """
+    named = _named(params)
+    kv = _store(kvstore, root_rank)
+    if kv.num_workers > 1 and named:
+        _send(kv, [f"parameters/{name}"[:256] for name in named], list(named.values()), root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    *,
+    kvstore: str | KVStore = "dist_sync",
+) -> None:
+    """Give every worker's optimizer the root's present state: momenta, step counts, and rates of groups.
+
+    States that the root has and others have not yet are made there, as when only the root has loaded a
+    checkpoint; states that the root has not are dropped.
+
+    Args:
+        optimizer: any torch optimizer, over the same parameters in the same order on every worker.
+        root_rank: whose state.
+        kvstore: a kind of store that sums, or such a store.
+
+    Raises:
+        ConfigError: for a state that is not made of data.
+        Mismatch: if the root's optimizer has other groups or parameters.
+
+    Example:
+        >>> optimizer.load_state_dict(torch.load(path))  # rank 0 only  # doctest: +SKIP
+        >>> kvps.torch.broadcast_optimizer_state(optimizer)  # doctest: +SKIP
+    """
+    given: object = optimizer
+    if not isinstance(given, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: give a torch.optim.Optimizer, got {type(given).__name__}")
+    kv = _store(kvstore, root_rank)
+    tensors: list[torch.Tensor] = []
+    if kv.rank == root_rank:
+        _send_packed(kv, "optimizer", lambda: pack(optimizer.state_dict(), tensors), root_rank)
+        state = None
+    else:
+        state = unpack(_send_packed(kv, "optimizer", None, root_rank), tensors)
+    if kv.num_workers > 1 and tensors:
+        names = [f"optimizer/{index}" for index in range(len(tensors))]
+        _send(kv, names, tensors, root_rank)
+    if state is not None:
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise Mismatch(
+                f"the optimizer of rank {root_rank} is not like that of rank {kv.rank}: {error}; "
+                "every worker makes it over the same parameters"
+            ) from error
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    *,
+    kvstore: str | KVStore = "dist_sync",
+) -> Any:
+    """Return the root's ``obj`` on every worker.
+
+    Args:
+        obj: None, bool, int, float, complex, str, bytes, tensor or array, or list, tuple, dict, set of
+            those. What the other workers give does not matter. Tensors arrive on the CPU.
+        root_rank: whose object.
+        name: pairs this call with calls of that name only.
+        kvstore: a kind of store that sums, or such a store.
+
+    Raises:
+        ConfigError: on every worker, if the root's object holds anything else; the text names its type
+            and place.
+
+    Example:
+        >>> start = kvps.torch.broadcast_object({"epoch": 3, "seed": 7})  # doctest: +SKIP
+    """
+    kv = _store(kvstore, root_rank)
+    is_root = kv.rank == root_rank
+    packed = _send_packed(
+        kv, f"object/{name or ''}"[:240], (lambda: pack(obj)) if is_root else None, root_rank
+    )
+    return obj if is_root else unpack(packed)
+
+
+def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
+    """Send what the root makes; a root that cannot make it says so, and does not let others wait."""
+    error: KvpsError | None = None
+    packed = b""
+    if make is not None:
+        try:
+            packed = make()
+        except ConfigError as raised:
+            error, packed = raised, str(raised).encode()
+    if kv.num_workers > 1:
+        length = torch.tensor([-len(packed) if error is not None else len(packed)])
+        _send(kv, [f"{key}/length"], [length], root)
+        size = int(length)
+        row = torch.frombuffer(bytearray(packed or bytes(abs(size))), dtype=torch.uint8)
+        _send(kv, [f"{key}/bytes"], [row], root)
+        packed = row.numpy().tobytes()
+        if size < 0 and error is None:
+            error = ConfigError(f"rank {root} cannot send its object: {packed.decode()}")
+    if error is not None:
+        raise error
+    return packed
+
+
+@torch.no_grad()
+def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], root: int) -> None:
+    """Put the root's values into ``tensors``."""
+    if root:
+        flat = torch.cat([bits(one).cpu() for one in tensors])
+        blank = torch.zeros_like(flat)
+        kv.broadcast("bits", blank, out=blank)  # a key of that size, whatever it was before
+        kv.pushpull("bits", flat if kv.rank == root else blank, out=flat)
+        rows = list(torch.split(flat, [one.nbytes for one in tensors]))
+    else:
+        rows = [one.detach() if one.dtype in NAMES else bits(one).clone() for one in tensors]
+        kv.broadcast(list(names), rows, out=rows)
+    for tensor, row in zip(tensors, rows, strict=True):
+        if row.dtype != tensor.dtype or root:  # it came as octets
+            values = row.clone().view(tensor.dtype).view(tensor.shape)
+            tensor.detach().copy_(values)
+
+
+def _store(kvstore: str | KVStore, root: int) -> KVStore:
+    kv = own_store(OWNER, kvstore)
+    if type(root) is not int or not 0 <= root < kv.num_workers:
+        raise ConfigError(
+            f"root_rank={root!r}: there are {kv.num_workers} workers, so use 0 to {kv.num_workers - 1}"
+        )
+    return kv
+
+
+def _named(params: object) -> dict[str, torch.Tensor]:
+    if isinstance(params, torch.nn.Module):
+        pairs: list[Any] = list(params.state_dict().items())
+    elif isinstance(params, Mapping):
+        pairs = list(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        pairs = list(params)
+    else:
+        pairs = [params]
+    named: dict[str, torch.Tensor] = {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            what = (
+                f"{pair[0]!r}: {type(pair[1]).__name__}"
+                if isinstance(pair, tuple)
+                else type(pair).__name__
+            )
+            raise ConfigError(
+                "params: give a module, a state_dict(), or pairs of name and tensor; got "
+                f"{what}; broadcast_object() sends other data"
+            )
+        if pair[1].layout is not torch.strided:
+            raise ConfigError(f"params: {pair[0]!r} is {pair[1].layout}; use dense tensors")
+        named[str(pair[0])] = pair[1]
+    return named

@@ -1,0 +1,191 @@
+"""Objects to bytes and back: data only, by msgpack, and never code.
+
+What msgpack has no type for travels as an extension: tuples, sets, complex and large numbers, tensors and
+arrays. Anything else is refused with its type and its place in the object, since pickle, which could, runs
+what it is told to when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from kvps.errors import ConfigError, ProtocolError
+
+DEPTH_MAX = 100
+TUPLE, SET, FROZENSET, DICT, ORDERED, INT, COMPLEX, TENSOR, ARRAY, SCALAR, ASIDE = range(1, 12)
+"""Numbers of the extensions."""
+_PLAIN = (type(None), bool, float, str, bytes)
+_KINDS = "biufcSUmM"
+"""Kinds of numpy's element types that hold no references."""
+
+
+def pack(obj: object, aside: list[torch.Tensor] | None = None) -> bytes:
+    """Return ``obj`` as bytes.
+
+    Args:
+        obj: None, bool, int, float, complex, str, bytes, tensor, array, and list, tuple, dict, set,
+            frozenset of those.
+        aside: gets the tensors, of which only type and shape are packed then; None to pack them whole.
+
+    Raises:
+        ConfigError: for anything else, naming its type and place.
+    """
+    return _packed(_plain(obj, "obj", 0, aside))
+
+
+def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
+    """Return the object that :func:`pack` made bytes of; tensors are on the CPU.
+
+    Args:
+        packed: the bytes.
+        aside: gets a blank tensor for each one that was put aside, in the same order; these are
+            also in the object, and are to be filled.
+
+    Raises:
+        ProtocolError: if ``packed`` was not made by :func:`pack`.
+
+    Example:
+        >>> unpack(pack({"rates": (0.1, 2**70), 3: None}))
+        {'rates': (0.1, 1180591620717411303424), 3: None}
+    """
+
+    def extension(code: int, given: bytes) -> Any:
+        return _extension(code, given, read, aside)
+
+    def read(some: bytes) -> Any:
+        return msgpack.unpackb(some, ext_hook=extension, strict_map_key=False)
+
+    try:
+        return read(packed)
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        KeyError,
+        AttributeError,
+        msgpack.UnpackException,
+    ) as e:
+        raise ProtocolError(f"an object of {len(packed)} bytes cannot be read: {e}") from e
+
+
+def _packed(plain: object) -> bytes:
+    packed: bytes = msgpack.packb(plain)
+    return packed
+
+
+def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -> object:
+    """Return ``obj`` made of msgpack's types and extensions."""
+    if depth > DEPTH_MAX:
+        raise ConfigError(
+            f"{at[:60]}...: nested deeper than {DEPTH_MAX}, or an object within itself"
+        )
+    kind = type(obj)
+    if kind in _PLAIN:
+        return obj
+
+    def inner(one: object, place: str) -> object:
+        return _plain(one, at + place, depth + 1, aside)
+
+    if isinstance(obj, int) and kind is int:
+        if -(2**63) <= obj < 2**64:
+            return obj
+        return msgpack.ExtType(INT, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    if isinstance(obj, complex) and kind is complex:
+        return msgpack.ExtType(COMPLEX, _packed([obj.real, obj.imag]))
+    if isinstance(obj, list | tuple) and kind in (list, tuple, torch.Size):
+        some = [inner(one, f"[{index}]") for index, one in enumerate(obj)]
+        return some if kind is list else msgpack.ExtType(TUPLE, _packed(some))
+    if isinstance(obj, set | frozenset) and kind in (set, frozenset):
+        some = [inner(one, "{...}") for one in obj]
+        return msgpack.ExtType(SET if kind is set else FROZENSET, _packed(some))
+    if isinstance(obj, dict) and kind in (dict, OrderedDict):
+        pairs = [
+            (inner(key, f" key {key!r:.40}"), inner(one, f"[{key!r:.40}]"))
+            for key, one in obj.items()
+        ]
+        if kind is dict and all(type(key) in (str, int, bool, float) for key, _ in pairs):
+            return dict(pairs)
+        return msgpack.ExtType(DICT if kind is dict else ORDERED, _packed(pairs))
+    if isinstance(obj, torch.Tensor):
+        return _tensor(obj, at, aside)
+    if isinstance(obj, np.ndarray | np.generic):
+        array = np.asarray(obj)
+        if array.dtype.kind not in _KINDS or array.dtype.fields is not None:
+            raise ConfigError(
+                f"{at} is an array of {array.dtype}, which is no plain number or text"
+            )
+        head = [array.dtype.str, list(array.shape), array.tobytes()]
+        return msgpack.ExtType(SCALAR if isinstance(obj, np.generic) else ARRAY, _packed(head))
+    raise ConfigError(
+        f"{at} is a {kind.__module__}.{kind.__qualname__}, and only data are sent, never code: use None, "
+        "bool, int, float, complex, str, bytes, tensors, arrays, and list, tuple, dict, set of those"
+    )
+
+
+def _tensor(tensor: torch.Tensor, at: str, aside: list[torch.Tensor] | None) -> object:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ConfigError(f"{at} is a tensor of {tensor.layout}, {tensor.dtype}; send a dense one")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if aside is not None:
+        aside.append(tensor)
+        return msgpack.ExtType(ASIDE, _packed([name, list(tensor.shape)]))
+    row = bits(tensor).cpu().numpy().tobytes()
+    return msgpack.ExtType(TENSOR, _packed([name, list(tensor.shape), row]))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the octets of a tensor as a flat tensor on its device; a copy if it is not contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _extension(
+    code: int, given: bytes, read: Callable[[bytes], Any], aside: list[torch.Tensor] | None
+) -> Any:
+    match code:
+        case 1:  # TUPLE
+            return tuple(read(given))
+        case 2:  # SET
+            return set(read(given))
+        case 3:  # FROZENSET
+            return frozenset(read(given))
+        case 4:  # DICT
+            return {key: one for key, one in read(given)}  # noqa: C416  # pairs are lists here
+        case 5:  # ORDERED
+            return OrderedDict((key, one) for key, one in read(given))
+        case 6:  # INT
+            return int.from_bytes(given, "little", signed=True)
+        case 7:  # COMPLEX
+            return complex(*read(given))
+        case 8:  # TENSOR
+            name, shape, row = read(given)
+            flat = (
+                torch.frombuffer(bytearray(row), dtype=torch.uint8)
+                if row
+                else torch.empty(0).byte()
+            )
+            return flat.view(_dtype(name)).view(shape)
+        case 9 | 10:  # ARRAY, SCALAR
+            name, shape, row = read(given)
+            array = np.frombuffer(bytearray(row), np.dtype(name)).reshape(shape)
+            return array[()] if code == SCALAR else array
+        case 11 if aside is not None:  # ASIDE
+            name, shape = read(given)
+            if not all(type(one) is int and one >= 0 for one in shape) or math.prod(shape) > 2**40:
+                raise ValueError(f"shape {shape!r:.60}")
+            aside.append(torch.empty(shape, dtype=_dtype(name)))
+            return aside[-1]
+    raise ValueError(f"extension {code}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"element type {name!r:.40}")
+    return found

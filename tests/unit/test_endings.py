@@ -1,0 +1,92 @@
+"""How open stores end."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.errors import KvpsError, Timeout
+from kvps.store import endings as module
+from kvps.store.endings import AtExit, Endings
+
+
+class Store:
+    def __init__(self, name, endings, error=None):
+        self.name = name
+        self.did = []
+        self._endings, self._error = endings, error
+        endings.watch(self)
+
+    def close(self):
+        self.did.append("close")
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self):
+        self.did.append("abandon")
+        self._endings.forget(self)
+
+
+def test_stores_are_closed_if_all_went_well():
+    endings = Endings()
+    one, two = Store("one", endings), Store("two", endings)
+    assert endings.names == {"one", "two"}
+    endings.end(is_done=True)
+    assert one.did == two.did == ["close", "abandon"]
+    assert endings.names == set()
+    endings.forget(one)
+    endings.end(is_done=True)
+    assert one.did == ["close", "abandon"]
+
+
+def test_else_nothing_is_waited_for():
+    endings = Endings()
+    one = Store("one", endings)
+    endings.end(is_done=False)
+    assert one.did == ["abandon"]
+
+
+def test_one_that_cannot_be_flushed_does_not_keep_the_others():
+    endings = Endings()
+    one, two = Store("one", endings, Timeout("late")), Store("two", endings)
+    with pytest.raises(Timeout, match="late"):
+        endings.end(is_done=True)
+    assert one.did == two.did == ["close", "abandon"]
+
+
+@pytest.fixture
+def at_exit(monkeypatch):
+    """Return what a process does at its end, and the codes that it ended with."""
+    hooks, codes = [], []
+    monkeypatch.setattr(module.atexit, "register", hooks.append)
+    monkeypatch.setattr(module.ending, "watch", lambda: None)
+    monkeypatch.setattr(module, "end_process", codes.append)
+    return hooks, codes
+
+
+@pytest.mark.parametrize(("code", "did"), [(0, ["close", "abandon"]), (3, ["abandon"])])
+def test_a_process_closes_its_stores_if_it_ends_well(at_exit, monkeypatch, code, did):
+    hooks, codes = at_exit
+    monkeypatch.setattr(module.ending, "exit_code", code)
+    endings = AtExit()
+    one, two = Store("one", endings), Store("two", endings)
+    (hook,) = hooks
+    hook()
+    assert one.did == two.did == did
+    assert codes == []
+
+
+def test_a_process_fails_if_a_push_is_lost_at_its_end(at_exit, monkeypatch, caplog):
+    hooks, codes = at_exit
+    monkeypatch.setattr(module.ending, "exit_code", 0)
+    Store("one", AtExit(), KvpsError("lost a push"))
+    hooks[0]()
+    assert codes == [1]
+    assert "at exit: lost a push" in caplog.text
+
+
+def test_a_fork_ends_nothing(at_exit, monkeypatch):
+    hooks, _ = at_exit
+    one = Store("one", AtExit())
+    monkeypatch.setattr(module.os, "getpid", lambda: -1)
+    hooks[0]()
+    assert one.did == []

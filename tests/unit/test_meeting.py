@@ -1,0 +1,98 @@
+"""How the ranks of an allreduce store meet, and who is told if they do not."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from kvps import config
+from kvps.errors import ConfigError, Timeout
+from kvps.store import meeting as module
+from kvps.store.meeting import Meeting, Places, ranks
+
+
+@pytest.fixture(autouse=True)
+def no_world(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KVPS_SCHEDULER", "KVPS_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def boards(monkeypatch):
+    """Return what was asked of the rendezvous; it gives a board of this process."""
+    asked = []
+
+    def meet(world, timeout_s):
+        asked.append((world, timeout_s))
+        return HashStore()
+
+    monkeypatch.setattr(module, "_rendezvous", meet)
+    return asked
+
+
+def meet_two(places, name=None, taken=()):
+    return places.meet(name, "allreduce", taken, 5.0)
+
+
+def test_a_process_that_nobody_told_anything_is_a_world_of_one(caplog):
+    places = Places()
+    first, second = meet_two(places), meet_two(places)
+    assert first == Meeting("allreduce-0", 0, 1, None, "")
+    assert second.name == "allreduce-1"
+    first.gather(0.01)
+    assert caplog.text.count("world of one worker") == 1
+
+
+def test_stores_share_a_rendezvous_and_nothing_else(monkeypatch, boards):
+    monkeypatch.setattr(config, "world", lambda: config.World(1, 3, "127.0.0.1", 29500))
+    places = Places()
+    one, two, named = meet_two(places), meet_two(places), meet_two(places, "mine")
+    assert [(found.name, found.rank, found.size) for found in (one, two, named)] == [
+        ("allreduce-0", 1, 3),
+        ("allreduce-1", 1, 3),
+        ("mine", 1, 3),
+    ]
+    assert len(boards) == 1
+    one.board.set("key", "of one")
+    assert not two.board.check(["key"])
+    with pytest.raises(ConfigError, match="store 'mine'; close"):
+        meet_two(places, "mine", {"mine"})
+    again = meet_two(places, "mine")
+    named.board.set("key", "of the first")
+    assert not again.board.check(["key"])
+
+
+@pytest.mark.parametrize(
+    ("master", "host"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.0.0.1", ""), ("node7", "")],
+)
+def test_ranks_of_one_machine_listen_on_loopback(monkeypatch, boards, master, host):
+    monkeypatch.setattr(config, "world", lambda: config.World(0, 2, master, 29500))
+    assert meet_two(Places()).host == host
+
+
+def test_ranks_gather_or_say_who_does_not_come():
+    board = HashStore()
+    board.add("here/0", 1)
+    with pytest.raises(
+        Timeout, match=r"'mine': ranks 2, 3 did not create it in 0\.05 s, and rank 1"
+    ):
+        Meeting("mine", 1, 4, board, "").gather(0.05)
+    board.add("here/2", 1)
+    Meeting("mine", 3, 4, board, "").gather(5.0)
+
+
+def test_a_second_process_of_a_rank_is_refused():
+    board = PrefixStore("mine", HashStore())
+    Meeting("mine", 0, 1, board, "").gather(5.0)
+    with pytest.raises(ConfigError, match=r"a process was rank 0 before.*dist_sync"):
+        Meeting("mine", 0, 1, board, "").gather(5.0)
+
+
+def test_nobody_at_the_masters_address():
+    with pytest.raises(Timeout, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:1 "):
+        module._rendezvous(config.World(1, 2, "127.0.0.1", 1), 0.2)
+
+
+def test_ranks_in_words():
+    assert (ranks([]), ranks([1]), ranks([1, 4])) == ("ranks ?", "rank 1", "ranks 1, 4")
