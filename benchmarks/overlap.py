@@ -4,7 +4,8 @@
 
 Four workers and four servers, each in a network namespace behind a link of the rate given. Two cores
 cannot compute for eight processes, so an accelerator is emulated: ResNet-50's 161 arrays are layers of a
-model whose forward and backward functions wait, and hand over a random gradient. By default backward
+model whose forward and backward functions wait (by the clock of an accelerator that does not stand still
+while Python gets from one layer to the next), and hand over a random gradient. By default backward
 takes as long as the model takes on a link, M/B, and forward half of that. The ways take turns:
 
     ddp gloo             DistributedDataParallel, ring all-reduce, 25 MiB buckets
@@ -12,7 +13,7 @@ takes as long as the model takes on a link, M/B, and forward half of that. The w
     kvps                 DistributedOptimizer: gradients leave during backward
     kvps, forward too    overlap_forward=True: modules wait in the next forward pass
 
-Printed is the median step of worker 0, and its ratio to max(compute, M/B). The picture shows worker 0's
+Printed is the median step of worker 0, and its ratio to max(computation, M/B). The picture shows worker 0's
 computation, and the bytes on its link, over one step. Root, Linux.
 """
 
@@ -35,98 +36,7 @@ from kvps.bench.workloads import resnet50
 WORKERS = SERVERS = 4
 WAYS = ("ddp gloo", "kvps, no overlap", "kvps", "kvps, forward too")
 SAMPLE_S = 0.02
-WORKER = r"""
-import json, os, sys, threading, time
-import torch
-from kvps.bench.workloads import resnet50
-
-way, steps, forward_s, backward_s, sample_s, report = sys.argv[1:]
-steps, forward_s, backward_s = int(steps), float(forward_s), float(backward_s)
-begun = time.perf_counter()
-now = lambda: time.perf_counter() - begun
-spans = []  # (what, from, to) of the emulated accelerator
-
-
-class Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x, weight, gradient, forward_s, backward_s):
-        context.save_for_backward(gradient)
-        context.backward_s = backward_s
-        at = now()
-        time.sleep(forward_s)
-        spans.append(("forward", at, now()))
-        return x.clone()
-
-    @staticmethod
-    def backward(context, x):
-        (gradient,) = context.saved_tensors
-        at = now()
-        time.sleep(context.backward_s)
-        spans.append(("backward", at, now()))
-        return x, gradient.clone(), None, None, None
-
-
-class Wait(torch.nn.Module):
-    def __init__(self, shape, parts):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(shape))
-        self.gradient = torch.randn(shape)
-        self.waits = forward_s / parts, backward_s / parts
-
-    def forward(self, x):
-        return Layer.apply(x, self.weight, self.gradient, *self.waits)
-
-
-shapes = resnet50()
-model = torch.nn.Sequential(*(Wait(shape, len(shapes)) for shape in shapes))
-sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-trained = model
-if way == "ddp gloo":
-    torch.distributed.init_process_group("gloo")
-    trained = torch.nn.parallel.DistributedDataParallel(model)
-    step = sgd.step
-    rank = torch.distributed.get_rank()
-else:
-    import kvps, kvps.torch
-    if way == "kvps, no overlap":
-        trainer = kvps.Trainer(model, sgd, kvstore="dist_sync", update_on_kvstore=False)
-        step = lambda: trainer.step(4)
-    else:
-        step = kvps.torch.DistributedOptimizer(sgd, model, overlap_forward="forward" in way).step
-    rank = int(os.environ["RANK"])
-
-traffic, is_over = [], threading.Event()
-
-
-def watch():
-    folder = "/sys/class/net/eth0/statistics"
-    with open(f"{folder}/tx_bytes") as sent, open(f"{folder}/rx_bytes") as received:
-        while not is_over.wait(float(sample_s)):
-            row = [now()]
-            for file in (sent, received):
-                file.seek(0)
-                row.append(int(file.read()))
-            traffic.append(row)
-
-
-ends = []
-for number in range(steps + 2):
-    if number == steps and rank == 0:
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-    model.zero_grad()
-    trained(torch.ones(1, requires_grad=True)).sum().backward()
-    step()
-    ends.append(now())
-is_over.set()
-if rank == 0:
-    times = [after - before for before, after in zip(ends[1:], ends[2:])]
-    last = ends[-3], ends[-2]
-    with open(report, "w") as file:
-        json.dump({"times": times[:-1], "spans": spans, "traffic": traffic, "step": last}, file)
-if way == "ddp gloo":
-    torch.distributed.barrier()
-"""
+WORKER = Path(__file__).with_name("overlap_worker.py")
 
 
 def main() -> None:
@@ -153,9 +63,9 @@ def main() -> None:
     floor_s = max(compute_s, transfer_s)
     print(
         f"ResNet-50's arrays, {WORKERS} workers, {SERVERS} servers, links of {flags.rate}: M/B "
-        f"{transfer_s:.2f} s, compute {compute_s:.2f} s\n"
+        f"{transfer_s:.2f} s, computation {compute_s:.2f} s\n"
     )
-    print("| way | step, s | of max(compute, M/B) |\n|---|---|---|")
+    print("| way | step, s | of max(computation, M/B) |\n|---|---|---|")
     for way, turns in found.items():
         step_s = statistics.median([one for turn in turns for one in turn["times"]])
         print(f"| {way} | {step_s:.2f} | {step_s / floor_s:.2f} |")
@@ -208,7 +118,7 @@ def _run(hosts: Namespaces, way: str, steps: int, waits: tuple[float, float]) ->
                 **{"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"},
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
-            start(rank, "-c", WORKER, *words, **where)
+            start(rank, str(WORKER), *words, **where)
         codes = [one.wait() for one in reversed(started)]
         if any(codes):
             raise SystemExit(f"{way}: the processes ended with {codes}")

@@ -134,6 +134,11 @@ class Engine:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
             )
+        if space.opened.average and BY_NAME[chunk.dtype].kind == "int":
+            raise ConfigError(
+                f"store {space.name!r} takes means, and integers have none; push floating point, or "
+                "to a store without average"
+            )
         if not message.ranks or max(message.ranks) >= self.workers:
             raise ProtocolError(
                 f"a push speaks for ranks {list(message.ranks)!s:.60}; there are {self.workers}"

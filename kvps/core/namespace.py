@@ -160,17 +160,10 @@ class Namespace:
         Raises:
             Mismatch: if a key exists with another type or shape and this is no broadcast.
             Overload: if there is no room for all of them.
-            ConfigError: for integers in a store that takes means.
             ProtocolError: if a key is named twice. In all these cases nothing is changed.
         """
         if len({entry.key for entry in entries}) != len(entries):
             raise ProtocolError("a DECLARE names a key twice")
-        integers = [one.key for one in entries if BY_ID[one.dtype].kind == "int"]
-        if self.opened.average and integers:
-            raise ConfigError(
-                f"store {self.name!r} takes means, and key {integers[0]!r} holds integers; give it "
-                "floating point, or a store without average"
-            )
         new = [entry for entry in entries if self._is_new(entry, call)]
         self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
         replaced: list[Shard] = []

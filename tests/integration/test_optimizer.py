@@ -724,6 +724,24 @@ def test_asynchronous_stores(store: str) -> None:
     assert run(2, work) == [-2.0, -2.0]
 
 
+@pytest.mark.parametrize("on_store", [True, False])
+def test_buffers_take_the_first_values_of_rank_0(on_store: bool) -> None:
+    def work(rank: int) -> list[torch.Tensor]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        model[1].running_mean.fill_(rank + 1.0)
+        model[1].num_batches_tracked.fill_(rank + 5)
+        model.register_buffer("mask", torch.tensor([rank == 0, True]))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        return [model[1].num_batches_tracked, model.mask]
+
+    for batches, mask in run(2, work):
+        assert batches == 6
+        assert mask.tolist() == [True, True]
+
+
 def test_without_a_cluster() -> None:
     model = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.messages import Declare, Entry, Open
-from kvps.specs import BY_NAME
+from kvps.messages import Open
 from tests.server_cluster import Cluster, gradient
 from tests.server_stage import ServerStage, opening, refusal
 
@@ -67,11 +66,12 @@ def test_each_part_of_a_tensor_is_divided_once(rule: str | None) -> None:
 
 
 def test_integers_have_no_mean() -> None:
-    one = ServerStage(2)
-    one.open("sync", average=True)
-    entry = Entry("n", BY_NAME["int32"].id, (2,), 0, 2)
-    said = refusal(one.say(0, Declare("kv", True, 0, (entry,))))
-    assert "ConfigError: store 'kv' takes means, and key 'n' holds integers" in said
+    """They may be there, as the counters of a model are that are only handed out."""
+    one = stage(2)
+    one.init("n", torch.tensor([3, 4], dtype=torch.int64))
+    said = refusal(one.push(0, "n", torch.tensor([1, 1], dtype=torch.int64), 0))
+    assert "ConfigError: store 'kv' takes means, and integers have none" in said
+    assert one.values("n") == [3, 4]
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
