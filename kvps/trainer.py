@@ -46,6 +46,11 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
+from kvps.torch.broadcasts import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from kvps.torch.exchange import Exchange
 
 Params: TypeAlias = (
@@ -246,6 +251,39 @@ class Trainer:
         present = [name for name in names if self._params[name].grad is not None]
         with torch.no_grad():
             local.step(present, 1.0 / batch)
+
+    def join(self) -> None:
+        """Let the others go on without this worker, which has run out of batches, until all have.
+
+        Behind it every worker has the weights, and the optimizer's state, of the one that came last,
+        and the next step is of the same round everywhere.
+
+        Raises:
+            ConfigError: if the store is no dist store.
+
+        Example:
+            >>> for x, y in loader:  # others may have more of them  # doctest: +SKIP
+            ...     train(x, y)
+            >>> trainer.join()  # doctest: +SKIP
+        """
+        if self._kv is None:
+            return
+        if not isinstance(self._kv, KVStore):
+            raise ConfigError(f"join() needs a store of kvps, and {self._kv.type!r} is a plug-in")
+        if self._exchange is not None:
+            self._exchange.discard()
+        self._model.survive(self._join)
+
+    def _join(self) -> None:
+        last = self._kv.join()
+        if self._local is None:
+            self._model.pull()
+            return
+        broadcast_parameters(self._params, last)
+        if isinstance(self._local, TorchOptimizer):
+            broadcast_optimizer_state(self._local.optimizer, last)
+        else:
+            self._local.put(broadcast_object(self._local.all_states(), last))
 
     # --- the optimizer ------------------------------------------------------------------------------
 

@@ -70,6 +70,11 @@ class DistStore(KVStore):
         return self._opened.average
 
     @property
+    def chunk_bytes(self) -> int:
+        """How much travels at once."""
+        return self._opened.chunk_bytes
+
+    @property
     def num_workers(self) -> int:
         """How many workers the job has."""
         welcome = self._session.core.member.welcome

@@ -135,6 +135,11 @@ class KVStore(KVStoreBase, abc.ABC):
         return False
 
     @property
+    def chunk_bytes(self) -> int:
+        """How much travels at once; who sends about as much in a call keeps all links busy."""
+        return 8 << 20
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the store's optimizer.
 

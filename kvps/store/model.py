@@ -98,6 +98,11 @@ class Model:
                 "other workers have the weights: start the job anew, or update in the store"
             )
 
+    def pull(self) -> None:
+        """Take the weights that the store has now."""
+        names = self.trained
+        self.kv.pull(names, out=[self.params[name].detach() for name in names])
+
     # --- the optimizer in the store ---------------------------------------------------------------
 
     def install(self, hyper: Hyper) -> None:
@@ -174,7 +179,7 @@ class Model:
             self.tell_rate(self.hyper.number("lr"))
         else:
             self.install(self.hyper)
-        self.kv.pull(names, out=values)
+        self.pull()
 
 
 def named(params: object) -> dict[str, torch.Tensor]:

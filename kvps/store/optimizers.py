@@ -158,6 +158,15 @@ class RulesOptimizer:
             if row.data_ptr() != data.data_ptr():
                 data.copy_(row.view(data.shape))
 
+    def all_states(self) -> states.States:
+        """Return all states, on the CPU."""
+        return self._rules.all_states()
+
+    def put(self, found: states.States) -> None:
+        """Go on with the states that :meth:`all_states` gave."""
+        self.forget()
+        self._rules.put(found, self._params)
+
     def save(self, path: str) -> None:
         """Write all states to ``path``."""
         self._rules.save(path)
@@ -174,22 +183,22 @@ class TorchOptimizer:
         self, params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         self._params = params
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the first parameter group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the first group; those of the others keep their ratio to it."""
         wanted, old = resolve("sgd", {"lr": lr}).number("lr"), self.learning_rate
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = float(group["lr"]) / old * wanted if old else wanted
 
     def forget(self) -> None:
         """Begin all states anew."""
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
 
     def step(self, names: Sequence[str], scale: float) -> None:
         """Step by ``scale`` times the ``.grad`` of ``names``, which are as before afterwards."""
@@ -200,7 +209,7 @@ class TorchOptimizer:
                 for param in params:
                     assert param.grad is not None
                     param.grad = param.grad * scale
-            self._optimizer.step()
+            self.optimizer.step()
         finally:
             for param, gradient in zip(params, sums, strict=True):
                 param.grad = gradient
@@ -215,7 +224,7 @@ class TorchOptimizer:
         table: dict[str, dict[str, Any]] = {}
         for name, param in self._params.items():
             numbers: dict[str, float | None] = {}
-            for title, value in self._optimizer.state.get(param, {}).items():
+            for title, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}/{title}"] = value.detach().cpu().contiguous()
                 elif value is None or isinstance(value, int | float):
@@ -249,14 +258,14 @@ class TorchOptimizer:
         for title, tensor in tensors.items():
             name, _, field = title.rpartition("/")
             found[name][field] = tensor
-        whole = self._optimizer.state_dict()
-        params = [one for group in self._optimizer.param_groups for one in group["params"]]
+        whole = self.optimizer.state_dict()
+        params = [one for group in self.optimizer.param_groups for one in group["params"]]
         number_of = {param: number for number, param in enumerate(params)}
         for name, state in found.items():
             if state:
                 whole["state"][number_of[self._params[name]]] = state
-        self._optimizer.load_state_dict(whole)
+        self.optimizer.load_state_dict(whole)
 
     @property
     def _title(self) -> str:
-        return f"{type(self._optimizer).__module__}.{type(self._optimizer).__qualname__}"
+        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"

@@ -17,7 +17,15 @@ from collections.abc import Mapping
 from kvps.errors import ConfigError
 
 BUCKET_BYTES = 4 << 20
-"""Little against a model, so that the first bucket leaves early, and much against a message."""
+CHUNKS = 3
+"""A bucket is as large as so many chunks, and at least 4 MiB: little against a model, so that the first one
+leaves early, and much against a message. Where chunks are large, as on one host, what counts is that few
+calls disturb backward; on a network, that the link is never idle."""
+
+
+def bucket_bytes(chunk_bytes: int) -> int:
+    """Return how large buckets should be, in a store whose chunks are so large."""
+    return max(BUCKET_BYTES, CHUNKS * chunk_bytes)
 
 
 class Buckets:
@@ -33,7 +41,7 @@ class Buckets:
         ([], ['weight', 'bias'], [])
     """
 
-    def __init__(self, sizes: Mapping[str, int], limit_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, sizes: Mapping[str, int], limit_bytes: int) -> None:
         if type(limit_bytes) is not int or limit_bytes < 1:
             raise ConfigError(
                 f"bucket_bytes={limit_bytes!r}: use a whole number of bytes from 1 on"

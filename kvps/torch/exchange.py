@@ -27,7 +27,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
-from kvps.torch.buckets import BUCKET_BYTES, Buckets
+from kvps.torch.buckets import Buckets, bucket_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +83,7 @@ class Exchange:
     Args:
         model: whose; the store must know its keys.
         passes: how many backward passes make up a step.
-        bucket_bytes: how much leaves at once.
+        limit_bytes: how much leaves at once; None for what suits the store.
         divisor: what comes back is divided by it.
         before: called before the first gradient of a step leaves.
         brings_weights: what comes back does not belong into ``.grad``.
@@ -94,7 +94,7 @@ class Exchange:
         self,
         model: Model,
         passes: int = 1,
-        bucket_bytes: int = BUCKET_BYTES,
+        limit_bytes: int | None = None,
         *,
         divisor: int = 1,
         before: Callable[[], None] = lambda: None,
@@ -118,7 +118,9 @@ class Exchange:
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
         sizes = {name: one.numel() * one.element_size() for name, one in model.params.items()}
-        self._buckets = Buckets(sizes, bucket_bytes)
+        if limit_bytes is None:
+            limit_bytes = bucket_bytes(model.kv.chunk_bytes)
+        self._buckets = Buckets(sizes, limit_bytes)
         self._passes: dict[str, int] = {}
         """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
         self._away: dict[str, Bucket] = {}

@@ -37,7 +37,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.model import Model, check_free, check_groups, named, runs_in_store, store_of
 from kvps.torch.agreement import Agreement
 from kvps.torch.ahead import Ahead
-from kvps.torch.buckets import BUCKET_BYTES
+from kvps.torch.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.exchange import Bucket, Exchange, listed
 from kvps.torch.states import from_torch, to_torch
 
@@ -70,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None
             behind ``step()``; call :meth:`synchronize` before gradients are clipped, unscaled or
             looked at, and before parameters are read other than by modules or ``state_dict()``.
-        bucket_bytes: how many bytes of gradients leave together.
+        bucket_bytes: how many bytes of gradients leave together; None for what suits the store.
 
     Raises:
         ConfigError: for arguments that cannot be.
@@ -97,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         update_on_kvstore: bool = False,
         find_unused: bool = False,
         overlap_forward: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer: give a torch optimizer, got {type(optimizer).__name__}")
@@ -366,6 +366,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         with self._exchange.paused():
             yield
+
+    def join(self) -> None:
+        """Let the others go on without this worker, which has run out of batches, until all have.
+
+        Behind it every worker has the weights, and the optimizer's state, of the one that came last,
+        and the next step is of the same round everywhere. Means are over those that still have batches.
+
+        Raises:
+            ConfigError: with ``find_unused``, or with a scaler and ``update_on_kvstore=True``: there the
+                others need an answer of this worker in each step. Give all equally many batches.
+
+        Example:
+            >>> for x, y in loader:  # others may have more of them  # doctest: +SKIP
+            ...     train(x, y)
+            >>> optimizer.join()  # doctest: +SKIP
+        """
+        if self._used is not None or self._overflow is not None:
+            why = "find_unused=True" if self._used is not None else "a GradScaler"
+            raise ConfigError(
+                f"join() does not go with {why}: the others ask this worker in each step. Give all "
+                "workers equally many batches, as kvps.data_sampler does"
+            )
+        if self._ahead is not None:
+            self._ahead.finish()
+        self._exchange.discard()
+        self._model.survive(self._join)
+
+    def _join(self) -> None:
+        last = self._model.kv.join()
+        if self._on_store:
+            self._model.pull()
+            return
+        broadcast_parameters(self._model.params, last)
+        broadcast_optimizer_state(self._inner, last)
 
     def _add_unused(self) -> None:
         """Have those parameters take part that have no gradient here, but elsewhere.

@@ -549,6 +549,52 @@ def test_a_scheduler_with_momentum() -> None:
         assert_all(run(2, work, on_store), expected)
 
 
+# --- uneven batches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_mean_is_of_those_who_still_have_batches(on_store: bool, overlap: bool) -> None:
+    """Rank r has 2 + r batches; then all train on from the same weights."""
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()),
+            model,
+            update_on_kvstore=on_store,
+            overlap_forward=overlap,
+        )
+        for epoch in range(2):
+            for step in range(2 + rank):
+                optimizer.zero_grad()
+                loss_of(model, slice(3 * step + epoch, 3 * step + 3 * rank + 4)).backward()
+                optimizer.step()
+            optimizer.join()
+        return weights(model)
+
+    model = net()
+    sgd = OPTIMIZERS["sgd"](model.parameters())
+    for epoch in range(2):
+        for step in range(4):
+            sgd.zero_grad()
+            ranks = [rank for rank in range(3) if step < 2 + rank]
+            for rank in ranks:
+                rows = slice(3 * step + epoch, 3 * step + 3 * rank + 4)
+                (loss_of(model, rows) / len(ranks)).backward()
+            sgd.step()
+    assert_all(run(3, work), weights(model))
+
+
+def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, find_unused=True)
+        with pytest.raises(kvps.ConfigError, match=r"join\(\) does not go with find_unused=True"):
+            optimizer.join()
+
+
 # --- an overlapped forward pass ---------------------------------------------------------------------
 
 

@@ -127,6 +127,40 @@ def test_batches_may_change_and_be_uneven(on_store: bool, overlap: bool) -> None
     assert_all(run(2, work), alone("sgd", sizes))
 
 
+@pytest.mark.parametrize("kind", ["store", "rules", "torch"])
+def test_workers_may_have_more_batches_than_others(kind: str) -> None:
+    """Behind join() all have the weights and the momenta of who came last."""
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        options = OPTIMIZERS["sgd"][0]
+        sgd = torch.optim.SGD(model.parameters(), **options)
+        optimizer, options = (sgd, {}) if kind == "torch" else ("sgd", options)
+        trainer = kvps.Trainer(model, optimizer, options, "dist_sync", kind == "store")
+        for _ in range(2):
+            for step in range(2 + rank):
+                backward(model, slice(rank, rank + 4 + step))
+                trainer.step(8)
+            trainer.join()
+        return weights(model)
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), **OPTIMIZERS["sgd"][0])
+    for _ in range(2):
+        for step in range(3):
+            sums = [torch.zeros_like(one) for one in model.parameters()]
+            for rank in range(2):
+                if step < 2 + rank:
+                    backward(model, slice(rank, rank + 4 + step))
+                    for total, param in zip(sums, model.parameters(), strict=True):
+                        assert param.grad is not None
+                        total += param.grad / 8
+            for total, param in zip(sums, model.parameters(), strict=True):
+                param.grad = total
+            sgd.step()
+    assert_all(run(2, work), weights(model))
+
+
 def test_a_batch_size_that_comes_too_late_is_told() -> None:
     with kvps.LocalCluster():
         model = net()
