@@ -126,6 +126,8 @@ class Exchange:
         self._away: dict[str, Bucket] = {}
         self.values: dict[str, torch.Tensor] = {}
         """By name, where the gradients that have left in this step were, and what came back is."""
+        self._touched: dict[str, int] = {}
+        """Of gradients that are away, how often anybody had written to them when they left."""
         self._failure: KvpsError | None = None
         self._is_begun = False
         self._is_rung = False
@@ -238,6 +240,7 @@ class Exchange:
         for name in names:
             self._passes.pop(name, None)
             self._away[name] = bucket
+            self._touched[name] = _touches(self._model.params[name])
 
     def _layout(self, name: str) -> torch.layout:
         gradient = self._model.params[name].grad
@@ -252,7 +255,13 @@ class Exchange:
             return param.grad.detach().to_dense()
         if param.grad.dtype != param.dtype:
             return param.grad.detach().to(param.dtype)
-        return param.grad.detach()
+        # Not detach(): what the store writes must not count as a change of .grad by somebody else.
+        return param.grad.data
+
+    @property
+    def is_away(self) -> bool:
+        """Whether gradients are under way."""
+        return bool(self._away)
 
     def missing(self) -> list[str]:
         """Return the parameters whose gradient has not left in this step, and that have none."""
@@ -263,8 +272,23 @@ class Exchange:
         ]
 
     def complete(self) -> None:
-        """Let every gradient leave that is here."""
+        """Let every gradient leave that is here.
+
+        Raises:
+            ConfigError: if somebody has changed one that is away.
+        """
         self.watch()
+        changed = [
+            name
+            for name in self._away
+            if self._model.params[name].grad is not None
+            and _touches(self._model.params[name]) != self._touched[name]
+        ]
+        if changed:
+            raise ConfigError(
+                f"the gradient of {listed(changed)} was changed (clipped, say) while the mean was on "
+                "its way: call synchronize() before, which waits for it"
+            )
         left = [
             name
             for name in self._model.trained
@@ -348,6 +372,11 @@ class Exchange:
         self.values.clear()
         self._failure = None
         self._is_begun = self._is_rung = False
+
+
+def _touches(param: torch.Tensor) -> int:
+    """Return how often the gradient of ``param`` was written to."""
+    return -1 if param.grad is None else param.grad._version
 
 
 def _rows_of(dense: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ With ``update_on_kvstore=True`` the store runs the optimizer: what comes back ar
 there only, and only ``step()`` waits. Rates that a scheduler has changed are sent before the first
 gradient of the next step.
 
-A GradScaler looks at gradients before it steps. Where the optimizer runs here, these are the means, so
-all workers find the same, and the scaler needs nothing else. Where it runs in the store, a gradient that
+A GradScaler looks at gradients before it steps, through ``param_groups``. Where the optimizer runs here,
+these are the means, so all workers find the same, and the scaler needs nothing else. Where it runs in the store, a gradient that
 has left cannot be taken back; so with a scaler (which is known from the first step on, in which nothing
 leaves early) gradients wait for ``step()``, and the workers first agree whether any of them is infinite.
 
@@ -64,12 +64,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         update_on_kvstore: run the optimizer in the store. ``.grad`` is None behind ``step()``.
         find_unused: parameters may have no gradient in some steps; one that got none on any worker
             is left as it is. It costs a round trip in ``step()``, and the mean is in
-            ``.grad`` behind :meth:`synchronize` only: call that before gradients are clipped or
-            unscaled.
+            ``.grad`` behind :meth:`synchronize` only: call that before gradients are clipped.
         overlap_forward: let ``step()`` return at once, and each module wait for its own parameters
             in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None
-            behind ``step()``; call :meth:`synchronize` before gradients are clipped, unscaled or
-            looked at, and before parameters are read other than by modules or ``state_dict()``.
+            behind ``step()``; call :meth:`synchronize` before gradients are clipped or looked at, and before parameters are read other than by modules or ``state_dict()``.
         bucket_bytes: how many bytes of gradients leave together; None for what suits the store.
 
     Raises:
@@ -259,11 +257,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _put_off(self, ahead: Ahead) -> None:
         ahead.finish()  # of parameters that no module has asked for since
         vars(self._inner)["_opt_called"] = True
-        if self._model.is_given_up:
-            self._model.is_given_up = False
-            self._exchange.discard()
-            return
         try:
+            if self._model.is_given_up:
+                self._model.is_given_up = False
+                self._exchange.discard()
+                return
             self._exchange.complete()
             self._add_unused()
             self._late = self._exchange.release()
@@ -457,7 +455,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer that is wrapped."""
+        """Those of the optimizer that is wrapped.
+
+        A GradScaler finds the gradients here; it gets them when they are back.
+        """
+        if not self._on_store and self._exchange.is_away:
+            self.synchronize()
         return self._inner.param_groups
 
     @property

@@ -265,14 +265,15 @@ def test_clipping_with_an_overlapped_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("on_store", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_scaler_drops_a_round_everywhere(on_store: bool, fused: bool) -> None:
+@pytest.mark.parametrize("option", ["", "fused", "overlap_forward", "find_unused"])
+def test_a_scaler_drops_a_round_everywhere(on_store: bool, option: str) -> None:
     """Worker 1 overflows in the second step: nobody makes it."""
+    fused, options = option == "fused", {option: True} if "_" in option else {}
 
     def work(rank: int) -> tuple[Weights, float]:
         model = net(rank)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store, **options)  # type: ignore[arg-type]
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
         for step in range(4):
             optimizer.zero_grad()
@@ -584,6 +585,21 @@ def test_a_mean_is_of_those_who_still_have_batches(on_store: bool, overlap: bool
                 (loss_of(model, rows) / len(ranks)).backward()
             sgd.step()
     assert_all(run(3, work), weights(model))
+
+
+@pytest.mark.parametrize("option", ["overlap_forward", "find_unused"])
+def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model, **{option: True})  # type: ignore[arg-type]
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, slice(24)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(kvps.ConfigError, match=r"was changed .* call synchronize\(\) before"):
+            optimizer.step()
 
 
 def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
