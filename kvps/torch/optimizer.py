@@ -67,7 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``.grad`` behind :meth:`synchronize` only: call that before gradients are clipped.
         overlap_forward: let ``step()`` return at once, and each module wait for its own parameters
             in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None
-            behind ``step()``; call :meth:`synchronize` before gradients are clipped or looked at, and before parameters are read other than by modules or ``state_dict()``.
+            behind ``step()``; call :meth:`synchronize` before gradients are clipped or looked at, and
+            before parameters are read other than by modules or ``state_dict()``.
         bucket_bytes: how many bytes of gradients leave together; None for what suits the store.
 
     Raises:
