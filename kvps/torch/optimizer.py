@@ -19,7 +19,7 @@ has left cannot be taken back; so with a scaler (which is known from the first s
 leaves early) gradients wait for ``step()``, and the workers first agree whether any of them is infinite.
 
 With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
-pass (:mod:`kvps.torch.ahead`).
+pass (:mod:`kvps.torch.late`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import torch
 
 from kvps.core.hyper import Hyper
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, EpochChanged, Mismatch
-from kvps.store.kvstore import KVStore
+from kvps.errors import ConfigError, EpochChanged
 from kvps.store.model import Model, check_free, check_groups, named, runs_in_store, store_of
 from kvps.torch.agreement import Agreement
-from kvps.torch.ahead import Ahead
+from kvps.torch.arguments import buffers_of, divisor_of, is_free, numbered
 from kvps.torch.broadcasts import broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.exchange import Bucket, Exchange, listed
+from kvps.torch.exchange import Exchange, listed
+from kvps.torch.late import Late
 from kvps.torch.states import from_torch, to_torch
 
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -103,16 +103,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if op not in OPS:
             raise ConfigError(f"op={op!r}: use one of {', '.join(OPS)}")
         self._inner = optimizer
-        params = named(_numbered(optimizer) if named_parameters is None else named_parameters)
+        params = named(numbered(optimizer) if named_parameters is None else named_parameters)
         check_groups(optimizer, params)
-        is_ordered = not (
-            isinstance(kvstore, str) and kvstore.startswith(("dist_async", "dist_ssp"))
-        )
-        kv = store_of(kvstore, "optimizer", average=op == "average" and is_ordered)
+        is_summed = op == "sum" or (isinstance(kvstore, str) and is_free(kvstore))
+        kv = store_of(kvstore, "optimizer", average=not is_summed)
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
-        buffers = _buffers(named_parameters)
+        buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         self._model = Model(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._hyper() if self._on_store else None)
@@ -120,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._model,
             backward_passes_per_step,
             bucket_bytes,
-            divisor=_divisor(kv, op),
+            divisor=divisor_of(kv, op),
             before=self._send_rates,
             brings_weights=self._on_store,
             # Where workers use different parameters, one's backward would wait for what another sends
@@ -132,25 +130,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
         self._overflow: Agreement | None = None
         self._is_synchronized = False
-        self._late: dict[str, Bucket] = {}
-        """Of parameters that are updated in the next forward pass, what they wait for."""
-        self._rates: list[dict[str, Any]] = []
-        """The optimizer's groups without their parameters, as they were at that step."""
-        self._group_of: dict[str, int] = {}
-        self._ahead: Ahead | None = None
+        self._late: Late | None = None
         if overlap_forward:
             if not isinstance(named_parameters, torch.nn.Module):
                 raise ConfigError(
                     "overlap_forward=True puts hooks on modules: give the module itself as "
                     "named_parameters"
                 )
-            self._ahead = Ahead(named_parameters, params, self._update_late)
-            number_of = {
-                one: number
-                for number, group in enumerate(optimizer.param_groups)
-                for one in group["params"]
-            }
-            self._group_of = {name: number_of[one] for name, one in params.items()}
+            self._late = Late(named_parameters, self._model, optimizer, self._on_store)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -164,8 +151,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: naming parameters that have no gradient, without ``find_unused``.
             KvpsError: what has become of a gradient on its way.
         """
-        if self._ahead is not None and self._may_put_off(closure):
-            self._put_off(self._ahead)
+        if self._late is not None and self._may_put_off(self._late, closure):
+            self._put_off(self._late)
             return None
         if self._on_store:
             loss = None
@@ -235,8 +222,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _is_infinite(self, found: torch.Tensor) -> bool:
         """Whether any worker's gradient is; if not, all are scaled back."""
         if self._overflow is None:
-            is_free = str(self._model.kv.type).startswith(("dist_async", "dist_ssp"))
-            self._overflow = Agreement(1 if is_free else self._model.kv.num_workers, 1)
+            alone = is_free(str(self._model.kv.type))
+            self._overflow = Agreement(1 if alone else self._model.kv.num_workers, 1)
         if bool(self._overflow.any(found.reshape(1) > 0)):
             return True
         scale = vars(self).get("grad_scale")
@@ -245,19 +232,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch._foreach_div_(present, float(scale))
         return False
 
-    # --- a step that the next forward pass makes --------------------------------------------------
-
-    def _may_put_off(self, closure: object) -> bool:
-        assert self._ahead is not None
-        if not self._ahead.is_known:
-            self._ahead.learn()
-            return False
+    def _may_put_off(self, late: Late, closure: object) -> bool:
+        """Whether this step can be left to the next forward pass."""
+        is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
-        return not (self._is_synchronized or is_scaled or self._exchange.is_held or closure)
+        is_bound = self._is_synchronized or self._exchange.is_held
+        return not (is_first or is_scaled or is_bound or closure)
 
-    def _put_off(self, ahead: Ahead) -> None:
-        ahead.finish()  # of parameters that no module has asked for since
-        vars(self._inner)["_opt_called"] = True
+    def _put_off(self, late: Late) -> None:
+        late.finish()  # what no module has asked for since
+        vars(self._inner)["_opt_called"] = True  # as a step in the store has it
         try:
             if self._model.is_given_up:
                 self._model.is_given_up = False
@@ -265,58 +249,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return
             self._exchange.complete()
             self._add_unused()
-            self._late = self._exchange.release()
+            late.put_off(self._exchange.release())
         except EpochChanged as error:
             self._model.go_on(error)
             self._model.is_given_up = False
             self._exchange.begin()
-            return
-        self._rates = [
-            {option: value for option, value in group.items() if option != "params"}
-            for group in self._inner.param_groups
-        ]
-        for name in self._late:
-            self._model.params[name].grad = None  # what comes next is of another step
-        ahead.put_off(self._late)
-
-    def _update_late(self, names: list[str]) -> None:
-        """Wait for what these parameters need, and update them."""
-        assert self._ahead is not None
-        buckets = {name: self._late.pop(name) for name in names}
-        try:
-            for bucket in buckets.values():
-                bucket.wait()
-        except EpochChanged as error:
-            self._late.clear()
-            self._ahead.forget()
-            self._model.go_on(error)
-            return  # an optimizer here skips the next step: modules have computed with other weights
-        if self._on_store:
-            with torch.no_grad():
-                for name, bucket in buckets.items():
-                    self._model.params[name].copy_(bucket.values[name])
-        else:
-            self._step_some(buckets)
-
-    def _step_some(self, buckets: Mapping[str, Bucket]) -> None:
-        """Let the optimizer step these parameters alone."""
-        groups: dict[int, list[torch.Tensor]] = {}
-        before: dict[torch.Tensor, torch.Tensor | None] = {}
-        for name, bucket in buckets.items():
-            param = self._model.params[name]
-            groups.setdefault(self._group_of[name], []).append(param)
-            before[param] = param.grad
-            param.grad = bucket.gradient(name)
-        whole = self._inner.param_groups
-        self._inner.param_groups = [
-            {**self._rates[number], "params": params} for number, params in groups.items()
-        ]
-        try:
-            self._inner.step()
-        finally:
-            self._inner.param_groups = whole
-            for param, gradient in before.items():
-                param.grad = gradient
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -387,8 +324,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"join() does not go with {why}: the others ask this worker in each step. Give all "
                 "workers equally many batches, as kvps.data_sampler does"
             )
-        if self._ahead is not None:
-            self._ahead.finish()
+        if self._late is not None:
+            self._late.finish()
         self._exchange.discard()
         self._model.survive(self._join)
 
@@ -491,8 +428,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Finish what is under way, let go of the parameters, and close the store."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._late is not None:
+            self._late.close()
         self._exchange.discard()
         self._exchange.close()
         self._model.kv.close()
@@ -539,41 +476,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         where = "in" if self._on_store else "over"
         return f"DistributedOptimizer {where} {self._model.kv!r}: {self._inner!r}"
-
-
-def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Name parameters by group and place, or as their groups do."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        params = group["params"]
-        names = group.get("param_names") or [f"{number}.{place}" for place in range(len(params))]
-        found += zip(names, params, strict=True)
-    return found
-
-
-def _buffers(given: object) -> dict[str, torch.Tensor]:
-    return dict(given.named_buffers()) if isinstance(given, torch.nn.Module) else {}
-
-
-def _divisor(kv: Any, op: str) -> int:
-    """Return by what a worker divides what comes back, as the store does not.
-
-    Raises:
-        Mismatch: if it would have to, and cannot know by what.
-    """
-    is_free = str(kv.type).startswith(("dist_async", "dist_ssp"))
-    if is_free or kv.num_workers == 1:
-        return 1
-    takes_means = isinstance(kv, KVStore) and kv.average
-    if takes_means and op == "sum":
-        raise Mismatch(
-            f"op='sum', and store {kv.name!r} takes means; create it without average=True"
-        )
-    if op == "sum" or takes_means:
-        return 1
-    if str(kv.type).startswith("dist"):
-        raise Mismatch(
-            f"op='average', and store {kv.name!r} adds up; create it with average=True, or give the name "
-            "of a store"
-        )
-    return int(kv.num_workers)

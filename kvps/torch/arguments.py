@@ -1,0 +1,53 @@
+"""What the arguments of DistributedOptimizer come down to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvps.errors import Mismatch
+from kvps.store.kvstore import KVStore
+
+
+def numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Name parameters by group and place, or as their groups do."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        names = group.get("param_names") or [f"{number}.{place}" for place in range(len(params))]
+        found += zip(names, params, strict=True)
+    return found
+
+
+def buffers_of(given: object) -> dict[str, torch.Tensor]:
+    """Return the buffers of a module; of anything else there are none."""
+    return dict(given.named_buffers()) if isinstance(given, torch.nn.Module) else {}
+
+
+def divisor_of(kv: Any, op: str) -> int:
+    """Return by what a worker divides what comes back, as the store does not.
+
+    Raises:
+        Mismatch: if it would have to, and cannot know by what.
+    """
+    if is_free(str(kv.type)) or kv.num_workers == 1:
+        return 1
+    takes_means = isinstance(kv, KVStore) and kv.average
+    if takes_means and op == "sum":
+        raise Mismatch(
+            f"op='sum', and store {kv.name!r} takes means; create it without average=True"
+        )
+    if op == "sum" or takes_means:
+        return 1
+    if str(kv.type).startswith("dist"):
+        raise Mismatch(
+            f"op='average', and store {kv.name!r} adds up; create it with average=True, or give the name "
+            "of a store"
+        )
+    return int(kv.num_workers)
+
+
+def is_free(store: str) -> bool:
+    """Whether a store of this name or type applies each push by itself, so that nothing is averaged."""
+    return store.startswith(("dist_async", "dist_ssp"))

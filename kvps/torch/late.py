@@ -1,0 +1,115 @@
+"""Steps that the next forward pass makes: what came back when, and who is updated by it with which rates.
+
+:mod:`kvps.torch.ahead` says which module waits for which parameter. This file says what then happens:
+it waits for the bucket, and takes the weights that came back; or it lets the optimizer step those
+parameters alone, as if its groups had no others, with the rates that held when ``step()`` was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvps.errors import EpochChanged
+from kvps.store.model import Model
+from kvps.torch.ahead import Ahead
+from kvps.torch.exchange import Bucket
+
+
+class Late:
+    """What is left to do of a step that has returned.
+
+    Args:
+        module: the model, whose modules wait.
+        model: its parameters in the store.
+        optimizer: over them.
+        on_store: what comes back are weights.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        on_store: bool,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._on_store = on_store
+        self._buckets: dict[str, Bucket] = {}
+        """By parameter, what it waits for."""
+        self._rates: list[dict[str, Any]] = []
+        """The optimizer's groups without their parameters, as they were at that step."""
+        number_of = {
+            param: number
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+        self._group_of = {name: number_of.get(one, 0) for name, one in model.params.items()}
+        self._ahead = Ahead(module, model.params, self._update)
+
+    def learns(self) -> bool:
+        """Learn from the first forward pass; return whether this was it."""
+        is_first = not self._ahead.is_known
+        if is_first:
+            self._ahead.learn()
+        return is_first
+
+    def put_off(self, buckets: dict[str, Bucket]) -> None:
+        """Let each of these parameters be updated when its module needs it."""
+        self._buckets = buckets
+        self._rates = [
+            {option: value for option, value in group.items() if option != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        for name in buckets:
+            self._model.params[name].grad = None  # what comes next is of another step
+        self._ahead.put_off(buckets)
+
+    def finish(self) -> None:
+        """Make all updates now."""
+        self._ahead.finish()
+
+    def close(self) -> None:
+        """Make all updates, and let go of the modules."""
+        self._ahead.close()
+
+    def _update(self, names: list[str]) -> None:
+        """Wait for what these parameters need, and update them."""
+        buckets = {name: self._buckets.pop(name) for name in names}
+        try:
+            for bucket in buckets.values():
+                bucket.wait()
+        except EpochChanged as error:
+            self._buckets.clear()
+            self._ahead.forget()
+            self._model.go_on(error)
+            return  # an optimizer here skips the next step: modules have computed with other weights
+        if self._on_store:
+            with torch.no_grad():
+                for name, bucket in buckets.items():
+                    self._model.params[name].copy_(bucket.values[name])
+        else:
+            self._step(buckets)
+
+    def _step(self, buckets: Mapping[str, Bucket]) -> None:
+        """Let the optimizer step these parameters alone."""
+        groups: dict[int, list[torch.Tensor]] = {}
+        before: dict[torch.Tensor, torch.Tensor | None] = {}
+        for name, bucket in buckets.items():
+            param = self._model.params[name]
+            groups.setdefault(self._group_of[name], []).append(param)
+            before[param] = param.grad
+            param.grad = bucket.gradient(name)
+        whole = self._optimizer.param_groups
+        self._optimizer.param_groups = [
+            {**self._rates[number], "params": params} for number, params in groups.items()
+        ]
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = whole
+            for param, gradient in before.items():
+                param.grad = gradient
