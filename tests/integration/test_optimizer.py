@@ -159,6 +159,28 @@ def test_what_no_pass_has_sent_leaves_with_the_step() -> None:
     assert_all(run(2, work), weights(model))
 
 
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_buffers_of_any_type_take_the_values_of_rank_0(op: str) -> None:
+    """BatchNorm counts its batches in an int64, of which no store takes means."""
+
+    class Counted(torch.nn.BatchNorm1d):
+        def __init__(self, rank: int) -> None:
+            super().__init__(3)
+            self.num_batches_tracked.fill_(-(1 << 40) - rank)
+            self.register_buffer("mask", torch.tensor([rank == 0, False, True]))
+            self.running_mean.fill_(rank + 0.5)
+
+    def work(rank: int) -> list[torch.Tensor]:
+        model = Counted(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(sgd, model, op=op)
+        return [model.num_batches_tracked, model.mask, model.running_mean]
+
+    expected = [torch.tensor(-(1 << 40)), torch.tensor([True, False, True]), torch.full((3,), 0.5)]
+    for found in run(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_sum_is_divided_by_nothing() -> None:
     def work(rank: int) -> list[float]:
         param = torch.nn.Parameter(torch.zeros(2))
