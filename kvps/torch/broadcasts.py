@@ -18,6 +18,7 @@ from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.objects import bits, pack, unpack
+from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.own import own_store
 
 OWNER = "broadcast"
@@ -64,7 +65,8 @@ def broadcast_optimizer_state(
     checkpoint; states that the root has not are dropped.
 
     Args:
-        optimizer: any torch optimizer, over the same parameters in the same order on every worker.
+        optimizer: any torch optimizer, over the same parameters in the same order on every worker; or a
+            DistributedOptimizer, of which a state that lives in the store is everybody's already.
         root_rank: whose state.
         kvstore: a kind of store that sums, or such a store.
 
@@ -79,6 +81,8 @@ def broadcast_optimizer_state(
     given: object = optimizer
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: give a torch.optim.Optimizer, got {type(given).__name__}")
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer = optimizer._inner
     kv = _store(kvstore, root_rank)
     tensors: list[torch.Tensor] = []
     if kv.rank == root_rank:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import kvps
-from kvps.torch import DistributedOptimizer
+from kvps.torch import DistributedOptimizer, broadcast_optimizer_state
+from tests.integration.processes import Processes
 
 Weights = list[torch.Tensor]
 Maker = Callable[..., torch.optim.Optimizer]
@@ -157,6 +160,28 @@ def test_what_no_pass_has_sent_leaves_with_the_step() -> None:
     loss_of(model, slice(24)).backward()
     sgd.step()
     assert_all(run(2, work), weights(model))
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_buffers_of_any_type_take_the_values_of_rank_0(op: str) -> None:
+    """BatchNorm counts its batches in an int64, of which no store takes means."""
+
+    class Counted(torch.nn.BatchNorm1d):
+        def __init__(self, rank: int) -> None:
+            super().__init__(3)
+            self.num_batches_tracked.fill_(-(1 << 40) - rank)
+            self.register_buffer("mask", torch.tensor([rank == 0, False, True]))
+            self.running_mean.fill_(rank + 0.5)
+
+    def work(rank: int) -> list[torch.Tensor]:
+        model = Counted(rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(sgd, model, op=op)
+        return [model.num_batches_tracked, model.mask, model.running_mean]
+
+    expected = [torch.tensor(-(1 << 40)), torch.tensor([True, False, True]), torch.full((3,), 0.5)]
+    for found in run(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_sum_is_divided_by_nothing() -> None:
@@ -489,6 +514,34 @@ def test_state_dicts_are_those_of_torch(number: int, on_store: bool) -> None:
             torch.testing.assert_close(state["state"][index], entry, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("on_store", [True, False])
+def test_its_state_can_be_broadcast(on_store: bool) -> None:
+    """Rank 1 alone has a state and a rate to begin with; where the store has the state, the rate alone."""
+
+    def work(rank: int) -> tuple[Weights, float]:
+        model = net(rank)
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.05
+            for param in [] if on_store else model.parameters():
+                optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
+        broadcast_optimizer_state(optimizer, root_rank=1)
+        loss_of(model, part(rank, 2)).backward()
+        optimizer.step()
+        return weights(model), optimizer.param_groups[0]["lr"]
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for param in [] if on_store else model.parameters():
+        sgd.state[param] = {"momentum_buffer": torch.ones_like(param)}
+    loss_of(model, slice(24)).backward()
+    sgd.step()
+    results = run(2, work)
+    assert_all([found for found, _ in results], weights(model))
+    assert [rate for _, rate in results] == [0.05, 0.05]
+
+
 def test_a_closure_is_averaged_each_time() -> None:
     """LBFGS evaluates the model several times in a step."""
     inputs = INPUTS.double()
@@ -815,3 +868,45 @@ def test_without_a_cluster() -> None:
     sgd.step()
     torch.testing.assert_close(weights(model), weights(other))
     assert "DistributedOptimizer over <KVStore local" in repr(optimizer)
+
+
+# --- a replacement ------------------------------------------------------------------------------------
+
+CRASHING = """
+import os, sys, torch, kvps.torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+with torch.no_grad():
+    for param in model.parameters():
+        param.fill_(0.1)
+optimizer = kvps.torch.DistributedOptimizer(
+    sgd, model, update_on_kvstore=True, overlap_forward=sys.argv[2] == "overlap"
+)
+kv = optimizer.kvstore
+start = kv.resume([name for name, _ in model.named_parameters()])
+for step in range(start, 6):
+    if kv.rank == 1 and start == 0 and step == 3 and sys.argv[1] == "crash":
+        os._exit(1)
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(2 * step + kv.rank)
+    model(torch.randn(6, 3, generator=generator)).square().mean().backward()
+    optimizer.step()
+optimizer.close()
+print(f"from {start}: {model[0].weight.tolist()}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("manner", ["plain", pytest.param("overlap", marks=pytest.mark.slow)])
+def test_a_replacement_goes_on_where_the_lost_worker_was(processes: Processes, manner: str) -> None:
+    script = processes.script(CRASHING)
+
+    def ends(how: str) -> list[str]:
+        flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script)
+        launched = processes.kvps("launch", *flags, how, manner)
+        assert launched.wait(90.0) == 0, launched
+        return sorted(re.findall(r"from (\d: .*)", launched.out))
+
+    crashed, whole = ends("crash"), ends("not")
+    assert [one[0] for one in whole] == ["0", "0"]
+    assert crashed[1][0] in "23", "it was given up between two steps, perhaps with one under way"
+    assert {one[3:] for one in crashed} == {one[3:] for one in whole}

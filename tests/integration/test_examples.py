@@ -1,0 +1,147 @@
+"""The examples that use DistributedOptimizer, or several devices, do what examples/README.md says.
+
+Here they make a few steps. With ``-m slow`` each command of the table runs as it stands there, to its end.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import kvps
+from examples import digits, gluon_digits, gpt, horovod_digits, recommender
+from tests.integration.processes import BIN, ROOT, Processes
+
+TABLE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+DATA, UNSEEN = digits.load()
+
+
+def run(example: object, *flags: str, workers: int = 2) -> list[int]:
+    """Run an example's ``main`` on some workers; return the exit codes."""
+    with kvps.LocalCluster(workers, servers=2) as cluster:
+        return cluster.run(lambda rank: example.main(list(flags)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("example", "flags"),
+    [
+        (horovod_digits, []),
+        (horovod_digits, ["--update-on-kvstore"]),
+        (gluon_digits, []),
+        (gluon_digits, ["--overlap"]),
+    ],
+    ids=["horovod", "horovod-on-kvstore", "gluon", "gluon-overlap"],
+)
+def test_digits_are_learned(
+    example: object, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "weights.safetensors"
+    short = ["--epochs", "3", "--min-accuracy", "0.9", "--save", str(saved)]
+    assert run(example, *short, *flags) == [0, 0]
+    printed = capsys.readouterr().out
+    assert "2 workers" in printed
+    assert printed.count("epoch  3  loss") == 1, "rank 0 alone prints"
+    found = re.search(r"test accuracy (0\.\d{4})\n", printed)
+    assert found
+    model = digits.ConvNet()
+    model.load_state_dict(load_file(saved))
+    assert abs(digits.accuracy(model, UNSEEN) - float(found[1])) < 1e-4
+
+
+@pytest.mark.parametrize("example", [horovod_digits, gluon_digits], ids=["horovod", "gluon"])
+def test_too_little_accuracy_is_a_failure(
+    example: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(example, "--epochs", "1", "--min-accuracy", "1.01", workers=1) == [1]
+    assert "below 1.01" in capsys.readouterr().err
+
+
+# Documentation strings are read once, and by one thread: not all may use ``ast.parse`` at a time.
+docstrings, pairs = cache(gpt.docstrings), cache(recommender.load)
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
+    docstrings()
+    monkeypatch.setattr(gpt, "docstrings", docstrings)
+
+
+@pytest.mark.usefixtures("text")
+def test_gpt_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(gpt, "--steps", "4", "--batch-size", "8", "--max-loss", "9") == [0, 0]
+    printed = capsys.readouterr().out
+    assert "2 workers, 2 passes of 2 pieces each" in printed
+    assert re.search(r"4 steps in \d+ s; test loss \d\.\d{3} \(", printed)
+    assert printed.count("---\nReturn the") == 1
+
+
+@pytest.mark.usefixtures("text")
+def test_gpt_fails_above_the_loss_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ("--steps", "1", "--batch-size", "2", "--store", "local")
+    assert run(gpt, *short, "--max-loss", "0.01", workers=1) == [1]
+    assert "above 0.01" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("store", ["dist_async", "dist_sync"])
+def test_recommender_counts_steps_and_compares(
+    store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs()
+    monkeypatch.setattr(recommender, "load", pairs)
+    with kvps.LocalCluster(3, servers=2) as cluster:
+        codes = cluster.run(lambda rank: recommender.train_for(1.0, store))
+    printed = capsys.readouterr().out
+    steps = {int(rank): int(n) for rank, n in re.findall(r"worker (\d).*: (\d+) steps", printed)}
+    assert sorted(steps) == [0, 1, 2]
+    found = re.search(r"among the first 10: (0\.\d+); popular ones alone (0\.\d+)", printed)
+    assert found, printed
+    assert codes[1:] == [0, 0]
+    assert codes[0] == (float(found[1]) <= float(found[2])), "it is judged by the baseline"
+    if store == "dist_async":
+        assert min(steps[0], steps[1]) > 1.5 * steps[2], "nobody waits for the slow one"
+
+
+# --- as the table says --------------------------------------------------------------------------------
+
+SEEN = {
+    "digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "ddp_digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "horovod_digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "gluon_digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "linear_numpy.py": (r"(?s)(distance to the true weights .*){5}", 60.0),
+    "async_vs_sync.py": (r"dist_async", 120.0),
+    "gpt.py": (r"test loss [12]\.\d+", 600.0),
+    "recommender.py": (r"among the first 10: 0\.2", 300.0),
+}
+"""What each example prints at its end, and within how many seconds even a busy machine gets there."""
+COMMANDS = re.findall(r"`((?:python|kvps-launch)[^`]*examples/[^`]*)`", TABLE)
+FLAGS = {
+    "examples/horovod_digits.py": "--update-on-kvstore",
+    "examples/gluon_digits.py": "--overlap",
+}
+COMMANDS += [f"{one} {FLAGS[one.split()[-1]]}" for one in COMMANDS if one.split()[-1] in FLAGS]
+
+
+def test_the_table_names_every_example() -> None:
+    scripts = {one.name for one in (ROOT / "examples").glob("*.py")}
+    named = {re.search(r"examples/(\w+\.py)", command)[1] for command in COMMANDS}  # type: ignore[index]
+    assert named == scripts == set(SEEN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_table(processes: Processes, command: str) -> None:
+    (processes.folder / "examples").symlink_to(ROOT / "examples")
+    words = [str(BIN / one) if (BIN / one).exists() else one for one in shlex.split(command)]
+    process = processes.start("example", *words)
+    script = re.search(r"(\w+\.py)", command)
+    assert script
+    pattern, limit_s = SEEN[script[1]]
+    assert process.wait(limit_s) == 0, process
+    assert re.search(pattern, process.out), process
