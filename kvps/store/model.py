@@ -79,15 +79,11 @@ class Model:
         values = [_carried(one) for one in tensors.values()]
         replaces = False
         if isinstance(self.kv, KVStore):
-            rows = [_mean_row(one) for one in values] if self.kv.average else values
-            self.kv.init(names, rows)
+            self.kv.init(names, values)
             if hyper is not None:
                 self.install(hyper)
             replaces = self.kv.resume(self.trained) > 0
-            self.kv.pull(names, out=rows)
-            for value, row in zip(values, rows, strict=True):
-                if value.dtype != row.dtype:
-                    value.copy_(row.to(torch.uint8).view(value.dtype).view(value.shape))
+            self.kv.pull(names, out=values)
         else:
             for name, value in zip(names, values, strict=True):
                 self.kv.broadcast(name, value, out=value)
@@ -323,11 +319,3 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return whole.view(-1).view(torch.uint8)
-
-
-def _mean_row(value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, or its octets as numbers where a store that takes means refuses its type."""
-    if value.is_floating_point():
-        return value
-    whole = value.cpu().clone(memory_format=torch.contiguous_format)
-    return whole.view(-1).view(torch.uint8).to(torch.float32)
