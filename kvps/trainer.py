@@ -185,8 +185,8 @@ class Trainer:
             exchange.discard()
             raise ConfigError(
                 f"batch_size={batch:g}, and gradients have left that were scaled for "
-                f"{self.batch_size:g}: set trainer.batch_size = {batch:g} before backward(), or make "
-                "the Trainer without overlap"
+                f"{self.batch_size:g}: the servers have made this step with these. Set "
+                f"trainer.batch_size = {batch:g} before backward(), or make the Trainer without overlap"
             )
         self.batch_size = batch
         try:

@@ -18,7 +18,6 @@ from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.objects import bits, pack, unpack
-from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.own import own_store
 
 OWNER = "broadcast"
@@ -81,8 +80,7 @@ def broadcast_optimizer_state(
     given: object = optimizer
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: give a torch.optim.Optimizer, got {type(given).__name__}")
-    if isinstance(optimizer, DistributedOptimizer):
-        optimizer = optimizer._inner
+    optimizer = getattr(optimizer, "wrapped", optimizer)  # a DistributedOptimizer says so
     kv = _store(kvstore, root_rank)
     tensors: list[torch.Tensor] = []
     if kv.rank == root_rank:

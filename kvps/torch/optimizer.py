@@ -392,6 +392,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._model.kv
 
     @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer that was given."""
+        return self._inner
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of the optimizer that is wrapped.
 

@@ -169,7 +169,7 @@ def test_a_batch_size_that_comes_too_late_is_told() -> None:
             backward(model, slice(size))
             trainer.step(size)
         backward(model, slice(7))
-        with pytest.raises(kvps.ConfigError, match=r"set trainer\.batch_size = 7 before"):
+        with pytest.raises(kvps.ConfigError, match=r"Set trainer\.batch_size = 7 before"):
             trainer.step(7)
 
 
