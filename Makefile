@@ -15,6 +15,9 @@ KVPS_EXAMPLES     ?= 3000
 KVPS_SCALE_ROUNDS ?= 100
 KVPS_KILLS        ?= 50
 
+# How many tests `make test` runs side by side; many start processes of their own.
+JOBS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint cover check soak bench docs test-docker clean
 .DELETE_ON_ERROR:
@@ -39,7 +42,7 @@ demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 s
 	$(BIN)/kvps-launch -n 2 -s 2 -- $(BIN)/python examples/digits.py --store dist_sync --save demo.safetensors
 
 test: .venv/.installed  ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/ruff format --check .
@@ -48,7 +51,7 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/lint-imports
 
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
-	$(BIN)/python -m pytest --quiet --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
+	$(BIN)/python -m pytest --quiet -n $(JOBS) --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
 check: lint test cover  ## all of the three above: run it before a commit
 
