@@ -116,6 +116,8 @@ class Sharded:
         self._rule = Rule(kv, params, optimizer, hyper)
         self._forms = {name: torch.empty_like(one, device="meta") for name, one in params.items()}
         self._weights = Weights(kv, params, self._forms, self._give_up, self._check)
+        where = torch.get_default_device() if device is None else torch.device(device)
+        upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
         sizes = {name: one.numel() * one.element_size() for name, one in params.items()}
         largest = max(sum(sizes[name] for name in one.names) for one in self._blocks)
         self._gradients = Gradients(
@@ -125,8 +127,6 @@ class Sharded:
             self._weights.free,
             self._rule.go_on,
         )
-        where = torch.get_default_device() if device is None else torch.device(device)
-        upload(kv, self._blocks, params, self._weights, init, where)
         self._side: Any = None
         """The store for buffers, if there are some."""
         self._steps = self._begin()
