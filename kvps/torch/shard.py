@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.net.heap import be_tight
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.store.model import carried, check_free, is_distributed, named, store_of
@@ -111,6 +112,7 @@ class Sharded:
         self._blocks = cut(module, params, blocks)
         check_init(self._blocks, init)
         kv = _checked_store(kvstore)
+        be_tight()
         check_free(kv, params, "sharded model")
         self._kv = kv
         self._rule = Rule(kv, params, optimizer, hyper)
