@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 import kvps
 import kvps.torch
 
-STEPS, BATCH, LR, WIDTH, DEPTH = 40, 256, 0.02, 1536, 12
+STEPS, BATCH, LR, WIDTH, DEPTH = 25, 128, 0.05, 1536, 12
 
 
 class Block(torch.nn.Module):
