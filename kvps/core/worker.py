@@ -729,6 +729,9 @@ class Worker:
         for request in talk.requests:
             request.freeze()
         self._drop(talk)
+        # A request knows its call, and through it the user's values: without this they would refer to each
+        # other, and the values stay until the garbage collector comes by.
+        talk.requests, talk.answers = [], {}
         if isinstance(talk.call, calls.Rejoin):
             yield from self._rejoined(talk.call.store, value, error, now)
         elif not talk.finished:

@@ -201,6 +201,7 @@ def drive(
             wish = perform(item(core, clock()))
             if wish is not None:
                 return wish
+            del item  # it has the values of a call, which may be needed no more
         if due is not None and clock() >= due:
             wish = perform(core.on_timer(clock()))
             if wish is not None:

@@ -3,17 +3,33 @@
 glibc maps every block of 128 KiB or more anew and unmaps it when it is freed. A message of a
 megabyte then costs hundreds of page faults, which take longer than to copy it. With these limits
 such blocks are cut from the heap and stay there for the next message.
+
+A tensor of some megabytes stays there, too, and glibc before 2.38 does not find such a block again when the
+next tensor asks for one, so that the heap grows to several times of what is in use. Who trains a model that is
+larger than this process's memory says so, and what is larger than a message is then given back.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
-MAP_FROM_BYTES = 32 << 20
-KEEP_BYTES = 256 << 20
-"""Blocks from this size on are still mapped; so much may be free at the end of the heap."""
+
+class Limits(NamedTuple):
+    """What stays in the heap."""
+
+    map_from_bytes: int
+    """Blocks from this size on are mapped, and given back when they are freed."""
+    keep_bytes: int
+    """So much may be free at the end of the heap."""
+
+
+ROOMY = Limits(32 << 20, 256 << 20)
+TIGHT = Limits(5 << 20, 64 << 20)
+"""The first still keeps a chunk that travels in frames, which has up to 4 MiB."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_limits = ROOMY
 
 
 def keep_freed_memory() -> None:
@@ -23,5 +39,12 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAP_FROM_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _limits.map_from_bytes)
+        mallopt(_M_TRIM_THRESHOLD, _limits.keep_bytes)
+
+
+def be_tight() -> None:
+    """Have this process keep little of what it frees, from now on and for good."""
+    global _limits
+    _limits = TIGHT
+    keep_freed_memory()

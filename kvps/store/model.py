@@ -76,7 +76,7 @@ class Model:
         """
         tensors = {**self.params, **buffers}
         names = list(tensors)
-        values = [_carried(one) for one in tensors.values()]
+        values = [carried(one) for one in tensors.values()]
         replaces = False
         if isinstance(self.kv, KVStore):
             self.kv.init(names, values)
@@ -313,7 +313,7 @@ def check_free(kv: Any, tensors: Mapping[str, torch.Tensor], owner: str) -> None
         )
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
+def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or its bytes where its type (bool, complex) does not travel."""
     if tensor.dtype in NAMES:
         return tensor.detach()

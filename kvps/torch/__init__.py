@@ -12,14 +12,17 @@ from kvps.torch.broadcasts import (
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.rendezvous import register as _register
+from kvps.torch.shard import Sharded, shard
 
 _register()
 
 __all__ = [
     "DistributedOptimizer",
+    "Sharded",
     "SyncBatchNorm",
     "average",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "shard",
 ]

@@ -1,0 +1,171 @@
+"""Which modules come and go together, and which of them comes next.
+
+A *block* is a module whose weights are needed at the same time: those of the module, and of all inside it
+that are in no block of their own. Without a list from the user, blocks are the elements of every
+``ModuleList`` and ``Sequential``, of the outermost ones where they hold other modules. What is left (an
+embedding, the last norm) is the *rest*: block 0, whose module is the whole model.
+
+A parameter that two blocks share is in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kvps.errors import ConfigError
+
+REST = 0
+"""The number of the block of all that is in no other."""
+_HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A module, and what it needs to compute.
+
+    Attributes:
+        path: of the module in the model; empty for the rest.
+        module: whose forward pass needs the parameters.
+        names: of the parameters, each once.
+        members: path and module of all modules inside, itself first, but for those of other blocks.
+    """
+
+    path: str
+    module: torch.nn.Module
+    names: list[str] = field(default_factory=list)
+    members: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
+
+
+def cut(
+    module: torch.nn.Module,
+    params: Mapping[str, torch.Tensor],
+    chosen: Iterable[torch.nn.Module] | None = None,
+) -> list[Block]:
+    """Return the blocks of a model, the rest first, the others as the model lists them.
+
+    Args:
+        module: the model.
+        params: name -> parameter, each parameter once.
+        chosen: the modules that are blocks; None for repeated ones.
+
+    Raises:
+        ConfigError: if one of ``chosen`` is no module inside ``module``.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+        >>> [one.path for one in cut(net, dict(net.named_parameters()))]
+        ['', '0', '2']
+    """
+    heads = list(_repeated(module)) if chosen is None else _checked(module, chosen)
+    names = {id(one): name for name, one in params.items()}
+    blocks = {id(module): Block("", module)}
+
+    def walk(one: torch.nn.Module, path: str, block: Block) -> None:
+        if one in heads and one is not block.module:
+            if id(one) in blocks:  # a module that is used in two places
+                return
+            block = blocks[id(one)] = Block(path, one)
+        block.members.append((path, one))
+        for param in one.parameters(recurse=False):
+            name = names[id(param)]
+            if name not in block.names:
+                block.names.append(name)
+        for title, child in one.named_children():
+            walk(child, f"{path}.{title}" if path else title, block)
+
+    walk(module, "", blocks[id(module)])
+    return [one for one in blocks.values() if one.names or one.module is module]
+
+
+def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the elements of lists and sequences of modules that can be called by themselves."""
+    for child in module.children():
+        if isinstance(child, _HOLDERS) or _is_sequence(child):
+            yield from _repeated(child)
+        elif (isinstance(module, _HOLDERS) or _is_sequence(module)) and _is_callable(child):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _is_sequence(module: torch.nn.Module) -> bool:
+    """Whether it computes by calling its elements, and has nothing else."""
+    is_plain = type(module).forward is torch.nn.Sequential.forward
+    return isinstance(module, torch.nn.Sequential) and is_plain
+
+
+def _is_callable(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _checked(module: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    inside = set(module.modules())
+    heads = list(chosen)
+    for number, one in enumerate(heads):
+        if one not in inside:
+            raise ConfigError(
+                f"blocks: element {number} is a {type(one).__name__}, and no module inside the model; "
+                "give modules such as [*model.layers, model.head]"
+            )
+        if not _is_callable(one):
+            raise ConfigError(
+                f"blocks: element {number} is a {type(one).__name__}, which is never called; give its "
+                "elements"
+            )
+    return heads
+
+
+class Order:
+    """In which order blocks are computed with, as the last forward pass has shown it.
+
+    Before there was one, that in which the model lists them.
+
+    Example:
+        >>> order = Order(3)
+        >>> order.begin()
+        >>> order.enter(0), order.enter(2), order.enter(1)
+        (1, None, 2)
+        >>> order.begin()
+        >>> order.enter(0), order.before(2)
+        (2, None)
+    """
+
+    def __init__(self, count: int) -> None:
+        """Begin with ``count`` blocks."""
+        self._known = list(range(count))
+        self._seen: list[int] = []
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        if self._seen:
+            self._known, self._seen = self._seen, []
+
+    def enter(self, number: int) -> int | None:
+        """A block is computed with; return which is next, as far as that is known."""
+        place = len(self._seen)
+        self._seen.append(number)
+        if self._known[place : place + 1] != [number]:
+            if number not in self._known:
+                return None
+            place = self._known.index(number)
+        return self._known[place + 1] if place + 1 < len(self._known) else None
+
+    def is_last(self, number: int) -> bool:
+        """Whether backward begins with this block, as far as that is known."""
+        return self._known[-1] == number
+
+    def before(self, number: int) -> int | None:
+        """Return which block was entered before this one: backward comes to it next."""
+        places = [place for place, one in enumerate(self._seen) if one == number]
+        earlier = [one for one in self._seen[: places[-1]] if one != number] if places else []
+        if number == REST:
+            earlier = self._seen
+        return earlier[-1] if earlier and earlier[-1] != REST else None
+
+    def first(self) -> int | None:
+        """Return the block that a forward pass begins with, behind the rest."""
+        known = [one for one in (self._seen or self._known) if one != REST]
+        return known[0] if known else None

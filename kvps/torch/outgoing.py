@@ -1,0 +1,89 @@
+"""Gradients leave as soon as they are complete, and only so many are on their way at once.
+
+A gradient that has left is freed when the store has it. If the network is slower than backward, gradients
+would heap up here, as much as the whole model. So at most *limit* octets are under way: the next bucket
+waits until earlier ones have arrived, in their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from kvps.torch.buckets import BUCKET_BYTES, Buckets
+
+if TYPE_CHECKING:
+    from kvps.store.handle import Handle
+
+
+class Outgoing:
+    """The gradients of one worker on their way to a store.
+
+    Args:
+        kv: the store.
+        sizes: octets of each gradient, by name, in the order in which the store has the keys.
+        limit_bytes: how many octets may be under way; at least one bucket is.
+    """
+
+    def __init__(self, kv: Any, sizes: Mapping[str, int], limit_bytes: int) -> None:
+        self._kv = kv
+        self._sizes = sizes
+        self.limit_bytes = limit_bytes
+        """How many octets may be under way."""
+        self._buckets = Buckets(sizes, min(BUCKET_BYTES, max(1, limit_bytes)))
+        self._collected: dict[str, torch.Tensor] = {}
+        self._away: deque[tuple[Handle, int]] = deque()
+        self._away_bytes = 0
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Let a gradient leave, with others.
+
+        Raises:
+            KvpsError: what has become of an earlier one.
+        """
+        self._collected[name] = gradient
+        self._send(self._buckets.add(name))
+
+    def flush(self) -> None:
+        """Let all leave that were collected.
+
+        Raises:
+            KvpsError: as :meth:`add`.
+        """
+        self._send(self._buckets.rest())
+
+    def begin(self) -> None:
+        """A step is over; drop what has not left."""
+        self._buckets.begin()
+        self._collected.clear()
+
+    def _send(self, names: list[str]) -> None:
+        if not names:
+            return
+        values = [self._collected.pop(name) for name in names]
+        size = sum(self._sizes[name] for name in names)
+        self.wait(self.limit_bytes - size)
+        number = self._buckets.number
+        handle = self._kv.push(names, values, priority=number, async_op=True)
+        self._away.append((cast("Handle", handle), size))
+        self._away_bytes += size
+
+    def wait(self, left_bytes: int = 0) -> None:
+        """Wait until no more than this many octets are under way.
+
+        Raises:
+            KvpsError: what has become of one of them.
+        """
+        while self._away and (self._away_bytes > left_bytes or self._away[0][0].done()):
+            handle, size = self._away.popleft()
+            self._away_bytes -= size
+            handle.wait()
+
+    def drop(self) -> None:
+        """Take no more notice of what is under way."""
+        self._away.clear()
+        self._away_bytes = 0
+        self.begin()

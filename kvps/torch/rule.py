@@ -1,0 +1,111 @@
+"""The rule by which the servers update a sharded model, kept as the script has it.
+
+The script says it by a torch optimizer, which is never run and whose numbers a scheduler may change; or by
+a name and numbers. What has changed is sent before the first gradient of a step leaves. By then this rank has
+pulled every weight for that step, so the round before is closed, and it was closed by the old numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvps.core.hyper import Hyper, resolve
+from kvps.core.torch_optim import describe
+from kvps.errors import ConfigError, EpochChanged, ServerLost
+from kvps.store.model import Model, check_groups
+from kvps.torch.exchange import listed
+
+
+class Rule(Model):
+    """The optimizer in a store.
+
+    Args:
+        kv: the store.
+        params: name -> parameter.
+        optimizer: a torch optimizer over those that are trained, or a name.
+        numbers: the hyper-parameters that belong to a name.
+
+    Raises:
+        ConfigError: for an optimizer that servers cannot run, or not over these parameters.
+    """
+
+    def __init__(
+        self,
+        kv: Any,
+        params: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | str,
+        numbers: Mapping[str, object],
+    ) -> None:
+        super().__init__(kv, params, None)
+        self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self.key_of = {one: name for name, one in params.items()}
+        """The name of each parameter."""
+        if self._optimizer is None:
+            if not isinstance(optimizer, str):
+                raise ConfigError(
+                    f"optimizer: give a torch optimizer or a name, got {type(optimizer).__name__}"
+                )
+            self._given = resolve(optimizer, numbers)
+            return
+        if numbers:
+            raise ConfigError(
+                f"{', '.join(sorted(numbers))}: the optimizer has its numbers; give such only with a name"
+            )
+        check_groups(self._optimizer, params)
+        self._given = self.wanted()
+
+    def wanted(self) -> Hyper:
+        """Return what the script wants now."""
+        if self._optimizer is None:
+            return self._given
+        return describe(self._optimizer, self.key_of)
+
+    def want_rate(self, lr: float) -> None:
+        """Want another learning rate from the next step on.
+
+        Raises:
+            ConfigError: for a bad value, or where a torch optimizer says it.
+        """
+        if self._optimizer is not None:
+            raise ConfigError(
+                "set_learning_rate(): the optimizer that shard() was given says it; change "
+                "optimizer.param_groups, or use a scheduler"
+            )
+        self._given = self._given.with_lr(lr)
+
+    def send(self) -> None:
+        """Give the store what has changed since the last step.
+
+        Raises:
+            Mismatch: if rank 0 wants something else. EpochChanged: at a return.
+        """
+        old, new = self.hyper, self.wanted()
+        if old is None or new == old:
+            return
+        if new == old.with_lr(new.number("lr")):
+            self.tell_rate(new.number("lr"))
+        else:
+            self.install(new)
+        self.hyper = new
+
+    def note_step(self) -> None:
+        """Have a scheduler that looks whether its optimizer was stepped see that it was."""
+        if self._optimizer is not None:
+            vars(self._optimizer)["_opt_called"] = True
+
+    def _take_up(self, error: EpochChanged) -> None:
+        """Go on with the weights of the checkpoint: they are where they belong."""
+        lost = [name for name in self.params if name not in error.after]
+        if lost:
+            raise ServerLost(
+                f"the checkpoint to which the servers returned does not have {listed(lost)}, and no "
+                "worker has its weight; start anew, and load_state_dict() what you saved"
+            ) from error
+        assert self.hyper is not None
+        if error.has_optimizer:
+            self.tell_rate(self.hyper.number("lr"))
+        else:
+            self.install(self.hyper)

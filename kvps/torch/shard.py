@@ -1,0 +1,389 @@
+"""A model whose weights live on the servers: a worker holds those of the blocks that it computes with.
+
+Theory of operation
+-------------------
+Servers hold the weights and the optimizer's state, and update by the mean of all workers' gradients. Here
+
+* a block's weights come just before they are needed, and go when they were   (:mod:`kvps.torch.passes`)
+* what autograd saves of a weight is its name                                 (:mod:`kvps.torch.weights`)
+* a gradient leaves when it is complete, and is freed                         (:mod:`kvps.torch.gradients`)
+
+So there is nothing that :meth:`Sharded.step` would wait for. It ends the step: the next pull of a key waits
+for the round that this rank's gradient is in, and returns exactly the version behind it, on every rank the
+same. At any time there are about three blocks here: one that computes, one that is coming, and as
+much of gradients on their way; and the rest, which is in no block.
+
+When the servers return to a checkpoint, the step that is under way is given up: its gradients leave no more,
+and the next forward pass has the weights of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.net.heap import be_tight
+from kvps.store.create import create_own
+from kvps.store.kvstore import KVStore
+from kvps.store.model import carried, check_free, is_distributed, named, store_of
+from kvps.torch.blocks import cut
+from kvps.torch.gradients import Gradients
+from kvps.torch.outgoing import Outgoing
+from kvps.torch.passes import Passes, graph_task
+from kvps.torch.rule import Rule
+from kvps.torch.upload import Init, check_init, upload
+from kvps.torch.weights import Weights
+
+
+def shard(
+    module: torch.nn.Module,
+    kvstore: Any = "dist_sync",
+    *,
+    optimizer: torch.optim.Optimizer | str,
+    blocks: Iterable[torch.nn.Module] | None = None,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
+    backward_passes_per_step: int = 1,
+    **hyper: Any,
+) -> Sharded:
+    """Move a model to the servers, and have its weights come when they are needed.
+
+    Every worker calls it with the same arguments. Rank 0's values count, of parameters and of buffers;
+    buffers stay here. The optimizer runs on the servers.
+
+    Args:
+        module: a model, or one that was built under ``torch.device("meta")``.
+        kvstore: the name of a synchronous store, which is then the model's own; or a store that was made
+            with ``average=True`` and serves nothing else.
+        optimizer: a torch optimizer over the parameters that are trained. Its numbers count, also when a
+            scheduler changes them, and its ``step()`` does what :meth:`Sharded.step` does; it never has any
+            state. Or the name of one that servers run, with its numbers in ``hyper``.
+        blocks: modules whose weights come and go together; None for the elements of each ``ModuleList`` and
+            ``Sequential``. Weights that are in none are here from the beginning of forward to the
+            end of backward.
+        init: with a model on the meta device, called on rank 0 with each module that has parameters or
+            buffers of its own, to fill them; None calls its ``reset_parameters()``.
+        device: where the weights of a model on the meta device come to; None for torch's default device.
+        backward_passes_per_step: gradients of so many passes are added up here before they leave,
+            which takes memory for all of them.
+        **hyper: hyper-parameters for the name of an optimizer, as ``set_optimizer`` takes them.
+
+    Raises:
+        ConfigError: for arguments that cannot be.
+        Mismatch: (a ValueError) for a store that is not synchronous or adds up, or if rank 0 has other
+            parameters.
+
+    Example:
+        >>> import torch, kvps.torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> sharded = kvps.torch.shard(model, "local", optimizer="sgd", lr=0.1)
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> sharded.step()
+    """
+    return Sharded(
+        module, kvstore, optimizer, blocks, init, device, backward_passes_per_step, hyper
+    )
+
+
+class Sharded:
+    """A model whose weights live on the servers; made by :func:`shard`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        kvstore: Any,
+        optimizer: torch.optim.Optimizer | str,
+        blocks: Iterable[torch.nn.Module] | None,
+        init: Init | None,
+        device: torch.device | str | None,
+        passes: int,
+        hyper: Mapping[str, object],
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"module: give a torch module, got {type(module).__name__}")
+        self.module = module
+        """The model."""
+        params = named(module)
+        self._blocks = cut(module, params, blocks)
+        check_init(self._blocks, init)
+        kv = _checked_store(kvstore)
+        be_tight()
+        check_free(kv, params, "sharded model")
+        self._kv = kv
+        self._rule = Rule(kv, params, optimizer, hyper)
+        self._forms = {name: torch.empty_like(one, device="meta") for name, one in params.items()}
+        self._weights = Weights(kv, params, self._forms, self._give_up, self._check)
+        where = torch.get_default_device() if device is None else torch.device(device)
+        upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
+        sizes = {name: one.numel() * one.element_size() for name, one in params.items()}
+        largest = max(sum(sizes[name] for name in one.names) for one in self._blocks)
+        self._gradients = Gradients(
+            self._rule,
+            Outgoing(kv, sizes, largest),
+            passes,
+            self._weights.free,
+            self._rule.go_on,
+        )
+        self._side: Any = None
+        """The store for buffers, if there are some."""
+        self._steps = self._begin()
+        self._passes = Passes(
+            self._blocks,
+            params,
+            self._weights,
+            self._gradients.is_done,
+            self._on_forward,
+            self._gradients.end_pass,
+        )
+        self._hooks = self._watch(optimizer)
+
+    def _begin(self) -> int:
+        """Have the store update, and take rank 0's buffers; return the step to begin with."""
+        buffers = dict(self.module.named_buffers())
+        if buffers:
+            # Of their own: a store that takes means has no integers, such as a count of batches.
+            self._side = create_own(self._kv.type, "shard.buffers")
+            self._side.init(list(buffers), [carried(one) for one in buffers.values()])
+            for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
+                _write(one, found)
+        self._rule.install(self._rule.wanted())
+        return int(self._kv.resume(self._rule.trained))
+
+    def _watch(self, optimizer: torch.optim.Optimizer | str) -> list[Any]:
+        hooks: list[Any] = []
+        one: Any  # torch gives these methods no types
+        for one in self.module.modules():
+            if any(True for _ in one.parameters(recurse=False)):
+                hooks.append(one.register_state_dict_post_hook(partial(self._put_weights)))
+                hooks.append(one.register_load_state_dict_pre_hook(_refuse_to_load))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+        return hooks
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End the step: what ``backward()`` has made is one update, on every worker the same.
+
+        It waits for nobody. A torch optimizer's own ``step()`` does the same.
+
+        Raises:
+            ConfigError: naming parameters that have no gradient.
+            KvpsError: what has become of a gradient on its way.
+        """
+        is_given_up = self._gradients.is_given_up
+        self._gradients.step()
+        self._rule.note_step()
+        self._steps += 1
+        if is_given_up:
+            self._weights.forget()
+        self._passes.expect_first()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made; what replaces a lost worker begins where that had come to."""
+        return self._steps
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on, of an optimizer that was given by name.
+
+        Every rank calls; rank 0's counts.
+
+        Raises:
+            ConfigError: for a bad value, or where a torch optimizer has the rate.
+        """
+        self._rule.want_rate(lr)
+
+    def _check(self, name: str) -> None:
+        self._gradients.check(name)
+
+    def _give_up(self, error: EpochChanged) -> None:
+        self._gradients.give_up(error)
+
+    def _on_forward(self) -> None:
+        """A forward pass of the model begins."""
+        self._gradients.watch()
+        if self._gradients.is_given_up and not self._gradients.is_begun:
+            self._gradients.begin()  # it was noticed when nothing was trained
+            self._weights.forget()
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, *modules: torch.nn.Module) -> Iterator[None]:
+        """Have the weights of these modules here, and of all inside, to be read.
+
+        Args:
+            modules: of the model; none for the model itself. What is written to their weights is lost.
+
+        Example:
+            >>> with sharded.gathered(model.head):  # doctest: +SKIP
+            ...     print(model.head.weight.norm())
+        """
+        wanted = {id(one) for top in modules or (self.module,) for one in top.parameters()}
+        names = [name for name, one in self._rule.params.items() if id(one) in wanted]
+        self._weights.bring(names)
+        self._weights.hold(names)
+        try:
+            yield
+        finally:
+            self._weights.release(names)
+            if graph_task() == -1:
+                self._weights.free(names)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and weight of each parameter, on the CPU, one block after the other.
+
+        For a model that is larger than this worker's memory. A weight that modules share comes once.
+
+        Example:
+            >>> for name, weight in sharded.weights():  # doctest: +SKIP
+            ...     np.save(f"{name}.npy", weight)
+        """
+        for names in self._once():
+            values = self._kv.pull(names)
+            for name in names:
+                yield name, values.pop(0)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers as the module alone would, from the servers, on the CPU.
+
+        It is what ``module.state_dict()`` returns; one worker's call is enough. It takes memory for the
+        whole model: see :meth:`weights`.
+        """
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Give the servers the values of :meth:`state_dict`, of this or of the module alone.
+
+        Every worker calls; rank 0's values count, and the others may give ``{}``. The optimizer's state of
+        these parameters begins anew.
+
+        Raises:
+            ConfigError: in the middle of a step. Mismatch: if a name is missing, or is too many.
+        """
+        if self._gradients.is_begun:
+            raise ConfigError("load_state_dict() in the middle of a step: call step() before")
+        if self._kv.rank == 0 or state_dict:
+            self._check_names(state_dict)
+        self._weights.forget()
+        for names in self._once():
+            self._kv.broadcast(names, [self._given(one, state_dict) for one in names], None)
+        for name, buffer in _lasting(self.module).items():
+            value = carried(state_dict[name].to(buffer.dtype) if state_dict else buffer)
+            _write(buffer, self._side.broadcast(name, value, None))
+
+    def _once(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters of each block, but for those that came before."""
+        seen: set[str] = set()
+        for block in self._blocks:
+            names = [name for name in block.names if name not in seen]
+            seen.update(names)
+            if names:
+                yield names
+
+    def _given(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        form = self._forms[name]
+        if not state_dict:
+            return torch.empty_like(form, device="cpu")
+        return state_dict[name].detach().to(form.dtype)
+
+    def _check_names(self, given: Collection[str]) -> None:
+        lasting = _lasting(self.module).keys()
+        all_names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        missing = {*self._rule.params, *lasting}.difference(given)
+        foreign = set(given).difference(all_names, lasting)
+        if missing or foreign:
+            what = f"lacks {min(missing)!r}" if missing else f"has {min(foreign)!r}, too"
+            raise Mismatch(f"the state_dict {what}; load one of this model, all of it")
+
+    def _put_weights(
+        self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+    ) -> None:
+        """Put the servers' weights into the state_dict of a module, of its own parameters."""
+        keys = {
+            title: self._rule.key_of[one]
+            for title, one in module.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        names = list(dict.fromkeys(keys.values()))
+        found = dict(zip(names, self._kv.pull(names), strict=True))
+        for title, name in keys.items():
+            if prefix + title in state_dict:
+                state_dict[prefix + title] = found[name]
+
+    # --- the rest of the contract -----------------------------------------------------------------
+
+    @property
+    def kvstore(self) -> Any:
+        """The store that has the weights, for its ``rank``, ``checkpoint()`` and optimizer states."""
+        return self._kv
+
+    def close(self) -> None:
+        """Finish what is under way, take all hooks away, and close the store.
+
+        The weights stay on the servers, and the module without any: save its ``state_dict()`` before.
+        """
+        self._passes.close()
+        self._gradients.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._weights.forget()
+        if self._side is not None:
+            self._side.close()
+        self._kv.close()
+
+    def __repr__(self) -> str:
+        named_blocks = len(self._blocks) - 1
+        return f"Sharded over {self._kv!r}: {named_blocks} blocks and the rest"
+
+
+def _checked_store(kvstore: Any) -> Any:
+    """Return the store of a sharded model.
+
+    Raises:
+        ConfigError: for something that is no store. Mismatch: for one whose rounds are not what it needs.
+    """
+    kind = kvstore if isinstance(kvstore, str) else str(getattr(kvstore, "type", ""))
+    if kind.startswith(("dist_async", "dist_ssp")):
+        raise Mismatch(
+            f"store {kind!r} may update a weight between forward and backward, and shard() brings it for "
+            "each; use dist_sync"
+        )
+    if kind.startswith("allreduce"):
+        raise Mismatch(f"store {kind!r} has no servers to keep the weights; use dist_sync")
+    kv = store_of(kvstore, "shard", average=True)
+    if not isinstance(kv, KVStore):
+        raise ConfigError("kvstore: give 'dist_sync', or a store of that kind")
+    if is_distributed(kv) and kv.num_workers > 1 and not kv.average:
+        raise Mismatch(
+            f"store {kv.name!r} adds up; create it with average=True, or give the name of a store"
+        )
+    return kv
+
+
+def _write(buffer: torch.Tensor, found: torch.Tensor) -> None:
+    """Write what came from a store, perhaps as bytes."""
+    value = found if found.dtype == buffer.dtype else found.view(buffer.dtype)
+    buffer.detach().copy_(value.view(buffer.shape))
+
+
+def _lasting(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return those buffers that are in a state_dict."""
+    return {
+        f"{path}.{title}" if path else title: buffer
+        for path, one in module.named_modules()
+        for title, buffer in one.named_buffers(recurse=False)
+        if title not in one._non_persistent_buffers_set
+    }
+
+
+def _refuse_to_load(*_: object) -> None:
+    raise ConfigError(
+        "this model is sharded: its weights are on the servers. Use load_state_dict() of what shard() "
+        "returned, on every worker"
+    )

@@ -1,0 +1,463 @@
+"""A sharded model over a cluster: any number of workers gives the weights of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+import kvps
+from kvps.torch import shard
+
+Weights = dict[str, torch.Tensor]
+Maker = Callable[..., torch.optim.Optimizer]
+
+DATA = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(24, 6, generator=DATA)
+LABELS = torch.randint(3, (24,), generator=DATA)
+STEPS = 6
+OPTIMIZERS: dict[str, Maker] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.wide = torch.nn.Linear(8, 16)
+        self.narrow = torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.narrow(self.wide(self.norm(x)).tanh())
+        return y
+
+
+class Net(torch.nn.Module):
+    """Three layers between two that are in no list, and a parameter that is the model's own."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.begin = torch.nn.Linear(6, 8)
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.end = torch.nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x) * self.scale
+        for layer in self.layers:
+            if self.how == "plain":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
+        y: torch.Tensor = self.end(x)
+        return y
+
+
+def net(seed: int = 0, how: str = "plain") -> Net:
+    model = Net(how)
+    draw(model, seed)
+    return model
+
+
+def draw(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.3, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, rows: slice) -> torch.Tensor:
+    return cross_entropy(model(INPUTS[rows]), LABELS[rows])
+
+
+def part(rank: int, workers: int) -> slice:
+    """The part of the batch that one worker takes."""
+    return slice(rank * 24 // workers, (rank + 1) * 24 // workers)
+
+
+def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work, *arguments)
+
+
+def assert_all(results: list[Weights], expected: Weights) -> None:
+    for result in results:
+        assert result.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6)
+            assert torch.equal(result[name], results[0][name]), "to the bit"
+
+
+def copied(model: torch.nn.Module) -> Weights:
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+def train_alone(
+    model: torch.nn.Module, make: Maker, passes: int = 1, steps: int = STEPS
+) -> Weights:
+    """One process, on the whole batch of each step, under a scheduler."""
+    optimizer = make([one for one in model.parameters() if one.requires_grad])
+    scheduler = StepLR(optimizer, 2, 0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (passes * loss_of(model, slice(24))).backward()
+        optimizer.step()
+        scheduler.step()
+    return copied(model)
+
+
+def is_away(module: torch.nn.Module) -> bool:
+    return all(bool(one.isnan().all()) for one in module.parameters())
+
+
+# --- any number of workers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])
+def test_workers_give_the_weights_of_one_process(name: str, workers: int, how: str) -> None:
+    def work(rank: int) -> Weights:
+        model = net(seed=rank, how=how)  # rank 0's weights count
+        optimizer = OPTIMIZERS[name](model.parameters())
+        sharded = shard(model, optimizer=optimizer)
+        assert is_away(model)
+        scheduler = StepLR(optimizer, 2, 0.5)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, part(rank, workers)).backward()
+            assert is_away(model), "all are freed behind backward"
+            assert all(one.grad is None for one in model.parameters())
+            optimizer.step()
+            scheduler.step()
+        assert not optimizer.state
+        assert sharded.steps == STEPS
+        return copied(model)
+
+    assert_all(run(workers, work), train_alone(net(how=how), OPTIMIZERS[name]))
+
+
+def test_passes_are_added_up() -> None:
+    """Two half batches before each step, and one alone at the end."""
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        sharded = shard(model, optimizer=optimizer, backward_passes_per_step=2)
+        rows = part(rank, 2)
+        half = slice(rows.start, rows.start + 6), slice(rows.start + 6, rows.stop)
+        for _ in range(3):
+            for one in half:
+                loss_of(model, one).backward()
+            sharded.step()
+        loss_of(model, rows).backward()
+        sharded.step()
+        return copied(model)
+
+    model = net()
+    sgd = OPTIMIZERS["sgd"](model.parameters())
+    for factor in (2, 2, 2, 1):
+        sgd.zero_grad()
+        (factor * loss_of(model, slice(24))).backward()
+        sgd.step()
+    assert_all(run(2, work), copied(model))
+
+
+@pytest.mark.parametrize("as_blocks", [True, False])
+def test_tied_weights(as_blocks: bool) -> None:
+    """One weight is the first and the last thing that the model computes with."""
+    ids = torch.tensor([[0, 1, 2], [3, 4, 0]])
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5, 8)
+            self.layers = torch.nn.Sequential(Layer(), Layer())
+            self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = torch.nn.Linear(8, 5, bias=False)
+            self.head.weight = self.table.weight
+            draw(self, 0)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.layers(self.table(ids))
+            x, _ = self.attention(x, x, x, need_weights=False)
+            y: torch.Tensor = self.head(x)
+            return y
+
+    def work(rank: int) -> Weights:
+        model = Tied()
+        blocks = [model.table, *model.layers, model.attention, model.head] if as_blocks else None
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        shard(model, optimizer=optimizer, blocks=blocks)
+        for _ in range(4):
+            model(ids[rank : rank + 1]).square().mean().backward()
+            optimizer.step()
+        return copied(model)
+
+    model = Tied()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(ids).square().mean().backward()
+        optimizer.step()
+    assert_all(run(2, work), copied(model))
+
+
+def test_frozen_weights_are_pulled_and_never_pushed() -> None:
+    def freeze(model: Net) -> Net:
+        model.layers[1].requires_grad_(False)
+        model.layers[2].norm.requires_grad_(False)
+        model.begin.requires_grad_(False)
+        return model
+
+    def work(rank: int) -> tuple[Weights, int]:
+        model = freeze(net(rank))
+        optimizer = OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad])
+        sharded = shard(model, optimizer=optimizer)
+        for _ in range(3):
+            loss_of(model, part(rank, 2)).backward()
+            assert is_away(model)
+            sharded.step()
+        return copied(model), sharded.kvstore.version("begin.weight")
+
+    model = freeze(net())
+    optimizer = OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+    results = run(2, work)
+    assert_all([one for one, _ in results], copied(model))
+    assert [version for _, version in results] == [0, 0]
+
+
+def test_evaluation_between_steps() -> None:
+    """It pulls and frees, pushes nothing, and sees every step that is made."""
+
+    def work(rank: int) -> tuple[Weights, list[float]]:
+        model = net(rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        shard(model, optimizer=optimizer)
+        losses = []
+        for _ in range(3):
+            with torch.no_grad():
+                losses.append(loss_of(model.eval(), slice(24)).item())
+            assert is_away(model)
+            with torch.inference_mode():
+                assert loss_of(model, slice(24)).item() == losses[-1]
+            loss_of(model.train(), part(rank, 2)).backward()
+            optimizer.step()
+        return copied(model), losses
+
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, slice(24))
+        expected.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    results = run(2, work)
+    assert_all([one for one, _ in results], copied(model))
+    for _, losses in results:
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+# --- the beginning and the end ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["reset_parameters", "init"])
+def test_a_model_on_the_meta_device(by: str) -> None:
+    """Rank 0 makes each block's values when they are uploaded; the optimizer may know the model before."""
+
+    def fill(module: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                one.fill_(2)
+
+    def build() -> torch.nn.Sequential:
+        return torch.nn.Sequential(
+            *(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)),
+            *(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 3)),
+        )
+
+    def work(rank: int) -> tuple[Weights, Weights]:
+        with torch.device("meta"):
+            model = build()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        sharded = shard(model, optimizer=optimizer, init=fill if by == "init" else None)
+        begun = copied(model)
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+        sharded.kvstore.barrier()
+        return begun, copied(model)
+
+    (begun, ended), *others = run(2, work)
+    assert not any(one.is_meta for one in begun.values())
+    assert all(bool(one.isfinite().all()) for one in begun.values())
+    if by == "init":
+        assert bool((begun["3.weight"] == 2).all())
+    else:
+        assert 0.2 < begun["3.weight"].abs().max() <= 8**-0.5
+        assert begun["1.running_var"].tolist() == [1.0] * 8
+    model = build()
+    model.load_state_dict(begun)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, slice(24)).backward()
+    optimizer.step()
+    assert_all([ended, *(one for _, one in others)], copied(model))
+
+
+def test_a_name_and_its_numbers() -> None:
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        sharded = shard(model, optimizer="sgd", lr=0.1, momentum=0.9)
+        for _ in range(2):
+            loss_of(model, part(rank, 2)).backward()
+            sharded.step()
+            sharded.set_learning_rate(0.05)
+        return {name: one.clone() for name, one in sharded.weights()}
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        sgd.zero_grad()
+        loss_of(model, slice(24)).backward()
+        sgd.step()
+        sgd.param_groups[0]["lr"] = 0.05
+    expected = {name: one.detach() for name, one in model.named_parameters()}
+    assert_all(run(2, work), expected)
+
+
+def test_a_state_dict_is_that_of_the_module() -> None:
+    saved = net(5).state_dict()
+    saved["seen"] += 3
+
+    def work(rank: int) -> Weights:
+        model = net(rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        sharded = shard(model, optimizer=optimizer)
+        loss_of(model, slice(24)).backward()
+        with pytest.raises(kvps.ConfigError, match="in the middle of a step"):
+            sharded.load_state_dict(saved)
+        sharded.step()
+        with pytest.raises(kvps.ConfigError, match="Use load_state_dict"):
+            model.load_state_dict(saved)
+        if rank == 0:
+            with pytest.raises(kvps.Mismatch, match=r"lacks 'begin\.bias'"):
+                sharded.load_state_dict({k: v for k, v in saved.items() if k != "begin.bias"})
+        sharded.load_state_dict(saved if rank == 0 else {})
+        with sharded.gathered(model.end):
+            assert torch.equal(model.end.weight, saved["end.weight"])
+            assert is_away(model.begin)
+        assert is_away(model)
+        assert_all([sharded.state_dict()], saved)
+        loss_of(model, part(rank, 2)).backward()
+        sharded.step()
+        return copied(model)
+
+    model = net()
+    model.load_state_dict(saved)
+    assert_all(run(2, work), train_alone(model, OPTIMIZERS["sgd"], steps=1))
+
+
+@pytest.mark.parametrize("call", ["pull", "push"])
+def test_a_return_of_the_servers_gives_up_the_step(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the store did in the third step is told when it is waited for; then training goes on."""
+    model = net()
+    sharded = shard(model, "local", optimizer="sgd", lr=0.1, momentum=0.9)
+    kv = sharded.kvstore
+    real = getattr(kv, call)
+    after = {name: 2 for name, _ in model.named_parameters()}
+    due = [kvps.EpochChanged("the servers returned", after, after, has_optimizer=True)]
+
+    class Late:
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> object:
+            if sharded.steps == 2 and due:
+                raise due.pop()
+            return self.handle.wait()
+
+    def changed(names: list[str], *values: Any, **options: Any) -> Any:
+        if sharded.steps == 2 and due and call == "push":
+            return Late(None)  # the store has lost it
+        found = real(names, *values, **options)
+        return Late(found) if options.get("async_op") else found
+
+    monkeypatch.setattr(kv, call, changed)
+    for step in range(4):
+        before = copied(model)
+        loss_of(model, slice(24)).backward()
+        sharded.step()
+        is_same = all(torch.equal(one, before[name]) for name, one in copied(model).items())
+        assert is_same == (step == 2), step
+    assert not due
+    assert caplog.text.count("the servers returned") == 1
+
+
+# --- what cannot be ---------------------------------------------------------------------------------
+
+
+def test_what_would_need_a_weight_again_is_refused() -> None:
+    with kvps.LocalCluster():
+        model = net()
+        sharded = shard(model, optimizer="sgd", lr=0.1)
+        loss = loss_of(model, slice(24))
+        loss.backward(retain_graph=True)
+        with pytest.raises(kvps.ConfigError, match="retain_graph=True and a second backward"):
+            loss.backward()
+        sharded.step()
+        with pytest.raises(kvps.ConfigError, match=r"no gradient for 'scale', 'begin\.weight'"):
+            sharded.step()
+        with pytest.raises(kvps.ConfigError, match="create_graph=True"):
+            loss_of(model, slice(24)).backward(create_graph=True)
+        sharded.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"kvstore": "dist_async"}, "may update a weight between forward and backward"),
+        ({"kvstore": "allreduce"}, "has no servers"),
+        ({"blocks": [torch.nn.Linear(1, 1)]}, "no module inside the model"),
+        ({"init": print}, "init= fills modules on the meta device"),
+        ({"optimizer": 3}, "give a torch optimizer or a name"),
+        ({"optimizer": "sgd", "lr": 1, "rate": 2}, "rate"),
+        ({"backward_passes_per_step": 0}, "use a whole number of passes"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:
+    given = {"optimizer": "sgd", **arguments}
+    with kvps.LocalCluster(), pytest.raises(kvps.KvpsError, match=told):
+        shard(net(), **given)
+
+
+def test_a_local_store() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    shard(model, "local", optimizer=optimizer)
+    scheduler = StepLR(optimizer, 2, 0.5)
+    for _ in range(STEPS):
+        loss_of(model, slice(24)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert_all([copied(model)], train_alone(net(), OPTIMIZERS["adam"]))
