@@ -40,7 +40,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=map(str, range(len(VALUES))))
 def test_values_come_back_with_their_types(value):
     back = unpack(pack(value))
     assert back == value
