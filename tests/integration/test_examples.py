@@ -117,6 +117,7 @@ SEEN = {
     "async_vs_sync.py": (r"dist_async", 120.0),
     "gpt.py": (r"test loss [12]\.\d+", 600.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
+    "sharded_mlp.py": (r"accuracy 0\.9", 300.0),
 }
 """What each example prints at its end, and within how many seconds even a busy machine gets there."""
 COMMANDS = re.findall(r"`((?:python|kvps-launch)[^`]*examples/[^`]*)`", TABLE)
