@@ -54,6 +54,13 @@ class Float(NamedTuple):
     after: int
 
 
+class Passed(NamedTuple):
+    """The highest number of a name that was passed, and after how many rounds it came."""
+
+    number: int
+    after: int
+
+
 class Waiter(NamedTuple):
     """Where the answer goes, and which request it answers."""
 
@@ -272,6 +279,19 @@ class Barriers:
             f"{who}; start the job again"
         )
 
+    @property
+    def passed(self) -> dict[Name, Passed]:
+        """What outlives a scheduler: who asks again, told or not, is let through."""
+        return {
+            name: Passed(number, self.after[name][number]) for name, number in self.released.items()
+        }
+
+    def restore(self, passed: dict[Name, Passed], resumed: dict[tuple[str, int], int]) -> None:
+        """Go on from what a former scheduler kept; who stands anywhere says so again."""
+        self.released = {name: one.number for name, one in passed.items()}
+        self.after = {name: {one.number: one.after} for name, one in passed.items()}
+        self.resumed = resumed
+
     def withdraw(self, rank: int) -> None:
         """The process of this rank ended: it stood where it stood, and is answered no more."""
         for numbers in self.open.values():
@@ -293,6 +313,7 @@ class Barriers:
         assert len(self.open.keys() | self.released.keys()) <= NAMES_MAX, "too many names"
         assert self.hasty <= self.open.keys() | self.released.keys(), "a name that nobody uses"
         assert self.lost <= self.required, "lost, but not required"
+        assert self.released.keys() <= self.after.keys(), "passed after nobody knows what"
         for name, known in self.after.items():
             passed = {number for number in known if number <= self.released.get(name, -1)}
             assert known.keys() - passed == self.open.get(name, {}).keys(), f"{name}: {known}"

@@ -367,7 +367,7 @@ class Job:
         """Return what :meth:`restore` needs."""
         ours, barriers = self.checkpoints, self.barriers
         cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
-        passed = barriers.released, barriers.resumed
+        passed = barriers.passed, barriers.resumed
         return dump(Snapshot(self.name, self.number, self.formed, self.seats, *passed, cuts))
 
     @classmethod
@@ -376,7 +376,7 @@ class Job:
         former = load(snapshot, settings, now)
         job = cls(settings, former.job, now)
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
-        job.barriers.released, job.barriers.resumed = former.released, former.resumed
+        job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts
         job.checkpoints.resume(begun, kept, epoch, is_returning)
         job._assemble()

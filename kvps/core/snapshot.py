@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 
+from kvps.core.barriers import Passed
 from kvps.core.membership import Seats
 from kvps.core.seats import Settings, State
 from kvps.errors import ConfigError, StorageError
@@ -17,7 +18,7 @@ from kvps.messages import Node, Role
 if TYPE_CHECKING:
     from kvps.core.barriers import Name
 
-FORMAT = 4
+FORMAT = 5
 
 
 class Snapshot(NamedTuple):
@@ -27,7 +28,7 @@ class Snapshot(NamedTuple):
     number: int
     formed: bool
     seats: Seats
-    released: dict[Name, int]
+    passed: dict[Name, Passed]
     resumed: dict[tuple[str, int], int]
     cuts: tuple[int, int, int, bool, int]
     """The newest cut that was begun, and that is complete, the epoch, whether the servers return to
@@ -55,11 +56,11 @@ def dump(snapshot: Snapshot) -> bytes:
         )
         for seat in snapshot.seats.by_node.values()
     ]
-    released = [(*name, number) for name, number in snapshot.released.items()]
+    passed = [(*name, *one) for name, one in snapshot.passed.items()]
     resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    state: bytes = msgpack.packb((head, seats, released, resumed, snapshot.cuts))
+    state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts))
     return state
 
 
@@ -71,7 +72,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
         ConfigError: if it is of a cluster of another size.
     """
     try:
-        head, rows, released, resumed, cuts = msgpack.unpackb(state)
+        head, rows, barriers, resumed, cuts = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
@@ -101,7 +102,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                 seat.has_begun,
                 seat.reason,
             ) = fields
-        passed = {(store, name): highest for store, name, highest in released}
+        passed = {(store, name): Passed(*one) for store, name, *one in barriers}
         places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts
     except (ValueError, TypeError, KeyError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.barriers import NAME_MAX, NAMES_MAX, OPEN_MAX, Answer, Barriers, Waiter
+from kvps.core.barriers import NAME_MAX, NAMES_MAX, OPEN_MAX, Answer, Barriers, Passed, Waiter
 from kvps.errors import ConfigError, Overload, WorkerLost
 from kvps.messages import Barrier, Error, Released
 
@@ -132,6 +132,7 @@ def test_limits() -> None:
         stand(barriers, 0, name="x" * (NAME_MAX + 1))
     for index in range(NAMES_MAX - 1):
         barriers.released["kv", str(index)] = 0
+        barriers.after["kv", str(index)] = {0: 0}
     with pytest.raises(Overload, match="1024 names"):
         stand(barriers, 0, name="one more")
     assert stand(barriers, 0, 1, name="5") == []
@@ -248,7 +249,7 @@ class TestResuming:
     @pytest.mark.spec("R124")
     def test_where_all_float_it_is_the_next(self) -> None:
         barriers = Barriers(range(3))
-        barriers.released["kv", "b"] = 4
+        barriers.restore({("kv", "b"): Passed(4, 0)}, {})
         for rank in (0, 1):
             barriers.resume(rank, "kv", 3)
         assert self.stand(barriers, 1, 0, after=5, resumed=True) == []
@@ -278,7 +279,12 @@ class TestResuming:
     @pytest.mark.spec("R124")
     def test_without_rounds_it_goes_on_behind_the_last(self) -> None:
         barriers = Barriers(range(2))
-        barriers.released = {("kv", "b"): 3, ("kv", "c"): 1, ("other", "d"): 1}
+        passed = {
+            ("kv", "b"): Passed(3, 0),
+            ("kv", "c"): Passed(1, 0),
+            ("other", "d"): Passed(1, 0),
+        }
+        barriers.restore(passed, {})
         self.stand(barriers, 1, 4, after=0)
         stand(barriers, 0, 0, name="e")
         assert barriers.next_numbers(1, "kv") == {"b": 5, "c": 2}

@@ -569,6 +569,20 @@ def test_restored() -> None:
     assert (welcome.rank, welcome.incarnation) == (1, 4)
 
 
+@pytest.mark.spec("R34", "R124")
+def test_a_replacement_that_was_not_told_passes_after_a_restart() -> None:
+    """The others were told that they may pass; then the scheduler ended."""
+    stage = running(persist=True)
+    stage.leave("w0", done=False, code=9)
+    stage.hello("w2", rank=0)
+    stage.say("w2", Resume("kv", 0), 2)
+    assert stage.say("w2", Barrier("kv", "b", 0, True, 5, resumed=True), 3) == []
+    assert "w2" in told(stage.say("w1", Barrier("kv", "b", 0, True, 5), 4), Released)
+    stage.restart()
+    again = stage.say("w2", Barrier("kv", "b", 0, True, 5, resumed=True), 3)
+    assert sent(again, Released) == [Released(3, 0)]
+
+
 @pytest.mark.spec("R138")
 def test_one_that_was_restored_asks_again_which_cuts_there_are() -> None:
     stage = running(persist=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from kvps.core.barriers import Passed
 from kvps.core.seats import Settings, State
 from kvps.core.snapshot import FORMAT, Snapshot, dump, load
 from kvps.errors import ConfigError, StorageError
@@ -16,7 +17,7 @@ CUTS = (12, 11, 2, True, 7)
 
 def snapshot_of(stage: Stage) -> Snapshot:
     job = stage.scheduler.job
-    passed, resumed = job.barriers.released, job.barriers.resumed
+    passed, resumed = job.barriers.passed, job.barriers.resumed
     return Snapshot(job.name, job.number, job.formed, job.seats, passed, resumed, CUTS)
 
 
@@ -25,12 +26,11 @@ def test_round_trip() -> None:
     stage.form()
     stage.leave("w1", done=False, code=3, reason="boom")
     stage.barrier("w0")
-    stage.scheduler.job.barriers.released["kv", "c"] = 5
-    stage.scheduler.job.barriers.resumed["kv", 1] = 7
+    stage.scheduler.job.barriers.restore({("kv", "c"): Passed(5, 30)}, {("kv", 1): 7})
     former = snapshot_of(stage)
     again = load(dump(former), stage.settings, 50.0)
     assert again[:3] == (JOB, 2, True)
-    assert again.released == {("kv", "c"): 5}
+    assert again.passed == {("kv", "c"): Passed(5, 30)}
     assert again.cuts == CUTS
     assert again.resumed == {("kv", 1): 7}
     assert again.seats.issued == 3
