@@ -121,10 +121,11 @@ def test_half_open_connections_at_the_usual_pace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     control = Streams(first([Stream(mute_after=count) for count in (2_000, 2_500)]))
-    data = Streams(first([Stream(mute_after=count) for count in (100_000, 200_000)]))
+    # Of six connections two are between the servers, and carry little; they may come first or last.
+    data = Streams(first([Stream(mute_after=count) for count in 2 * (100_000, 200_000)]))
     with behind(monkeypatch, data.proxy, control.proxy) as cluster:
         cluster.run(lambda rank: train("sync", 40 * STEPS, rank))
-    assert sum(one.is_mute for one in data.all) == 2
+    assert sum(one.is_mute for one in data.all) >= 2
     assert not [one for one in caplog.messages if "lost" in one]
 
 
