@@ -134,6 +134,21 @@ class Model:
                 raise
             log.debug("%s", error)  # this rank is one step apart from rank 0, whose rate counts
 
+    def want(self, new: Hyper) -> None:
+        """Give the store what has changed since the last step: a rate alone costs less than a rule.
+
+        Raises:
+            Mismatch: if rank 0 wants something else. EpochChanged: at a return.
+        """
+        old = self.hyper
+        if old is None or new == old:
+            return
+        if new == old.with_lr(new.number("lr")):
+            self.tell_rate(new.number("lr"))
+        else:
+            self.install(new)
+        self.hyper = new
+
     # --- returns ----------------------------------------------------------------------------------
 
     def survive(self, call: Callable[[], object], *, is_step: bool = False) -> None:

@@ -372,17 +372,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _send_rates(self) -> None:
         """Give the store what a scheduler has changed."""
-        old = self._model.hyper
-        if old is None:
-            return
-        new = self._hyper()
-        if new == old:
-            return
-        if new == old.with_lr(new.number("lr")):
-            self._model.tell_rate(new.number("lr"))
-        else:
-            self._model.install(new)
-        self._model.hyper = new
+        if self._on_store:
+            self._model.want(self._hyper())
 
     # --- what every optimizer has -----------------------------------------------------------------
 

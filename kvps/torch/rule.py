@@ -82,14 +82,7 @@ class Rule(Model):
         Raises:
             Mismatch: if rank 0 wants something else. EpochChanged: at a return.
         """
-        old, new = self.hyper, self.wanted()
-        if old is None or new == old:
-            return
-        if new == old.with_lr(new.number("lr")):
-            self.tell_rate(new.number("lr"))
-        else:
-            self.install(new)
-        self.hyper = new
+        self.want(self.wanted())
 
     def note_step(self) -> None:
         """Have a scheduler that looks whether its optimizer was stepped see that it was."""
