@@ -177,7 +177,10 @@ def who_reduces_to_another_waits_for_all() -> None:
                 dist.recv(torch.zeros(1), src)
     assert not work.is_completed()
     if RANK == 1:
+        dist.recv(torch.zeros(1), 2)  # rank 2 has looked, too
         dist.send(torch.zeros(1), 0)
+    else:
+        dist.send(torch.zeros(1), 1)
     work.wait()
 
 
