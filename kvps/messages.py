@@ -15,6 +15,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
+from kvps.codes import Code
+from kvps.codes import size as size_of
 from kvps.specs import BY_ID
 
 if TYPE_CHECKING:
@@ -436,6 +438,13 @@ def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, 
     return (BY_ID[dtype].itemsize * sum([run.size for run in runs]),)
 
 
+def _octets(dtype: int, stand: Stand, steps: Steps) -> int:
+    """Return the octets of one run that is written so."""
+    if steps.whole:
+        return BY_ID[dtype].itemsize * stand.size
+    return sum([size_of(code, stand.size) for code in steps.codes])
+
+
 @_tag(30)
 @dataclass(frozen=True, slots=True)
 class Load(Message):
@@ -465,10 +474,20 @@ class Push(Message):
     pull: bool
     """Answer with the new values."""
     runs: tuple[Run, ...]
+    code: Code | None = None
+    """How the elements of each run are written; None for as they are."""
+    back: Code | None = None
+    """How the update that this makes is to be written for those who pull it; None for as it is."""
+    held: tuple[int, ...] = ()
+    """Of each run, the version of its values that the sender has, or -1; empty if the answer is not
+    to be written as steps from there."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""
-        return _sizes(self.dtype, self.runs)
+        if self.code is None:
+            return _sizes(self.dtype, self.runs)
+        code = self.code
+        return (sum([size_of(code, run.size) for run in self.runs]),)
 
 
 class Receipt(NamedTuple):
@@ -497,6 +516,8 @@ class Pull(Message):
     runs: tuple[Ask, ...]
     broadcasts: int = 0
     """Of how many broadcasts of the store the asker wants to see the values."""
+    held: tuple[int, ...] = ()
+    """As in PUSH."""
 
 
 class Dropped(NamedTuple):
@@ -512,6 +533,15 @@ class Dropped(NamedTuple):
     """Among whose pushes they were; empty where all pushes were finite and their sum was not."""
 
 
+class Steps(NamedTuple):
+    """How the values of one run are written."""
+
+    whole: bool
+    """As they are; else as the last steps that led to them."""
+    codes: tuple[Code, ...]
+    """How each step is written, the oldest first."""
+
+
 @_tag(34)
 @dataclass(frozen=True, slots=True)
 class Pulled(Message):
@@ -524,10 +554,20 @@ class Pulled(Message):
     runs: tuple[Stand, ...]
     dropped: tuple[Dropped, ...] = ()
     """Only of a store that makes errors of them."""
+    steps: tuple[Steps, ...] = ()
+    """How each run is written; empty if all are as they are."""
+    adds: bool = False
+    """Steps add up: the receiver keeps the values, and applies later steps to them."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame, the elements of all runs side by side, or none."""
-        return _sizes(self.dtype, self.runs) if self.values else ()
+        if not self.values:
+            return ()
+        if not self.steps:
+            return _sizes(self.dtype, self.runs)
+        return (
+            sum([_octets(self.dtype, *one) for one in zip(self.runs, self.steps, strict=False)]),
+        )
 
 
 # --- the optimizer on the servers -------------------------------------------------------------

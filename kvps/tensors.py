@@ -108,7 +108,7 @@ class Memory(Protocol):
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
 
-    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""
 
     def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ class Private:
         """Return a flat tensor whose contents are undefined."""
         return torch.empty(count, dtype=TORCH[dtype])
 
-    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Nobody else can read anything here."""
         return False
 

@@ -28,6 +28,7 @@ from dataclasses import MISSING, fields
 
 import msgpack
 
+from kvps import codes
 from kvps.checksum import checksum
 from kvps.errors import KvpsError, ProtocolError
 from kvps.messages import (
@@ -187,7 +188,8 @@ def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
 
 def _sum(message: Load | Push, sizes: list[int]) -> int:
     """Return the octets of a payload that is lent in one place or several."""
-    itemsize = BY_ID[message.dtype].itemsize
+    is_coded = isinstance(message, Push) and message.code is not None
+    itemsize = 1 if is_coded else BY_ID[message.dtype].itemsize
     if any(size % itemsize for size in sizes):
         raise ProtocolError(f"a loan of {sizes!s:.60} octets ends within an element of {itemsize}")
     return sum(sizes)
@@ -330,6 +332,7 @@ _BY_FIELD: dict[str, Check] = {
     "View.number": _natural_32,
     "exit_code": _int,
     "numbers": _int,
+    "held": _int,
 }
 """Integers and texts whose field, or class and field, says more than their type does."""
 
@@ -342,7 +345,7 @@ def _check_for(hint: object, owner: type, name: str) -> Check:
     if origin is dict:
         return _map_of(_check_for(arguments[1], owner, name))
     if origin is types.UnionType:
-        return _one_of({one: _check_for(one, owner, name) for one in arguments})
+        return _one_of({_plain(one): _check_for(one, owner, name) for one in arguments})
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _record_of(hint)
     if hint in (int, str):
@@ -371,6 +374,11 @@ def _map_of(check: Check) -> Check:
     return mapping
 
 
+def _plain(hint: type) -> type:
+    """Return the type that msgpack gives for a value of type ``hint``."""
+    return tuple if issubclass(hint, tuple) else hint
+
+
 def _one_of(checks: dict[type, Check]) -> Check:
     names = " or ".join(one.__name__ for one in checks)
 
@@ -387,12 +395,13 @@ def _record_of(cls: type[tuple[object, ...]]) -> Check:
     hints = typing.get_type_hints(cls)
     checks = [_check_for(hint, cls, name) for name, hint in hints.items()]
     width = len(checks)
+    finish = _FINISH.get(cls)
 
     def record(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
             raise _unlike(f"a {cls.__name__} of {width} fields", value)
         made = tuple.__new__(cls, [check(one) for check, one in zip(checks, value, strict=True)])
-        return _within(made) if isinstance(made, Entry) else made
+        return made if finish is None else finish(made)
 
     def naturals(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
@@ -417,6 +426,10 @@ def _within(entry: Entry) -> Entry:
             "goes beyond them"
         )
     return entry
+
+
+_FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, codes.Code: codes.check}
+"""What else is checked of a record whose fields are right."""
 
 
 def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:

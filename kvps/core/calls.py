@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvps.compression import Rules
 from kvps.core.hyper import Hyper
 from kvps.core.plan import Numbers
 from kvps.messages import Open
@@ -171,6 +172,25 @@ class RestoreCheckpoint(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class Compress(Call):
+    """Compress by ``rules`` what is pushed from now on; finishes at once."""
+
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRests(Call):
+    """Finishes with what compression left out of this rank's pushes so far (key -> flat tensor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRests(Call):
+    """Put such rests back, in place of all there are."""
+
+    rests: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Ask(Call):
     """Finishes with every server's STATUS answer."""
 
@@ -187,7 +207,18 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
-REPEATED = (Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState)
+REPEATED = (
+    Allocate,
+    Lookup,
+    PullValues,
+    Versions,
+    Resume,
+    Broadcast,
+    Flush,
+    Ask,
+    SaveState,
+    SaveRests,
+)
 """Calls that change nothing, or nothing more when they are made again."""
 
 TOGETHER = (SetOptimizer, SetRate, Stand, JoinStore, TakeCheckpoint, RestoreCheckpoint)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvps.core.coding import Coding
 from kvps.core.placement import Part, parts
 from kvps.core.plan import Held, Key, Plan, make
 from kvps.errors import KeyNotFound
@@ -55,6 +56,7 @@ class Catalogue:
     """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
     """By name, the number of the next; none of a name at which a resumed rank did not stand yet."""
+    coding: Coding = field(default_factory=Coding)
     _plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     @property
@@ -121,6 +123,7 @@ class Catalogue:
 
     def forget(self) -> None:
         """Nothing that was counted here holds any more."""
+        self.coding.forget(self.keys)
         self.keys.clear()
         self.barriers.clear()
         self._plans.clear()
@@ -142,4 +145,5 @@ class Catalogue:
                 is_old = self.restored > 0 or (self.ordered and self.joins > 0)
                 self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
+            self.coding.forget([name])
         self._plans.clear()

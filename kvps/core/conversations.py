@@ -18,6 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue, Made
+from kvps.core.coding import Group, Picked
 from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
@@ -227,7 +228,11 @@ def lookup(
 
 
 def _bulk(
-    book: Catalogue, share: Share, message: Load | Push, rows: Values, priority: Numbers = 0
+    book: Catalogue,
+    share: Share,
+    message: Load | Push,
+    rows: Sequence[torch.Tensor],
+    priority: Numbers = 0,
 ) -> Request:
     return Request(
         share.server,
@@ -249,24 +254,13 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     for key in plan.keys:
         key.number += 1
-    numbers = alike(each)
-    tally, sink = Tally(plan), sink_for(call.sinks, plan)
-    requests = []
-    for share in plan.shares:
-        message = Push(
-            share.chunk,
-            BY_NAME[share.dtype].id,
-            (book.rank,),
-            1.0,
-            sink is not None,
-            share.runs(numbers),
-        )
-        request = _bulk(book, share, message, rows, call.priority)
-        if call.eager:
-            request.freeze()
-        if sink is not None:
-            request.on_reply = tally.reader(share, sink)
-        requests.append(request)
+    sink = sink_for(call.sinks, plan)
+    groups = book.coding.groups(plan, book.rank)
+    tallies = [Tally(group.plan) for group in groups]
+    requests: list[Request] = []
+    for group, tally in zip(groups, tallies, strict=True):
+        own = rows if group.plan is plan else Picked(rows, group.indices)
+        requests += _pushed(book, call, group, own, alike(group.numbers(each)), tally, sink)
     try:
         if full:
             yield from _make_room(book, full)
@@ -277,10 +271,42 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
             key.is_refused = True
         raise
     if sink is not None:
-        after = alike([number + 1 for number in each])
-        yield from even_out(book, tally, sink, after, call.priority)
-        _complain(book, tally)
+        for group, tally in zip(groups, tallies, strict=True):
+            after = alike([number + 1 for number in group.numbers(each)])
+            urgent = group.numbers(call.priority)
+            yield from even_out(book, tally, sink.only(group.indices), after, urgent)
+        _complain(book, tallies)
     return _views(book, plan, sink)
+
+
+def _pushed(
+    book: Catalogue,
+    call: calls.PushValues,
+    group: Group,
+    rows: Sequence[torch.Tensor],
+    numbers: Numbers,
+    tally: Tally,
+    sink: Sink | None,
+) -> list[Request]:
+    """Return the requests that push the keys of ``group``."""
+    own, priority = sink and sink.only(group.indices), group.numbers(call.priority)
+    setting = group.setting
+    requests = []
+    for share in group.plan.shares:
+        dtype = BY_NAME[share.dtype].id
+        message = Push(share.chunk, dtype, (book.rank,), 1.0, sink is not None, share.runs(numbers))
+        if setting is None:
+            request = _bulk(book, share, message, rows, priority)
+        else:
+            request = book.coding.push(group, share, message, rows, book.memory, numbers)
+            request.priority = share.highest(priority)
+        if call.eager:
+            request.freeze()
+        if own is not None:
+            is_by_steps = setting is not None and setting.back is not None
+            request.on_reply = tally.reader(share, own, book.coding if is_by_steps else None)
+        requests.append(request)
+    return requests
 
 
 def _demand_presence(book: Catalogue) -> None:
@@ -300,10 +326,11 @@ def _views(book: Catalogue, plan: Plan, sink: Sink | None) -> list[torch.Tensor]
     return sink.views(plan.keys, book.memory) if isinstance(sink, Pieces) else None
 
 
-def _complain(book: Catalogue, tally: Tally) -> None:
+def _complain(book: Catalogue, tallies: list[Tally]) -> None:
     """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
-    if tally.dropped and not tally.is_unwanted:
-        complain(book.opened.store, book.ordered, book.keys, tally.dropped)
+    dropped = {key: one for tally in tallies for key, one in tally.dropped.items()}
+    if dropped and not any(tally.is_unwanted for tally in tallies):
+        complain(book.opened.store, book.ordered, book.keys, dropped)
 
 
 def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
@@ -339,8 +366,8 @@ def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
-    tally = yield from read(book, plan, sink, after, call.min_version, call.priority)
-    _complain(book, tally)
+    tallies = yield from read(book, plan, sink, after, call.min_version, call.priority)
+    _complain(book, tallies)
     return _views(book, plan, sink)
 
 
@@ -515,6 +542,29 @@ def load_state(book: Catalogue, call: calls.LoadState) -> Conversation:
             message = SetState(piece.chunk, piece.start, piece.size, step, fields)
             requests.append(Request(piece.server, message, payload=tuple(cut)))
     yield requests
+    return None
+
+
+# --- compression ----------------------------------------------------------------------------------
+
+
+def compress(book: Catalogue, call: calls.Compress) -> Conversation:
+    """Compress what is pushed from now on; no server is asked, as each push says how it is written."""
+    yield []
+    book.coding.use(call.rules)
+    return None
+
+
+def save_rests(book: Catalogue) -> Conversation:
+    """Return what compression left out, after the pushes that are on their way."""
+    yield Drain()
+    return {name: rest.to("cpu", copy=True) for name, rest in book.coding.rests.items()}
+
+
+def load_rests(book: Catalogue, call: calls.LoadRests) -> Conversation:
+    """Put rests back, after the pushes that are on their way."""
+    yield Drain()
+    book.coding.rests = {name: rest.clone() for name, rest in call.rests.items()}
     return None
 
 

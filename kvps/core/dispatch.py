@@ -48,5 +48,11 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return conversations.save_state(book)
         case calls.LoadState():
             return conversations.load_state(book, call)
+        case calls.Compress():
+            return conversations.compress(book, call)
+        case calls.SaveRests():
+            return conversations.save_rests(book)
+        case calls.LoadRests():
+            return conversations.load_rests(book, call)
         case _:
             raise TypeError(f"no conversation for {type(call).__name__}")

@@ -30,6 +30,7 @@ from kvps.core.quorum import Quorum
 from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
+from kvps.core.steps import Back, code_of
 from kvps.core.strip import Strip, Sum
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
@@ -58,6 +59,7 @@ class Engine:
         self.server = server
         self.servers = servers
         self.workers = workers
+        self.memory = memory
         self.chunks = Chunks(memory, server, servers)
         self.norms: dict[NormId, Norm] = {}
         """Of the updates that are not made yet."""
@@ -127,7 +129,7 @@ class Engine:
             return Verdict.DUPLICATE, iter(())
         if space.updater is not None:
             space.state_of(chunk)  # if it cannot be made, nothing was taken in
-        return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now, lent)
+        return Verdict.COUNTED, self._take(space, chunk, message, work, quorum, now, lent)
 
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
         if BY_ID[message.dtype].name not in (chunk.dtype, summed_in(chunk.dtype)):
@@ -183,21 +185,24 @@ class Engine:
         self,
         space: Namespace,
         chunk: Chunk,
-        ranks: tuple[int, ...],
+        message: Push,
         work: Work,
         quorum: Quorum,
         now: float,
         lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
+        ranks = message.ranks
         for span, number, part in work:
             span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
                 keep = space.opened.deterministic
-                span.round(number, now).add(ranks, part, lent=lent, keep=keep)
+                round_ = span.round(number, now)
+                round_.add(ranks, part, lent=lent, keep=keep)
+                round_.backs.add(message.back)
                 yield from self.close(space, chunk, span, quorum)
             else:
-                due = Due(number, ranks, Sum((part,)), (ranks,))
+                due = Due(number, ranks, Sum((part,)), (ranks,), back=message.back)
                 yield from self._due(space, chunk, span, due)
 
     def close(
@@ -221,7 +226,7 @@ class Engine:
         """Close the oldest round of ``span``; return what was cut off from it on the way."""
         closed, stop = span.rounds.popleft(), span.stop
         total = closed.mean() if space.opened.average else closed.sum()
-        due = Due(closed.number, (), total, closed.whose())
+        due = Due(closed.number, (), total, closed.whose(), back=closed.back)
         yield from self._due(space, chunk, span, due)
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 
@@ -356,14 +361,25 @@ class Engine:
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
         if space.updater is None:
-            self._assign(chunk, span, due.sum)
+            self._assign(chunk, span, due)
         else:
             span.step += 1
             self._apply(space, space.updater, chunk, span, due, norms)
         span.version += 1
         yield from chunk.woken(span.start, span.stop)
 
-    def _assign(self, chunk: Chunk, span: Span, total: Sum) -> None:
+    def _assign(self, chunk: Chunk, span: Span, due: Due) -> None:
+        total = due.sum
+        back = chunk.back_of(span, is_wanted=due.back is not None)
+        if back is not None:
+            rest = back.own_rest()[span.start : span.stop]
+            block = self._scratch_for(torch.float32)
+            for begin in range(0, len(rest), len(block)):
+                part = block[: min(len(block), len(rest) - begin)]
+                total.into(part, begin, begin + len(part))
+                rest[begin : begin + len(part)].add_(part)
+            self._publish(chunk, back, span, due, None)
+            return
         target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
         for begin in range(0, len(target), self._block_count):
             block = target[begin : begin + self._block_count]
@@ -391,6 +407,8 @@ class Engine:
     ) -> None:
         weight, state = chunk.writable(), space.state_of(chunk)
         scratch = self._scratch_for(_summed_in(chunk))
+        back = chunk.back_of(span, is_wanted=due.back is not None)
+        rest = None if back is None else back.own_rest()
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
@@ -399,8 +417,11 @@ class Engine:
                 else:
                     gradient = scratch[: stop - start]
                     due.sum.into(gradient, start - span.start, stop - span.start)
+                target = weight[start:stop]
+                if rest is not None:
+                    target = target + rest[start:stop]
                 updater.apply(
-                    weight[start:stop],
+                    target,
                     gradient,
                     {name: tensor[start:stop] for name, tensor in state.items()},
                     step=span.step,
@@ -409,6 +430,18 @@ class Engine:
                     norms=norms,
                     rank=due.rank,
                 )
+                if rest is not None:
+                    torch.sub(target, weight[start:stop], out=rest[start:stop])
+        if back is not None:
+            self._publish(chunk, back, span, due, space.hyper)
+
+    def _publish(self, chunk: Chunk, back: Back, span: Span, due: Due, hyper: Hyper | None) -> None:
+        """Move the values of ``span`` by what can be written of their rests."""
+        values, version = chunk.writable(), span.version + 1
+        for key, start, stop in chunk.pieces(span.start, span.stop):
+            lr = None if hyper is None else hyper.for_key(key)[0]
+            code = code_of(due.back, version, lr)
+            back.publish(values, start, stop, version, code, adds=hyper is not None)
 
     def _segments(
         self, space: Namespace, chunk: Chunk, span: Span

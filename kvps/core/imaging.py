@@ -21,6 +21,9 @@ from kvps.errors import Mismatch, StorageError
 from kvps.messages import Piece
 from kvps.specs import BY_NAME
 
+REST = "kvps.rest"
+"""Beside the optimizer's states: what values lack that are compressed for those who pull."""
+
 
 def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
     """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
@@ -55,6 +58,8 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tu
         if history is None:
             history = histories[id(span)] = _history(span)
         state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
+        if chunk.back is not None and chunk.back.owes(piece.start, stop):
+            state[REST] = chunk.back.rest[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
         portions.append(Portion(offset, history, weight, state))
         offset += piece.size
@@ -149,6 +154,11 @@ def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None
         chunk.fill(piece.start)
         space.forget_state(chunk, piece.start, stop)
         rows = _states(cuts)
+        rest = rows.pop(REST, None)
+        if rest is not None:
+            back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
+            assert back is not None, "only float32 values have rests"
+            back.revive(piece.start, rest)
         if space.updater is not None and rows:
             space.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):

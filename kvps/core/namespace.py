@@ -305,6 +305,9 @@ class Namespace:
                 adopted[chunk.number] = updater.adopt(chunk.buffer.tensor, state)
             elif any(span.is_open for span in chunk.spans):
                 updater.new_state(chunk.buffer.tensor[:0])  # refuses types that it cannot update
+        if self.updater is None:
+            for chunk in chunks:
+                chunk.back = None  # what sums lack is nothing that weights should have
         self.hyper, self.updater = hyper, updater
         for chunk in chunks:
             chunk.state = adopted.get(chunk.number)
@@ -372,6 +375,8 @@ class Namespace:
 
     def forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
         """Begin the optimizer's state of these elements anew: their weights are new."""
+        if chunk.back is not None:
+            chunk.back.forget(start, stop)
         if chunk.state is None:
             return
         assert self.updater is not None

@@ -230,8 +230,16 @@ class Neighbours:
         return max(1, len(self._alive))
 
     def collect(self, book: Catalogue, request: Request) -> bool:
-        """Whether ``request`` is one of those that neighbours make together."""
+        """Whether ``request`` is one of those that neighbours make together.
+
+        What is compressed is not: each worker has rests of its own, and what is added up is not what
+        they leave out of it.
+        """
         message = request.message
+        if isinstance(message, Push | Pull) and (
+            message.held or (isinstance(message, Push) and message.code is not None)
+        ):
+            return False
         return (
             book.opened.bundles
             and len(self._alive) > 1

@@ -7,7 +7,8 @@ each is looked at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +18,8 @@ from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.slab import Buffer, Chunk
-from kvps.messages import Ask, Dropped, Stand
+from kvps.errors import ProtocolError
+from kvps.messages import Ask, Dropped, Run, Stand, Steps
 from kvps.specs import BY_NAME
 
 
@@ -118,8 +120,46 @@ def read(
         state = space.state_of(chunk)
         for ask in reading.asks:
             updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
-    if len(reading.asks) == 1:
-        (ask,) = reading.asks
-        return tuple(stands), weight[ask.start : ask.start + ask.size], chunk.buffer.hold()
+    if all(one.start + one.size == other.start for one, other in pairwise(reading.asks)):
+        first, last = reading.asks[0], reading.asks[-1]
+        return tuple(stands), weight[first.start : last.start + last.size], chunk.buffer.hold()
     parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
     return tuple(stands), torch.cat(parts), None
+
+
+def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None:
+    """Check that a request says of all of its runs, or of none, which version its sender has.
+
+    Raises:
+        ProtocolError: if it does not.
+    """
+    if held and len(held) != len(runs):
+        raise ProtocolError(f"{len(runs)} runs, and versions held of {len(held)} of them")
+
+
+def lead(
+    chunk: Chunk, reading: Reading, stands: tuple[Stand, ...]
+) -> tuple[tuple[Steps, ...], torch.Tensor]:
+    """Return how the asked values are written for one who has some versions of them, and the octets.
+
+    As they are, where there are no steps from those, or a span ends within what was asked for.
+    Nothing is returned if that is so of all.
+    """
+    steps: list[Steps] = []
+    octets: list[torch.Tensor] = []
+    held = dict(zip([(one.start, one.size) for one in reading.asks], reading.held, strict=True))
+    for stand in stands:
+        found = None
+        if chunk.back is not None and (stand.start, stand.size) in held:
+            version = held[stand.start, stand.size]
+            found = chunk.back.lead(stand.start, stand.size, stand.version, version)
+        if found is None:
+            weight = chunk.buffer.tensor[stand.start : stand.start + stand.size]
+            steps.append(Steps(True, ()))
+            octets.append(weight.view(torch.uint8))
+        else:
+            steps.append(Steps(False, tuple([code for code, _ in found])))
+            octets += [one for _, one in found]
+    if all(one.whole for one in steps):
+        return (), torch.empty(0)
+    return tuple(steps), torch.cat([*octets, torch.empty(0, dtype=torch.uint8)])

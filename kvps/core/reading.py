@@ -26,6 +26,7 @@ import torch
 
 from kvps.core.calls import Sinks, Views
 from kvps.core.catalogue import Catalogue
+from kvps.core.coding import Coding, Group
 from kvps.core.link import Request
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, make, of_key
 from kvps.errors import ProtocolError
@@ -143,9 +144,10 @@ class Tally:
     is_unwanted: bool = False
     """The caller stopped waiting, and will not learn of them."""
 
-    def reader(self, share: Share, sink: Sink | None) -> Reader:
-        """Return what takes the answer for one share in and its values out."""
-        return Reader(self, share, sink)
+    def reader(self, share: Share, sink: Sink | None, coding: Coding | None = None) -> Reader:
+        """Return what takes the answer for one share in and its values out; with ``coding``, one
+        that may come by steps."""
+        return Reader(self, share, sink, coding)
 
     def note(self, share: Share, dropped: tuple[Dropped, ...]) -> None:
         """Take in which updates were not made, as one share's answer says."""
@@ -199,6 +201,7 @@ class Reader:
     tally: Tally
     share: Share
     sink: Sink | None
+    coding: Coding | None = None
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
         """Note how the values stand, and write them to the sink if they are ``wanted``."""
@@ -209,7 +212,10 @@ class Reader:
         if answer.dropped:
             self.tally.note(self.share, answer.dropped)
         if self.sink is not None and wanted:
-            values = from_frame(packet.payload[0], self.share.dtype)
+            if self.coding is None:
+                values = from_frame(packet.payload[0], self.share.dtype)
+            else:
+                values = self.coding.values_of(packet, self.share, self.tally.plan.keys)
             if len(values) != self.share.size:  # memory is read by its address from here on
                 raise ProtocolError(
                     f"server {self.share.server} answered {len(values)} elements of chunk "
@@ -230,12 +236,19 @@ def read(
     after: Numbers,
     least: Numbers,
     priority: Numbers,
-) -> Generator[Step, list[Packet], Tally]:
+) -> Generator[Step, list[Packet], list[Tally]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
-    tally = Tally(plan)
-    yield _asked(book, plan, tally, sink, after, least, priority)
-    yield from even_out(book, tally, sink, after, priority)
-    return tally
+    requests: list[Request] = []
+    parts = []
+    for group in book.coding.groups(plan, book.rank):
+        part = group.plan, group.numbers(after), group.numbers(priority)
+        tally, own = Tally(group.plan), sink.only(group.indices)
+        requests += _asked(book, part[0], tally, own, part[1], group.numbers(least), part[2], group)
+        parts.append((tally, own, part[1], part[2]))
+    yield requests
+    for tally, own, conditions, urgent in parts:
+        yield from even_out(book, tally, own, conditions, urgent)
+    return [tally for tally, *_ in parts]
 
 
 def even_out(
@@ -296,14 +309,22 @@ def _asked(
     after: Numbers,
     least: Numbers,
     priority: Numbers,
+    group: Group | None = None,
 ) -> list[Request]:
-    return [
-        Request(
-            share.server,
-            Pull(share.chunk, sink is not None, share.asks(after, least), book.broadcasts),
-            priority=share.highest(priority),
-            lane=share.chunk,
-            on_reply=tally.reader(share, sink),
+    is_by_steps = group is not None and group.setting is not None and group.setting.back is not None
+    coding = book.coding if is_by_steps else None
+    requests = []
+    for share in plan.shares:
+        message = Pull(share.chunk, sink is not None, share.asks(after, least), book.broadcasts)
+        if group is not None and coding is not None:
+            message = coding.pull(group, share, message)
+        requests.append(
+            Request(
+                share.server,
+                message,
+                priority=share.highest(priority),
+                lane=share.chunk,
+                on_reply=tally.reader(share, sink, coding),
+            )
         )
-        for share in plan.shares
-    ]
+    return requests

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+import torch
+
+from kvps import codes
+from kvps.codecs import decode
 from kvps.core import imaging, pulls
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
@@ -73,6 +77,7 @@ from kvps.messages import (
     StateIs,
     Status,
     StatusIs,
+    Steps,
 )
 from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -261,22 +266,22 @@ class Requests:
     ) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        gradient = Strip.of(packet.payload, message.dtype)
+        gradient = self._gradient(chunk, message, packet)
         verdict, woken = self.engine.push(
-            space, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
+            space, message, gradient, self._quorum(space), now, lent=_is_lent(packet)
         )
         if verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
         reading = None
         if message.pull:
             asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
-            reading = Reading(session, seq, space.name, chunk.number, True, asks)
+            reading = Reading(session, seq, space.name, chunk.number, True, asks, message.held)
             session.pending[seq] = reading
         yield from self._wake(woken)
         yield from self._tell_norms()
         if reading is not None:
             yield from self._read(reading)
-            if not reading.is_pending or packet.loans:
+            if not reading.is_pending or _is_lent(packet):
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
             span.version
@@ -290,7 +295,10 @@ class Requests:
         chunk = self.engine.chunk(message.chunk)
         chunk.validate(message.runs)
         chunk.check_filled(message.runs)
-        reading = Reading(session, seq, space.name, chunk.number, message.values, message.runs)
+        pulls.check_held(message.held, message.runs)
+        reading = Reading(
+            session, seq, space.name, chunk.number, message.values, message.runs, message.held
+        )
         session.pending[seq] = reading
         yield from self._read(reading)
 
@@ -309,6 +317,13 @@ class Requests:
             return
         del session.pending[reading.seq]
         stands, values, hold = pulls.read(space, chunk, reading)
+        steps: tuple[Steps, ...] = ()
+        adds = False
+        if values is not None and reading.held and not self._is_lent_to(session, values):
+            adds = space.updater is not None
+            steps, octets = pulls.lead(chunk, reading, stands)
+            if steps:
+                values, hold = octets, None
         answer = Pulled(
             reading.seq,
             chunk.number,
@@ -316,10 +331,16 @@ class Requests:
             values is not None,
             stands,
             pulls.dropped(space, chunk, reading),
+            steps,
+            adds,
         )
         payload = () if values is None else (to_frame(values),)
         packet = Packet(self.member.envelope(), answer, payload)
         yield Send(session.route, packet, hold)
+
+    def _is_lent_to(self, session: Session, values: torch.Tensor) -> bool:
+        """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
+        return self.engine.memory.lends(session.route, (values,))
 
     def _wake(self, woken: Iterable[Reading]) -> Effects:
         """Look again at those who waited for what has moved."""
@@ -656,6 +677,29 @@ class Requests:
 
     # --- small things ---------------------------------------------------------------------------------
 
+    def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> Strip:
+        """Return what was pushed, decompressed if need be.
+
+        Raises:
+            Mismatch: if it was compressed, and the chunk holds what cannot be.
+            ProtocolError: if its octets cannot mean it.
+        """
+        pulls.check_held(message.held, message.runs)
+        if message.code is None:
+            return Strip.of(packet.payload, message.dtype)
+        if "float32" not in (chunk.dtype, BY_ID[message.dtype].name):
+            raise Mismatch(
+                f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
+            )
+        octets = Strip.of(packet.payload, BY_NAME["uint8"].id).joined()
+        gradient = torch.empty(sum([run.size for run in message.runs]))
+        begin = at = 0
+        for run in message.runs:
+            end = begin + codes.size(message.code, run.size)
+            decode(message.code, octets[begin:end], gradient[at : at + run.size])
+            begin, at = end, at + run.size
+        return Strip([gradient])
+
     def _description(self, now: float) -> Describe:
         """Return what says how a rank stands, as this server has heard."""
 
@@ -699,6 +743,12 @@ class Requests:
 
     def _send(self, session: Session, message: Message) -> Send:
         return Send(session.route, self.member.packet(message))
+
+
+def _is_lent(packet: Packet) -> bool:
+    """Whether a gradient is its sender's memory: what was decompressed is not."""
+    message = packet.message
+    return bool(packet.loans) and isinstance(message, Push) and message.code is None
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvps.codes import Code
 from kvps.core.drops import Flaw
 from kvps.core.strip import Strip, Sum
 from kvps.tensors import accumulator
@@ -71,6 +72,8 @@ class Round:
     """What is added up so far."""
     kept: dict[tuple[int, ...], Strip] = field(default_factory=dict)
     """What is not, as it came, by the ranks whose it is."""
+    backs: set[Code | None] = field(default_factory=set)
+    """How its pushes want what comes of it to be written."""
 
     def add(self, ranks: tuple[int, ...], gradient: Strip, *, lent: bool, keep: bool) -> None:
         """Count ``ranks`` in.
@@ -107,6 +110,11 @@ class Round:
         """Return the sum, divided by how many ranks are in it."""
         return replace(self.sum(), divisor=len(self.ranks))
 
+    @property
+    def back(self) -> Code | None:
+        """How what comes of it is written: as it is, unless all pushes want it otherwise alike."""
+        return next(iter(self.backs)) if len(self.backs) == 1 else None
+
     def whose(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each part of the sum."""
         kept = sorted(self.kept)
@@ -115,7 +123,7 @@ class Round:
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
-        right = Round(self.number, self.opened_at, set(self.ranks))
+        right = Round(self.number, self.opened_at, set(self.ranks), backs=set(self.backs))
         if self.total is not None:
             self.total, right.total = self.total[:at], self.total[at:]
         for ranks, gradient in self.kept.items():
@@ -138,6 +146,8 @@ class Due:
     """The sum is added up, in memory that may be used up."""
     flaw: Flaw | None = None
     """What is not finite in this part of the tensor, if the store looks."""
+    back: Code | None = None
+    """How the update is to be written for those who pull it; None for as it is."""
 
     @property
     def rank(self) -> int | None:

@@ -45,6 +45,8 @@ class Reading:
     chunk: int
     values: bool
     asks: tuple[Ask, ...]
+    held: tuple[int, ...] = ()
+    """Of each ask, the version that the asker has, or -1; empty if it wants values as they are."""
     index: int = 0
     """The ask whose condition does not hold; all before it have held."""
     at: int = 0

@@ -23,6 +23,7 @@ import torch
 
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
+from kvps.core.steps import Back
 from kvps.core.updaters import State
 from kvps.errors import KeyNotFound, ProtocolError
 from kvps.messages import RUNS_MAX, Ask, Piece, Run
@@ -72,6 +73,8 @@ class Chunk:
         self._other: Buffer | None = None
         """The buffer before this one."""
         self._memory = memory
+        self.back: Back | None = None
+        """What is known of values that are compressed for those who pull; None while none were."""
         self.state: State | None = None
         self._kept_state: State | None = None
         """The state as an image has it: nobody writes to that."""
@@ -119,6 +122,8 @@ class Chunk:
         index = bisect_left(self._starts, piece.start)
         del self.spans[index], self._starts[index]
         self._blank.discard(piece.start)
+        if self.back is not None:
+            self.back.forget(piece.start, stop)
         insort(self._retired, piece.start)
         return self.woken(piece.start, stop)
 
@@ -237,13 +242,26 @@ class Chunk:
 
     def keep(self) -> Callable[[], None]:
         """Let nobody write to the present values and state until what is returned was called."""
-        buffer, self._kept_state = self.buffer.hold(), self.state
+        buffer, self._kept_state, back = self.buffer.hold(), self.state, self.back
+        if back is not None:
+            back.keep()
 
         def release() -> None:
             buffer.release()
             self._kept_state = None
+            if back is not None:
+                back.let_go()
 
         return release
+
+    def back_of(self, span: Span, *, is_wanted: bool) -> Back | None:
+        """Return what is known of the way back of ``span``'s values, if they are to be compressed for
+        those who pull, or were; None if not."""
+        if self.back is None:
+            if not is_wanted or self.dtype != "float32":
+                return None
+            self.back = Back(self.capacity)
+        return self.back if is_wanted or self.back.owes(span.start, span.stop) else None
 
     def _turn(self) -> torch.Tensor:
         """Leave the buffer to its readers and take another; return the values of the one left."""
@@ -280,6 +298,8 @@ class Chunk:
             last = span.stop
             span.check()
         assert self._waited_at == sorted(self._waiting)
+        if self.back is not None:
+            self.back.check()
         for at, readings in self._waiting.items():
             assert any(span.start <= at < span.stop for span in self.spans)
             assert all(one.at == at and one.chunk == self.number for one in readings)

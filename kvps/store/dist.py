@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvps.compression import Rules
 from kvps.core import calls
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part, parts
@@ -25,6 +26,7 @@ from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
 from kvps.store.session import Session
+from kvps.store.staging import ready_on_device
 from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
@@ -293,7 +295,19 @@ class DistStore(KVStore):
             return self._allocate(tuple([names[index] for index in indices]), limit_s)
 
         reduced = [reduce(devices, self._kind.on_device) for devices in values]
-        return self._session.staging.bring(reduced, allocate)
+        rows: list[torch.Tensor | None] = [
+            ready_on_device(one)
+            if one.is_cuda and self._compression.setting_of(name, self._specs[name])
+            else None  # what is compressed leaves its device as few octets
+            for name, one in zip(names, reduced, strict=True)
+        ]
+        left = [index for index, row in enumerate(rows) if row is None]
+        brought = self._session.staging.bring(
+            [reduced[index] for index in left], lambda some: allocate([left[one] for one in some])
+        )
+        for index, row in zip(left, brought, strict=True):
+            rows[index] = row
+        return tuple([row for row in rows if row is not None])
 
     def _push(
         self,
@@ -343,6 +357,17 @@ class DistStore(KVStore):
 
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
         self._call(calls.SetRate(self._name, hyper.number("lr")), limit_s)
+
+    def _compress(self, rules: Rules) -> None:
+        self._call(calls.Compress(self._name, rules), self._timeout_s)
+
+    def _rests(self) -> dict[str, torch.Tensor]:
+        found = self._call(calls.SaveRests(self._name), self._timeout_s)
+        assert isinstance(found, dict)
+        return found
+
+    def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
+        self._call(calls.LoadRests(self._name, rests), self._timeout_s)
 
     def _close(self) -> None:
         if self._session.is_over:

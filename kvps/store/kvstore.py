@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from kvps.compression import OFF, Rules, rules_of
 from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper, resolve
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers, alike
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError
+from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
 from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
@@ -93,6 +94,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """Of lists of keys that were used before."""
         self._forms: dict[tuple[str, ...], Form] = {}
         self._hyper: Hyper | None = None
+        self._compression = OFF
         self._is_closed = False
         self._later: list[KvpsError] = []
 
@@ -418,6 +420,79 @@ class KVStore(KVStoreBase, abc.ABC):
             )
         return self._hyper
 
+    # --- compression ------------------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: str | Mapping[str, Any]) -> None:
+        """Push fewer bytes: gradients are compressed from the next push on.
+
+        What a push cannot say of a gradient is kept here, and added to the next one of that key, so
+        that nothing is lost but time. Only float32 keys of at least ``min_bytes`` are compressed. Each
+        rank says how its own pushes are written; with ``pull`` all should say the same, and values
+        come back as they are where they do not.
+
+        Args:
+            compression_params: a dict, or the ``type`` alone:
+
+                * ``type``: ``fp16``, ``bf16`` (half the bytes), ``int8`` (a quarter), ``2bit`` (a
+                  sixteenth), ``1bit`` (a thirty-second), ``topk`` (the ``ratio`` of the elements that
+                  are largest, 8 bytes each), ``randomk`` (a ``ratio`` drawn at random, 4 bytes each), or
+                  ``none``;
+                * ``threshold`` of ``2bit`` (each push sends +threshold, -threshold or 0 for an element)
+                  and ``1bit`` (each sends +1 or -1), 0.5 if not given; ``ratio``, 0.01; ``seed``, 0;
+                * ``pull``: True compresses what is pulled, too; or a dict with a ``type`` of its own. With
+                  an optimizer in the store, thresholds are multiples of the learning rate there, as it
+                  is the steps of the weights that come back;
+                * ``min_bytes``: smaller keys travel as they are; 65536, or 0 for all;
+                * ``rules``: a list of dicts with a ``pattern``, such as ``"embed*"``, and the
+                  parameters of the keys that match it; the first that matches decides.
+
+        Raises:
+            ConfigError: naming what is unknown or out of its range, and what there is.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_bytes": 0})
+            >>> kv.init("w", torch.zeros(3))
+            >>> kv.pushpull("w", torch.tensor([0.7, -0.2, 0.3]))
+            tensor([0.5000, 0.0000, 0.0000])
+            >>> kv.compression_state()
+            {'w': tensor([ 0.2000, -0.2000,  0.3000])}
+        """
+        self._begin()
+        rules = rules_of(compression_params)
+        self._compress(rules)
+        self._compression = rules
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """Return what compression left out of this rank's pushes so far, by key.
+
+        Who continues a training gives it to :meth:`load_compression_state`. Each tensor is float32, on
+        the CPU, in the shape of its key. (In a local store with several values of a key, those of the
+        others than the first are called ``key@1`` and so on.)
+        """
+        self._begin()
+        return {
+            key: rest.view(self._specs[key].shape) if key in self._specs else rest
+            for key, rest in self._rests().items()
+        }
+
+    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what :meth:`compression_state` gave, in place of what there is.
+
+        Raises:
+            Mismatch: if a tensor does not have the shape of its key.
+        """
+        self._begin()
+        for key, rest in state.items():
+            spec = self._specs.get(key)
+            if spec is not None and tuple(rest.shape) != spec.shape:
+                raise Mismatch(
+                    f"key {key!r} is {spec}, and what compression left out of it is of shape "
+                    f"{tuple(rest.shape)}; give the state of this model"
+                )
+        self._set_rests({key: rest.float().reshape(-1) for key, rest in state.items()})
+
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -578,6 +653,15 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None: ...
+
+    @abc.abstractmethod
+    def _compress(self, rules: Rules) -> None: ...
+
+    @abc.abstractmethod
+    def _rests(self) -> dict[str, torch.Tensor]: ...
+
+    @abc.abstractmethod
+    def _set_rests(self, rests: dict[str, torch.Tensor]) -> None: ...
 
     @abc.abstractmethod
     def _close(self) -> None: ...

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from kvps.codecs import decode, encode
+from kvps.codes import RANDOMK
+from kvps.compression import OFF
+from kvps.compression import Rules as Compression
 from kvps.core.calls import Sinks, Views
 from kvps.core.drops import ACTIONS, count_nonfinite
 from kvps.core.hyper import Hyper
@@ -20,12 +24,13 @@ from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store import keeping
-from kvps.store.arguments import names_of, tag_of
+from kvps.store.arguments import check_values, names_of, rows_of, tag_of, values_of
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
 from kvps.store.states import States
+from kvps.tensors import Array, as_tensor
 
 log = logging.getLogger("kvps")
 
@@ -44,6 +49,8 @@ class LocalStore(KVStore):
         self._rows_by_key: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._rules: Rules | None = None
+        self._left: dict[str, torch.Tensor] = {}
+        """By key, what compression left out of its gradients so far."""
 
     @property
     def rank(self) -> int:
@@ -261,6 +268,46 @@ class LocalStore(KVStore):
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
         assert self._rules is not None
         self._rules.set_rate(hyper)
+
+    def _compress(self, rules: Compression) -> None:
+        """Nothing travels here: gradients become what servers would read of them."""
+
+    def _rests(self) -> dict[str, torch.Tensor]:
+        return {name: rest.to("cpu", copy=True) for name, rest in self._left.items()}
+
+    def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
+        self._left = {name: rest.clone() for name, rest in rests.items()}
+
+    def _rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+    ) -> tuple[torch.Tensor, ...]:
+        if self._compression is OFF:
+            return super()._rows(names, is_many, value, timeout)
+        values = values_of(names, is_many, value)
+        check_values(names, values, self._specs, "push")
+        written = [self._written(*one) for one in zip(names, values, strict=True)]
+        return rows_of(written, self._kind.on_device)
+
+    def _written(self, name: str, devices: list[Array]) -> list[Array]:
+        """Return what can be read of a key's values once they were compressed."""
+        setting = self._compression.setting_of(name, self._specs[name])
+        if setting is None:
+            return devices
+        found: list[Array] = []
+        for index, value in enumerate(devices):
+            flat = as_tensor(value).contiguous().view(-1)
+            if not torch.isfinite(flat.sum()):
+                found.append(value)  # what becomes of that is for on_nonfinite to say
+                continue
+            title = f"{name}@{index}" if index else name
+            rest = self._left.get(title, torch.zeros_like(flat)).to(flat.device)
+            code = setting.code
+            if code.codec == RANDOMK:
+                code = code._replace(seed=code.seed + self._versions[name])
+            octets = encode(code, rest, flat)
+            self._left[title] = rest
+            found.append(decode(code, octets, torch.empty_like(flat)).view(self._specs[name].shape))
+        return found
 
     def _close(self) -> None:
         self._rows_by_key.clear()

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
+
+from kvps.compression import Rules
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
 from kvps.errors import ConfigError
@@ -79,6 +82,20 @@ class Serverless(KVStore):
             "the weights by the sums that you pull, as kvps.Trainer(..., kvstore='allreduce') does, or "
             "use dist_sync"
         )
+
+    def _compress(self, rules: Rules) -> None:
+        if rules.default is not None or any(one is not None for _, one in rules.patterns):
+            self._refuse(
+                "set_gradient_compression()",
+                "a ring sums what it is given; use a dist store, or kvps.torch.comm_hook with DDP",
+            )
+
+    def _rests(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
+        if rests:
+            self._refuse("load_compression_state()", "nothing is compressed here")
 
     def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
         self._optimizer()

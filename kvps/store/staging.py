@@ -117,6 +117,14 @@ def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
+def ready_on_device(value: torch.Tensor) -> torch.Tensor:
+    """Return a GPU's value as a row there, when the kernels that make it are done: another thread,
+    with a stream of its own, will read it."""
+    row = value.contiguous()
+    torch.cuda.current_stream(value.device).synchronize()
+    return row
+
+
 def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
     streams = {device: _stream(device) for device in {one.device for one in values}}
     for device, stream in streams.items():

@@ -46,7 +46,7 @@ class Shared:
                 return torch.from_numpy(block).view(TORCH[dtype])
         return torch.empty(count, dtype=TORCH[dtype])
 
-    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""
         first, size_bytes = self._segment.address, self._segment.size_bytes
         return route in self._segment.readers and all(

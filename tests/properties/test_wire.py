@@ -14,8 +14,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvps.codes import NAMES, Code
 from kvps.errors import ProtocolError
-from kvps.messages import MESSAGES, Entry, Envelope, Found, Message, Packet, Role, View
+from kvps.messages import (
+    MESSAGES,
+    Entry,
+    Envelope,
+    Found,
+    Message,
+    Packet,
+    Pulled,
+    Role,
+    Steps,
+    View,
+)
 from kvps.specs import BY_ID, DTYPES
 from kvps.wire import HEAD, decode, encode
 from tests.vectors.packets import PACKETS
@@ -55,6 +67,7 @@ BY_NAME = {
     "size": sizes,
     "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),
     "numbers": st.integers(-(2**63) + 1, 2**63 - 1),
+    "held": st.integers(-(2**63) + 1, 2**63 - 1),
 }
 
 
@@ -69,11 +82,22 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
         return st.one_of([values(one, name) for one in arguments])
     if hint is Entry:
         return entries()
+    if hint is Code:
+        return codes
     if isinstance(hint, type) and issubclass(hint, tuple):
         hints = typing.get_type_hints(hint)
         record = st.tuples(*[values(one, field) for field, one in hints.items()])
         return record.map(typing.cast("type[Entry]", hint)._make)
     return BY_NAME.get(name, BY_TYPE[hint]) if hint in (int, str) else BY_TYPE[hint]
+
+
+codes = st.builds(
+    Code,
+    st.sampled_from(sorted(NAMES)),
+    st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1e30, exclude_min=True),
+    naturals,
+)
 
 
 @st.composite
@@ -95,7 +119,17 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
     }
     if cls is View:
         fields["number"] = naturals_32
+    if cls is Pulled:
+        fields["steps"] = st.just(())
+        return st.builds(cls, **fields).flatmap(by_steps)
     return st.builds(cls, **fields)
+
+
+def by_steps(pulled: Pulled) -> st.SearchStrategy[Message]:
+    """The same answer, or one of as many steps as it has runs."""
+    count = len(pulled.runs)
+    steps = st.lists(values(Steps, "steps"), min_size=count, max_size=count).map(tuple)
+    return steps.map(lambda some: dataclasses.replace(pulled, steps=some)) | st.just(pulled)
 
 
 envelopes = st.builds(

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 
+from kvps.compression import OFF
 from kvps.core import calls, dispatch
 from kvps.core.catalogue import Catalogue
 from kvps.core.hyper import resolve
@@ -32,6 +33,9 @@ CALLS = {
     "status": calls.Ask("kv"),
     "save_state": calls.SaveState("kv"),
     "load_state": calls.LoadState("kv", {}),
+    "compress": calls.Compress("kv", OFF),
+    "save_rests": calls.SaveRests("kv"),
+    "load_rests": calls.LoadRests("kv", {}),
     "checkpoint": calls.TakeCheckpoint("kv", ""),
     "restore": calls.RestoreCheckpoint("kv", ""),
 }

@@ -254,7 +254,7 @@ LENT = (m.Loan(NONCE, 17, 4096, 8), m.Loan(NONCE, 17, 8192, 4))
         ("PUSH", (m.Loan(NONCE, 1, 4096, 12),)),
         ("PUSH", LENT),
         ("PUSH", (*LENT, *[m.Loan(NONCE, 17, 4096, 0)] * 253)),
-        ("PULLED", (m.Loan(0, 0, 0, 8),)),
+        ("PULLED", (m.Loan(0, 0, 0, 6),)),
         ("STATE-IS", (m.Loan(NONCE, 1, 4096, 8), m.Loan(NONCE, 1, 64, 8))),
         ("LOAD", (m.Loan(2**63 - 1, 2**63 - 1, 2**63 - 1, 8),)),
     ],
@@ -306,7 +306,7 @@ def test_a_number_of_a_loan_that_is_too_large(field: str) -> None:
         (lent("BEAT", m.Loan(NONCE, 1, 4096, 0)), r"\(\) octets, got \(0,\)"),
         (lent("STATE-IS", m.Loan(NONCE, 1, 4096, 16)), r"\(8, 8\) octets, got \(16,\)"),
         (lent("SET-STATE", *[m.Loan(NONCE, 1, 0, 4)] * 2), r"\(8,\) octets, got \(4, 4\)"),
-        (lent("PULLED", *[m.Loan(NONCE, 1, 0, 4)] * 2), r"\(8,\) octets, got \(4, 4\)"),
+        (lent("PULLED", *[m.Loan(NONCE, 1, 0, 4)] * 2), r"\(6,\) octets, got \(4, 4\)"),
     ],
 )
 def test_loans_that_are_not_what_is_declared(frames: Frames, match: str) -> None:

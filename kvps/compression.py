@@ -1,0 +1,161 @@
+"""What a user asks of compression: which keys, by which codec, there and back.
+
+:func:`rules_of` turns the dict of ``set_gradient_compression`` into checked :class:`Rules`, which
+say for each key by which :class:`Setting` it travels, if by any. It knows no values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from kvps.codes import BIT1, BIT2, CODECS, RANDOMK, TOPK, Code
+from kvps.errors import ConfigError
+from kvps.specs import Spec
+
+MIN_BYTES = 65536
+"""Smaller keys are not compressed unless they are to be: they cost more time than they save."""
+THRESHOLD = 0.5
+RATIO = 0.01
+NONE = "none"
+
+_ALWAYS = ("type", "pull", "min_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a key travels."""
+
+    code: Code
+    back: Code | None
+    """How its values come back; None for as they are."""
+    min_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings of a store's keys.
+
+    Example:
+        >>> rules = rules_of({"type": "2bit", "rules": [{"pattern": "*.bias", "type": "none"}]})
+        >>> rules.setting_of("fc.weight", Spec("float32", (1000, 1000))).code.number
+        0.5
+        >>> rules.setting_of("fc.bias", Spec("float32", (100_000,)))
+    """
+
+    default: Setting | None
+    patterns: tuple[tuple[str, Setting | None], ...] = ()
+    """The first that matches a key decides."""
+    _known: dict[tuple[str, Spec], Setting | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def setting_of(self, key: str, spec: Spec) -> Setting | None:
+        """Return how a key travels; None for as it is."""
+        known = (key, spec)
+        if known not in self._known:
+            self._known[known] = self._setting_of(key, spec)
+        return self._known[known]
+
+    def _setting_of(self, key: str, spec: Spec) -> Setting | None:
+        found = next(
+            (one for pattern, one in self.patterns if fnmatchcase(key, pattern)), self.default
+        )
+        if found is None or spec.dtype != "float32" or not spec.count:
+            return None
+        return found if spec.nbytes >= found.min_bytes else None
+
+
+OFF = Rules(None)
+
+
+def rules_of(params: str | Mapping[str, object]) -> Rules:
+    """Return what ``params`` ask for.
+
+    Args:
+        params: as for :meth:`kvps.KVStore.set_gradient_compression`.
+
+    Raises:
+        ConfigError: naming what is unknown or out of its range, and what there is.
+    """
+    given: dict[str, object] = {"type": params} if isinstance(params, str) else dict(params)
+    rules = given.pop("rules", ())
+    if not isinstance(rules, list | tuple):
+        raise ConfigError(f"compression rules={rules!r:.60}: give a list of dicts")
+    given.setdefault("type", NONE if rules else None)
+    common = {name: value for name, value in given.items() if name in ("pull", "min_bytes")}
+    return Rules(_setting(given), tuple([_rule(one, common) for one in rules]))
+
+
+def _rule(rule: object, common: Mapping[str, object]) -> tuple[str, Setting | None]:
+    if not isinstance(rule, Mapping) or not isinstance(rule.get("pattern"), str):
+        raise ConfigError(
+            f"compression rule {rule!r:.80}: give a dict with a pattern, such as "
+            '{"pattern": "embed*", "type": "fp16"}'
+        )
+    own = {str(name): value for name, value in rule.items() if name != "pattern"}
+    return str(rule["pattern"]), _setting({**common, **own})
+
+
+def _setting(params: Mapping[str, object]) -> Setting | None:
+    """Return one setting; None for no compression."""
+    pull, min_bytes = params.get("pull", False), params.get("min_bytes", MIN_BYTES)
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ConfigError(f"compression min_bytes={min_bytes!r:.40}: use 0 or more")
+    code = _code({name: value for name, value in params.items() if name not in _ALWAYS[1:]})
+    if isinstance(pull, Mapping):
+        return None if code is None else Setting(code, _code(dict(pull)), min_bytes)
+    if not isinstance(pull, bool):
+        raise ConfigError(
+            f"compression pull={pull!r:.40}: use True, False, or a dict with a type of its own"
+        )
+    return None if code is None else Setting(code, code if pull else None, min_bytes)
+
+
+def _code(params: Mapping[str, object]) -> Code | None:
+    kind = params.get("type")
+    if kind == NONE:
+        codec = 0
+    elif not isinstance(kind, str) or kind not in CODECS:
+        raise ConfigError(
+            f"compression type={kind!r:.40}: use one of {', '.join(CODECS)}, or {NONE}"
+        )
+    else:
+        codec = CODECS[kind]
+    takes = _takes(codec)
+    unknown = next((name for name in params if name not in ("type", *takes)), None)
+    if unknown is not None:
+        allowed = ", ".join(("type", *takes, "pull", "min_bytes", "rules"))
+        raise ConfigError(f"compression {kind} has no parameter {unknown!r:.40}; it has {allowed}")
+    if not codec:
+        return None
+    number = 0.0
+    if "threshold" in takes:
+        number = _float("threshold", params.get("threshold", THRESHOLD))
+        if codec == BIT2 and number <= 0:
+            raise ConfigError(f"compression threshold={number}: 2bit needs one over 0")
+    if "ratio" in takes:
+        number = _float("ratio", params.get("ratio", RATIO))
+        if not 0 < number <= 1:
+            raise ConfigError(f"compression ratio={number}: use one over 0 and up to 1")
+    seed = params.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
+        raise ConfigError(f"compression seed={seed!r:.40}: use an integer from 0 to 2^62-1")
+    return Code(codec, number, 1.0, seed)
+
+
+def _takes(codec: int) -> tuple[str, ...]:
+    """Return which parameters a codec has."""
+    if codec in (BIT1, BIT2):
+        return ("threshold",)
+    if codec == TOPK:
+        return ("ratio",)
+    return ("ratio", "seed") if codec == RANDOMK else ()
+
+
+def _float(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"compression {name}={value!r:.40}: use a finite number")
+    return float(value)
