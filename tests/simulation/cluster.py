@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvps.compression import Rules
 from kvps.core import calls
 from kvps.core.effects import Copied, Finish, Save
 from kvps.core.hyper import resolve
@@ -117,6 +118,9 @@ class Store:
 
     def set_rate(self, lr: float) -> Script:
         yield self._do(calls.SetRate(self.name, lr))
+
+    def compress(self, rules: Rules) -> Script:
+        yield self._do(calls.Compress(self.name, rules))
 
     def resume(self, keys: Sequence[str]) -> Script:
         return (yield self._do(calls.Resume(self.name, tuple(keys))))
