@@ -24,7 +24,7 @@ from kvps.codecs import decode, encode
 from kvps.codes import RANDOMK
 from kvps.compression import OFF, Rules, Setting
 from kvps.core.link import Request
-from kvps.core.plan import Key, Numbers, Plan, Segment, Share, make, of_key
+from kvps.core.plan import Given, Key, Numbers, Plan, Segment, Share, make, of_key
 from kvps.errors import ProtocolError
 from kvps.messages import Ask, Packet, Pull, Pulled, Push, Run
 from kvps.specs import BY_NAME
@@ -54,18 +54,16 @@ class Group:
         return [numbers[index] for index in self.indices]
 
 
-class Picked(Sequence[torch.Tensor]):
-    """Some rows of a call, looked up when they are read: the list may be filled anew."""
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Some rows of a call; the list may be filled anew before they are read."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
-        self._rows = rows
-        self._indices = indices
+    rows: Given
+    indices: Sequence[int]
 
-    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
-        return self._rows[self._indices[index]]
-
-    def __len__(self) -> int:
-        return len(self._indices)
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return that of one key of the group."""
+        return self.rows[self.indices[index]]
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ class Coding:
         group: Group,
         share: Share,
         message: Push,
-        rows: Sequence[torch.Tensor],
+        rows: Given,
         memory: Memory,
         numbers: Numbers,
     ) -> Request:

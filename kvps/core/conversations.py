@@ -23,7 +23,7 @@ from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
 from kvps.core.placement import home
-from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
+from kvps.core.plan import Given, Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
     Drain,
     Pieces,
@@ -231,7 +231,7 @@ def _bulk(
     book: Catalogue,
     share: Share,
     message: Load | Push,
-    rows: Sequence[torch.Tensor],
+    rows: Given,
     priority: Numbers = 0,
 ) -> Request:
     return Request(
@@ -283,7 +283,7 @@ def _pushed(
     book: Catalogue,
     call: calls.PushValues,
     group: Group,
-    rows: Sequence[torch.Tensor],
+    rows: Given,
     numbers: Numbers,
     tally: Tally,
     sink: Sink | None,
