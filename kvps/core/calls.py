@@ -98,6 +98,29 @@ class PullValues(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class PushRows(Call):
+    """Push some rows of keys of two or more dimensions."""
+
+    keys: tuple[str, ...]
+    rows: tuple[torch.Tensor, ...]
+    """Of each key three: the numbers of rows, int64 [k], ascending, each once and in the key; where
+    each of these rows is in the last; and rows, [at least k, width]."""
+    priority: Numbers
+    eager: bool
+    """As in PushValues."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows(Call):
+    """Pull some rows; finishes with a tensor [k, width] for each key, in the order of the numbers."""
+
+    keys: tuple[str, ...]
+    ids: tuple[torch.Tensor, ...]
+    """Of each key int64, ascending, each once and in the key."""
+    priority: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Allocate(Call):
     """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
 
@@ -207,10 +230,14 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
+PUSHES = (PushValues, PushRows)
+"""Calls that push."""
+
 REPEATED = (
     Allocate,
     Lookup,
     PullValues,
+    PullRows,
     Versions,
     Resume,
     Broadcast,

@@ -246,8 +246,8 @@ def _bulk(
 
 def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     """Push one gradient for each key; with a sink, pull what comes of it."""
-    _demand_presence(book)
-    plan = yield from _numbered(book, call.keys)
+    demand_presence(book)
+    plan = yield from numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
     if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
@@ -263,8 +263,8 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         requests += _pushed(book, call, group, own, alike(group.numbers(each)), tally, sink)
     try:
         if full:
-            yield from _make_room(book, full)
-        _demand_presence(book)
+            yield from make_room(book, full)
+        demand_presence(book)
         yield requests
     except KvpsError:
         for key in plan.keys:
@@ -309,7 +309,7 @@ def _pushed(
     return requests
 
 
-def _demand_presence(book: Catalogue) -> None:
+def demand_presence(book: Catalogue) -> None:
     """Refuse a push of a rank that has joined: rounds close without it.
 
     Raises:
@@ -333,7 +333,7 @@ def _complain(book: Catalogue, tallies: list[Tally]) -> None:
         complain(book.opened.store, book.ordered, book.keys, dropped)
 
 
-def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
+def numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
     The number of a push that was refused is free again, so it has to be asked which are owed.
@@ -348,7 +348,7 @@ def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[P
     return plan
 
 
-def _make_room(book: Catalogue, full: list[Key]) -> Steps:
+def make_room(book: Catalogue, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if book.ordered:
         plan = book.plan(tuple(key.name for key in full))
@@ -362,7 +362,7 @@ def _make_room(book: Catalogue, full: list[Key]) -> Steps:
 
 def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     """Pull the values after this rank's own pushes."""
-    plan = yield from _numbered(book, call.keys)
+    plan = yield from numbered(book, call.keys)
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
@@ -379,7 +379,7 @@ def allocate(book: Catalogue, names: tuple[str, ...]) -> Conversation:
 
 def versions(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     """Return the version of each key: that of the part that is furthest behind."""
-    plan = yield from _numbered(book, names)
+    plan = yield from numbered(book, names)
     tally = yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
     return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
 
@@ -452,7 +452,7 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
         return
     pushed = tuple(name for name in names if book.keys[name].number > book.keys[name].applied)
     if pushed:
-        plan = yield from _numbered(book, pushed)
+        plan = yield from numbered(book, pushed)
         yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
 
 
@@ -620,7 +620,7 @@ def join(book: Catalogue) -> Conversation:
     if book.ordered:
         for key in book.keys.values():
             key.is_refused = True
-        yield from _numbered(book, tuple(book.keys))
+        yield from numbered(book, tuple(book.keys))
     judged = answers[JUDGE].message
     assert isinstance(judged, Joined)
     return judged.last

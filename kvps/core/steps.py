@@ -93,6 +93,11 @@ class Back:
             self._owing.remove(begin)
             self.trails.pop(begin, None)
 
+    def settle(self, values: torch.Tensor, start: int, stop: int) -> None:
+        """Let the values from ``start`` to ``stop`` lack nothing: add to them what they do."""
+        values[start:stop] += self.rest[start:stop]
+        self.forget(start, stop)
+
     def owes(self, start: int, stop: int) -> bool:
         """Whether values from ``start`` to ``stop`` lack something."""
         return any(start <= one < stop for one in self._owing)

@@ -33,6 +33,10 @@ def floats(*numbers: float) -> memoryview:
     return memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
 
 
+def longs(*numbers: int) -> memoryview:
+    return memoryview(struct.pack(f"<{len(numbers)}q", *numbers))
+
+
 def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
     numbers = {"lr": 0.5, "nesterov": True, "clip_gradient": None, "lag": -2}
     runs = (m.Run(0, 2, 5), m.Run(8, 1, 4))
@@ -111,6 +115,17 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 True,
             ),
             (memoryview(b"\x80\x40" + bytes(floats(4.0))),),
+        ),
+        (
+            WORKER,
+            m.PushRows("weights", "table", 1, (3,), 5, 2, 2),
+            (longs(0, 7), floats(1.0, -2.0, 0.5, 4.0)),
+        ),
+        (WORKER, m.PullRows("weights", "table", 6, 0, 1), (longs(7),)),
+        (
+            SERVER,
+            m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
+            (floats(0.25, 4.0),),
         ),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
