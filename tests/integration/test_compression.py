@@ -6,6 +6,7 @@ weights: a weight that differs in its last bit would move a gradient across a th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import kvps
+import kvps.torch
 from kvps.torch import DistributedOptimizer
+from tests.integration.processes import Processes
 
 WORKERS = 2
 STEPS = 5
@@ -377,3 +380,51 @@ def test_a_state_dict_of_another_rank_owes_nothing() -> None:
         return bool(optimizer.kvstore.compression_state())
 
     assert run(work) == [True, False]
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------
+
+HOOK_CASES = 8
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["kvps", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_hook_follows_mxnets_rule(processes: Processes, backend: str, transport: str) -> None:
+    """The cases are in hook_worker.py: what a hook does is done by one process for each rank."""
+    script = Path(__file__).with_name("hook_worker.py")
+    flags = ("-n", WORKERS, "-s", 2, "--", sys.executable, script, backend)
+    launched = processes.kvps("launch", *flags, KVPS_TRANSPORT=transport)
+    assert launched.wait(100.0) == 0, launched
+    assert launched.out.count("went well") == WORKERS * HOOK_CASES, launched
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: "dist_async", "kvstore='dist_async': use one of dist_sync, dist_sync_device"),
+        (lambda: "allreduce", "use one of dist_sync"),
+        (lambda: kvps.create("local"), "is none of dist_sync"),
+        (lambda: 3, "name of a store, a store or None, got int"),
+    ],
+    ids=["async", "ring", "local", "number"],
+)
+def test_a_hook_needs_a_store_of_means(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(kvps.ConfigError, match=text):
+        kvps.torch.CommState("2bit", make())
+
+
+def test_a_hook_takes_a_store_of_the_users() -> None:
+    def work(rank: int) -> None:
+        with pytest.raises(kvps.ConfigError, match="adds up, and the hook needs means"):
+            kvps.torch.CommState("2bit", kvps.create("dist_sync"))
+        updating = kvps.create("dist_sync", average=True)
+        updating.set_optimizer("sgd")
+        with pytest.raises(kvps.ConfigError, match="has an optimizer"):
+            kvps.torch.CommState("2bit", updating)
+        with pytest.raises(kvps.ConfigError, match="type='3bit'"):
+            kvps.torch.CommState("3bit")
+        kv = kvps.create("dist_sync", average=True)
+        assert kvps.torch.CommState("2bit", kv).kvstore is kv
+
+    run(work)
