@@ -34,6 +34,7 @@ import torch
 from kvps.core.hyper import Hyper, resolve
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError
+from kvps.store import rests
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
 from kvps.store.model import (
@@ -81,6 +82,10 @@ class Trainer:
             also ``lr_mult`` and ``wd_mult``, by parameter name.
         kvstore: the name of a store, which is then the Trainer's own; a store, which then serves
             nothing else; or None to train alone.
+        compression_params: have gradients travel as fewer bytes, as by
+            :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit",
+            "threshold": 0.5}``. Keys are the names of parameters, which the patterns of ``rules``
+            match. What is compressed is the gradient before it is divided by ``batch_size``.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
             else False. It must be True for dist_async and dist_ssp.
         overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
@@ -106,6 +111,7 @@ class Trainer:
         optimizer: str | torch.optim.Optimizer,
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: str | KVStoreBase | None = "device",
+        compression_params: str | Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         overlap: bool = False,
     ) -> None:
@@ -116,9 +122,11 @@ class Trainer:
         hyper = _checked(optimizer, optimizer_params, self._params)
         kv = store_of(kvstore, "trainer")
         on_store = runs_in_store(kv, update_on_kvstore)
-        if not on_store and isinstance(kv, KVStore) and not is_distributed(kv):
+        is_alone = isinstance(kv, KVStore) and not is_distributed(kv)
+        if is_alone and not on_store and compression_params is None:
             kv = None  # one process, and nothing to do for its store
         check_free(kv, tensors, "Trainer")
+        rests.compress(kv, compression_params, "compression_params")
         self._kv: Any = kv
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
@@ -311,7 +319,8 @@ class Trainer:
     def save_states(self, path: str) -> None:
         """Write the optimizer's states (momenta, step counts) to a safetensors file.
 
-        One worker's call is enough: all have, or see, the same states.
+        One worker's call is enough: all have, or see, the same states. With compression each calls:
+        what it owes of its gradients is its own, and goes beside, to ``PATH.rests-RANK``.
 
         Raises:
             StorageError: if it cannot be written.
@@ -320,9 +329,12 @@ class Trainer:
             self._local.save(path)
         else:
             self._model.survive(lambda: self._kv.save_optimizer_states(path))
+        self._model.survive(lambda: rests.save(self._kv, path))
 
     def load_states(self, path: str) -> None:
         """Put back what :meth:`save_states` wrote; every worker calls.
+
+        A worker whose rank has no file beside ``path`` owes nothing of its gradients.
 
         Raises:
             StorageError: if it cannot be read. Mismatch: if it is of another optimizer or model.
@@ -331,6 +343,7 @@ class Trainer:
             self._local.load(path)
         else:
             self._model.survive(lambda: self._kv.load_optimizer_states(path))
+        self._model.survive(lambda: rests.load(self._kv, path))
 
     # --- small things -------------------------------------------------------------------------------
 

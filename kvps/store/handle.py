@@ -114,6 +114,13 @@ class Handle:
         """Whether :meth:`wait` would return at once."""
         return self._ticket.is_over and all(one.is_over for one in self._before)
 
+    def when_over(self, tell: Callable[[], object]) -> None:
+        """Have ``tell`` called when :meth:`wait` would return at once: now, or by the loop's thread.
+
+        It must not block there.
+        """
+        self._ticket.when_over(tell)
+
     def wait(self) -> object:
         """Wait until the call is done; return what it returns without ``async_op``.
 

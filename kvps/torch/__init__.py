@@ -9,6 +9,7 @@ from kvps.torch.broadcasts import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from kvps.torch.comm_hook import CommState, comm_hook
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.rendezvous import register as _register
@@ -17,6 +18,7 @@ from kvps.torch.shard import Sharded, shard
 _register()
 
 __all__ = [
+    "CommState",
     "DistributedOptimizer",
     "Sharded",
     "SyncBatchNorm",
@@ -24,5 +26,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "comm_hook",
     "shard",
 ]

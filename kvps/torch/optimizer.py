@@ -33,6 +33,7 @@ import torch
 from kvps.core.hyper import Hyper
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, EpochChanged
+from kvps.store import rests
 from kvps.store.model import Model, check_free, check_groups, named, runs_in_store, store_of
 from kvps.torch.agreement import Agreement
 from kvps.torch.arguments import buffers_of, divisor_of, is_free, numbered
@@ -43,6 +44,8 @@ from kvps.torch.states import from_torch, to_torch
 
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
+RESTS = "compression"
+"""Where :meth:`DistributedOptimizer.state_dict` has what compression left out; torch takes no notice."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -58,6 +61,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: a module, or its ``named_parameters()``; None numbers the parameters.
         kvstore: the name of a store, which is then the optimizer's own; or a store, which then serves
             nothing else (for ``op="average"`` made with ``average=True``).
+        compression: have gradients travel as fewer bytes, as by
+            :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit", "threshold":
+            0.01}``. Keys are the names of parameters, which the patterns of ``rules`` match. A gradient
+            that is not finite travels as it is, so that a GradScaler sees it.
         backward_passes_per_step: gradients of so many passes are added up here before they leave.
         op: ``"average"`` divides by the workers that are really in a round: those that were lost,
             that left or that joined do not count. ``"sum"`` divides by nothing.
@@ -90,6 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Named = None,
         kvstore: Any = "dist_sync",
+        compression: str | Mapping[str, Any] | None = None,
         *,
         backward_passes_per_step: int = 1,
         op: str = "average",
@@ -112,6 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
+        rests.compress(kv, compression, "compression")
         self._model = Model(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._hyper() if self._on_store else None)
         self._exchange = Exchange(
@@ -433,28 +442,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the groups and the state, as the optimizer alone would.
 
-        State that lives in the store is fetched; one worker's call is enough.
+        State that lives in the store is fetched; one worker's call is enough. What compression left out
+        of this worker's gradients is in an entry of its own, ``"compression"``: who wants to go on with
+        that, too, saves one on each worker.
         """
+        owed = rests.state_of(self._model.kv)
+        more = {RESTS: owed} if owed else {}
         if not self._on_store:
-            return self._inner.state_dict()
+            return self._inner.state_dict() | more
         assert self._model.hyper is not None
         found = self._model.kv.optimizer_states()
         with self._holding(to_torch(self._model.hyper, found, self._model.params)):
-            return self._inner.state_dict()
+            return self._inner.state_dict() | more
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave, of this or of the optimizer alone.
 
-        Every worker calls; of state in the store, rank 0's counts.
+        Every worker calls; of state in the store, rank 0's counts. A worker takes up what compression
+        left out if it was of its rank; else it owes nothing.
         """
+        whole = {name: one for name, one in state_dict.items() if name != RESTS}
         if not self._on_store:
-            self._inner.load_state_dict(state_dict)
-            return
-        with self._holding({}):
-            self._inner.load_state_dict(state_dict)
-            found = from_torch(self._inner.state, self._model.params)
-        self._send_rates()
-        self._model.kv.set_optimizer_states(found)
+            self._inner.load_state_dict(whole)
+        else:
+            with self._holding({}):
+                self._inner.load_state_dict(whole)
+                found = from_torch(self._inner.state, self._model.params)
+            self._send_rates()
+            self._model.kv.set_optimizer_states(found)
+        rests.put(self._model.kv, state_dict.get(RESTS, {}))
 
     @contextmanager
     def _holding(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[None]:

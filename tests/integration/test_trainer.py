@@ -99,7 +99,9 @@ def test_workers_give_the_weights_of_one_process(
     def work(rank: int) -> Weights:
         model = net(seed=rank)  # rank 0's weights count
         options = OPTIMIZERS[name][0]
-        trainer = kvps.Trainer(model, name, options, "dist_sync", on_store, overlap=overlap)
+        trainer = kvps.Trainer(
+            model, name, options, "dist_sync", update_on_kvstore=on_store, overlap=overlap
+        )
         for _ in range(STEPS):
             backward(model, rows_of(rank, workers, 24))
             trainer.step(24)
@@ -116,7 +118,9 @@ def test_batches_may_change_and_be_uneven(on_store: bool, overlap: bool) -> None
     def work(rank: int) -> Weights:
         model = net()
         options = OPTIMIZERS["sgd"][0]
-        trainer = kvps.Trainer(model, "sgd", options, "dist_sync", on_store, overlap=overlap)
+        trainer = kvps.Trainer(
+            model, "sgd", options, "dist_sync", update_on_kvstore=on_store, overlap=overlap
+        )
         for size in sizes:
             trainer.batch_size = size
             mine = slice(0, size - 1) if rank == 0 else slice(size - 1, size)
@@ -136,7 +140,9 @@ def test_workers_may_have_more_batches_than_others(kind: str) -> None:
         options = OPTIMIZERS["sgd"][0]
         sgd = torch.optim.SGD(model.parameters(), **options)
         optimizer, options = (sgd, {}) if kind == "torch" else ("sgd", options)
-        trainer = kvps.Trainer(model, optimizer, options, "dist_sync", kind == "store")
+        trainer = kvps.Trainer(
+            model, optimizer, options, "dist_sync", update_on_kvstore=kind == "store"
+        )
         for _ in range(2):
             for step in range(2 + rank):
                 backward(model, slice(rank, rank + 4 + step))
@@ -191,7 +197,9 @@ def test_each_worker_may_divide_by_its_own_batch_size() -> None:
 def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
     def work(rank: int) -> float:
         param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", on_store)
+        trainer = kvps.Trainer(
+            {"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=on_store
+        )
         param.grad = torch.ones(1) if rank == 0 else None
         trainer.step(2, ignore_stale_grad=True)
         return param.item()
@@ -202,7 +210,9 @@ def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
 def test_gradients_can_be_looked_at_between_sum_and_update() -> None:
     def work(rank: int) -> tuple[float, float]:
         param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", False)
+        trainer = kvps.Trainer(
+            {"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=False
+        )
         param.grad = torch.tensor([rank + 1.0])
         trainer.allreduce_grads()
         total = param.grad.item()
@@ -242,7 +252,7 @@ def test_weights_and_buffers_come_from_rank_0(on_store: bool) -> None:
         with torch.no_grad():
             for tensor in (*model.parameters(), model[1].running_mean, model[1].running_var):
                 tensor.fill_(rank + 1.0)
-        kvps.Trainer(model, "sgd", {"lr": 1.0}, "dist_sync", on_store)
+        kvps.Trainer(model, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=on_store)
         return tuple(tensor.tolist() for tensor in model.state_dict().values())
 
     first, *others = run(3, work)
@@ -309,7 +319,9 @@ def test_a_new_learning_rate_counts_from_the_next_step(on_store: bool) -> None:
 
     def work(rank: int) -> tuple[Weights, float]:
         model = net()
-        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", on_store)
+        trainer = kvps.Trainer(
+            model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", update_on_kvstore=on_store
+        )
         for number in range(STEPS):
             if number in rates:
                 trainer.set_learning_rate(rates[number])
@@ -330,7 +342,9 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 
     def begin(rank: int) -> None:
         model = net()
-        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        trainer = kvps.Trainer(
+            model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store
+        )
         for _ in range(3):
             backward(model, rows_of(rank, 2, 24))
             trainer.step(24)
@@ -341,7 +355,9 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
     def go_on(rank: int) -> Weights:
         model = net(seed=9)
         model.load_state_dict(torch.load(model_file))
-        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", on_store)
+        trainer = kvps.Trainer(
+            model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store
+        )
         trainer.load_states(states)
         for _ in range(3):
             backward(model, slice(24))

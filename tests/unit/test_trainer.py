@@ -140,7 +140,12 @@ def test_a_half_gradient_is_divided_in_float32() -> None:
 
 def test_rescale_grad_of_the_user_counts_too() -> None:
     model, reference = net(), net()
-    train(model, kvps.Trainer(model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", True))
+    train(
+        model,
+        kvps.Trainer(
+            model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", update_on_kvstore=True
+        ),
+    )
     train_torch(reference, torch.optim.SGD(reference.parameters(), lr=0.05))
     assert_same(model, reference)
 
@@ -383,7 +388,7 @@ def test_an_optimizer_that_servers_lack_works_here() -> None:
 @pytest.mark.parametrize(("store", "on_store"), PLACES)
 def test_the_learning_rate_can_be_set(store: str | None, on_store: bool) -> None:
     param = torch.nn.Parameter(torch.zeros(1))
-    trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, store, on_store)
+    trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, store, update_on_kvstore=on_store)
     assert trainer.learning_rate == 1.0
     param.grad = torch.ones(1)
     trainer.set_learning_rate(0.5)  # before the first step ...
@@ -428,7 +433,7 @@ def test_saved_states_resume_exactly(
     def trainer_of(model: torch.nn.Module) -> kvps.Trainer:
         optimizer = make(model, name)
         options = OPTIMIZERS[name][0] if isinstance(optimizer, str) else None
-        return kvps.Trainer(model, optimizer, options, store, on_store)
+        return kvps.Trainer(model, optimizer, options, store, update_on_kvstore=on_store)
 
     model, resumed = net(), net()
     trainer = trainer_of(model)
@@ -557,6 +562,62 @@ def test_a_users_store_serves_one_trainer() -> None:
         kvps.Trainer(net(), "sgd", kvstore=other, update_on_kvstore=True)
 
 
+# --- compression ------------------------------------------------------------------------------------
+
+
+TWO_BITS = {"type": "2bit", "threshold": 0.5, "min_bytes": 0}
+
+
+@pytest.mark.parametrize("on_store", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_compressed_by_the_names_of_parameters(on_store: bool, overlap: bool) -> None:
+    """What 2bit cannot say of a gradient is added to the next; the parameter "b" travels as it is."""
+    params = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
+    compression = {**TWO_BITS, "rules": [{"pattern": "b*", "type": "none"}]}
+    options = {"update_on_kvstore": on_store, "overlap": overlap}
+    trainer = kvps.Trainer(params, "sgd", {"lr": 1.0}, "device", compression, **options)
+    seen = []
+    for _ in range(3):
+        (params["a"] * torch.tensor([0.3, -0.7]) + params["b"] * 0.3).sum().backward()
+        trainer.step(1)
+        seen.append(params["a"].tolist())
+        for param in params.values():
+            param.grad = None
+    assert seen == [[0.0, 0.5], [-0.5, 1.0], [-0.5, 1.5]]
+    torch.testing.assert_close(params["b"].detach(), torch.full((2,), -0.9))
+
+
+@pytest.mark.parametrize("on_store", [False, True])
+def test_saved_states_owe_what_they_owed(on_store: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "states.safetensors")
+
+    def trainer_of(model: torch.nn.Module) -> kvps.Trainer:
+        options = OPTIMIZERS["sgd"][0]
+        return kvps.Trainer(model, "sgd", options, "device", TWO_BITS, update_on_kvstore=on_store)
+
+    model, resumed, forgetful = net(), net(), net()
+    trainer = trainer_of(model)
+    train(model, trainer, 3)
+    trainer.save_states(path)
+    resumed.load_state_dict(model.state_dict())
+    forgetful.load_state_dict(model.state_dict())
+    train(model, trainer, 3)
+
+    for one in (resumed, forgetful):
+        again = trainer_of(one)
+        again.load_states(path)
+        train(one, again, 3)
+        (tmp_path / "states.safetensors.rests-0").unlink(missing_ok=True)
+    assert_same(model, resumed, rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        assert_same(model, forgetful)
+
+
+def test_a_plugin_without_compression_is_refused() -> None:
+    with pytest.raises(kvps.ConfigError, match="'doubling' is a plug-in without set_gradient"):
+        kvps.Trainer(net(), "sgd", kvstore=Doubling(), compression_params="fp16")
+
+
 # --- bad input --------------------------------------------------------------------------------------
 
 
@@ -587,7 +648,10 @@ def frozen() -> torch.nn.Module:
         (({}, "sgd"), "nothing to train"),
         ((frozen(), "sgd"), "nothing to train"),
         (({"w": torch.nn.Parameter(torch.zeros(1) * 1j)}, "sgd"), "'w' is torch.complex64"),
-        ((net(), "sgd", {}, None, True), "needs a store"),
+        ((net(), "sgd", {}, None, None, True), "needs a store"),
+        ((net(), "sgd", {}, "device", True), "compression_params=True: give the name of a codec"),
+        ((net(), "sgd", {}, "device", "3bit"), "type='3bit'.*2bit"),
+        ((net(), "sgd", {}, None, "2bit"), "compression_params needs a store"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: tuple[Any, ...], text: str) -> None:

@@ -1,0 +1,109 @@
+"""Compression as a front end asks for it, and where what it leaves out goes when a training is saved.
+
+A store keeps for each worker what its pushes could not say so far: the *rests*. They are this worker's
+alone: another one's would be counted twice, and its own would be lost. So what is saved says whose it is,
+and whoever loads that of another rank begins with nothing owed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from kvps.errors import ConfigError, StorageError
+from kvps.store import states
+from kvps.store.kvstore import KVStore
+
+State = dict[str, Any]
+"""``{"rank": whose, "rests": key -> tensor}``, or empty."""
+
+
+def compress(kv: Any, params: object, argument: str) -> None:
+    """Have a store compress what a front end pushes.
+
+    Args:
+        kv: the store.
+        params: as for :meth:`kvps.KVStore.set_gradient_compression`; None leaves the store as it is.
+        argument: what the front end calls ``params``.
+
+    Raises:
+        ConfigError: for something else, or a store that cannot.
+    """
+    if params is None:
+        return
+    if not isinstance(params, str | Mapping):
+        raise ConfigError(
+            f"{argument}={params!r:.40}: give the name of a codec, such as '2bit', or a dict, such as "
+            "{'type': '2bit', 'threshold': 0.5}"
+        )
+    if kv is None:
+        raise ConfigError(f"{argument} needs a store; give kvstore='dist_sync', say")
+    if not hasattr(kv, "set_gradient_compression"):
+        raise ConfigError(
+            f"{argument}: store {kv.type!r} is a plug-in without set_gradient_compression(); leave it "
+            "out, or use a store of kvps"
+        )
+    kv.set_gradient_compression(params)
+
+
+def state_of(kv: Any) -> State:
+    """Return what compression left out of this worker's pushes; empty if that is nothing.
+
+    A plug-in keeps its own.
+    """
+    rests = kv.compression_state() if isinstance(kv, KVStore) else {}
+    return {"rank": kv.rank, "rests": rests} if rests else {}
+
+
+def put(kv: Any, state: Mapping[str, Any]) -> None:
+    """Go on with what :func:`state_of` gave this rank; nothing is owed if it is another's, or empty.
+
+    Raises:
+        Mismatch: if it is of another model.
+    """
+    if isinstance(kv, KVStore):
+        is_mine = bool(state) and state["rank"] == kv.rank
+        kv.load_compression_state(state["rests"] if is_mine else {})
+
+
+def save(kv: Any, path: str) -> None:
+    """Write this worker's rests beside ``path``, or take away what an earlier call wrote there.
+
+    Raises:
+        StorageError: if they cannot be written.
+    """
+    state = state_of(kv)
+    if state:
+        states.write(_beside(kv, path), state["rests"], {"rank": str(kv.rank)})
+    elif isinstance(kv, KVStore):
+        Path(_beside(kv, path)).unlink(missing_ok=True)
+
+
+def load(kv: Any, path: str) -> None:
+    """Put back what :func:`save` wrote; nothing is owed if there is no such file.
+
+    Raises:
+        StorageError: if it cannot be read. Mismatch: if it is of another model.
+    """
+    if not isinstance(kv, KVStore):
+        return
+    rests: dict[str, torch.Tensor] = {}
+    beside = _beside(kv, path)
+    if Path(beside).exists():
+        try:
+            rests = load_file(beside)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"cannot read what compression left out from {beside}: {error}. Without that file "
+                "nothing is owed, and training goes on"
+            ) from error
+    kv.load_compression_state(rests)
+
+
+def _beside(kv: KVStore, path: str) -> str:
+    return f"{path}.rests-{kv.rank}"
