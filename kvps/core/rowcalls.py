@@ -261,16 +261,15 @@ class Wanted:
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
         key, told = self.key, [one.told for one in self.shelves]
-        if told:
-            applied = min([one.lowest if ordered else one.owed for one in told])
-            key.applied = max(key.applied, applied)
-            if not ordered:
-                key.version = max([key.version, *(one.highest for one in told)])
+        applied = min([one.lowest if ordered else one.owed for one in told])
+        key.applied = max(key.applied, applied)
+        if not ordered:
+            key.version = max([key.version, *(one.highest for one in told)])
 
     def lagging(self) -> tuple[list[Shelf], int]:
         """Return those who lag behind the newest version, and that; as whole keys are read."""
         told = [one.told for one in self.shelves]
-        newest = max([one.highest for one in told], default=0)
+        newest = max([one.highest for one in told])
         if len({one.owed for one in told}) > 1:
             return [], newest  # torn by a push that this rank owes to some parts only
         return [one for one in self.shelves if one.told.lowest < newest], newest

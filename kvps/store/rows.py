@@ -85,10 +85,10 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
     each = [_one(name, spec, one) for one in given]
     ids, rows = each[0]
     if len(each) > 1:
-        ids = torch.cat([one.to(ids.device) for one, _ in each])
+        ids = torch.cat([one.cpu() for one, _ in each])
         rows = torch.cat([one.to(rows.device) for _, one in each])
-    unique, places, summed = coalesce(ids.to(rows.device), rows)
-    return Rows(unique.cpu(), places.cpu(), summed.cpu())
+    unique, places, summed = coalesce(ids.cpu(), rows)
+    return Rows(unique, places, summed.cpu())
 
 
 def _is_one(value: object, spec: Spec) -> bool:

@@ -70,6 +70,7 @@ def test_halves_are_summed_in_float32() -> None:
     ones = [sparse({0: [2048.0]}, 1, torch.float16), *[sparse({0: [1.0]}, 1, torch.float16)] * 2]
     total = added(ones)
     assert (total.dtype, total.rows.tolist()) == (torch.float32, [[2050.0]])
+    assert added(ones[:1]).rows.dtype is torch.float32
     ids, _, rows = coalesce(torch.tensor([0, 0, 0]), torch.cat([one.rows for one in ones]))
     assert (ids.tolist(), rows.dtype, rows.tolist()) == ([0], torch.float16, [[2050.0]])
 
