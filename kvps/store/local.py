@@ -17,12 +17,15 @@ from kvps.core.drops import ACTIONS, count_nonfinite
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store import keeping
 from kvps.store.arguments import names_of, tag_of
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
 from kvps.store.states import States
@@ -262,8 +265,17 @@ class LocalStore(KVStore):
         assert self._rules is not None
         self._rules.set_rate(hyper)
 
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        if self._on_nonfinite != ACTIONS[0]:
+            raise ConfigError(
+                f"store {self._name!r} looks whether gradients are finite, which tables do not; "
+                f"create one with on_nonfinite={ACTIONS[0]!r} for table {name!r}"
+            )
+        return LocalEmbedding(self, name, recipe)
+
     def _close(self) -> None:
         self._rows_by_key.clear()
+        self._tables.clear()
 
     # --- small things -------------------------------------------------------------------------------
 

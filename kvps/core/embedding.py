@@ -64,7 +64,7 @@ class Kept(NamedTuple):
     counted: int
 
 
-class Table:
+class Embedding:
     """The rows of one table on one server.
 
     Args:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.core import arenas
+from kvps.core.embedding import EVICTED, Embedding
 from kvps.core.recipe import Recipe, recipe_of
-from kvps.core.table import EVICTED, Table
 
 IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
 VALUES = st.integers(-3, 3)
@@ -51,7 +51,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recipe = recipe(self.MAX_ROWS, self.MAX_AGE)
-        self.table = Table(self.recipe)
+        self.table = Embedding(self.recipe)
         self.rows: dict[int, Row] = {}
         self.version = 0
         self.kept: list[tuple[object, object, list[torch.Tensor]]] = []
@@ -130,7 +130,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def move(self) -> None:
         """Another table takes all over, as after a restart."""
-        other = Table(self.recipe)
+        other = Embedding(self.recipe)
         start = 0
         while True:
             block = self.table.block(start, 4, with_state=True)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import arenas, table
+from kvps.core import arenas
+from kvps.core import embedding as module
+from kvps.core.embedding import Embedding
 from kvps.core.recipe import Recipe, recipe_of
-from kvps.core.table import Table
 
 
 def recipe(**given: Any) -> Recipe:
@@ -32,7 +33,7 @@ class Driven:
     """A table with its version counted."""
 
     def __init__(self, servers: int = 1, **given: Any) -> None:
-        self.table = Table(recipe(**given), servers)
+        self.table = Embedding(recipe(**given), servers)
         self.version = 0
 
     def push(self, *ids: int, value: float = 1.0) -> None:
@@ -172,7 +173,7 @@ def test_what_changed_since_a_version() -> None:
 
 
 def test_blocks_look_at_so_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "SCAN_SLOTS", 4)
+    monkeypatch.setattr(module, "SCAN_SLOTS", 4)
     driven = Driven()
     driven.push(*range(10))
     driven.push(9)
@@ -209,7 +210,7 @@ def test_rows_are_put_back_with_their_stamps_and_states(monkeypatch: pytest.Monk
     driven.push(1, 2, 3)
     driven.push(2)
     block = driven.table.block(0, 100, with_state=True)
-    other = Table(driven.table.recipe)
+    other = Embedding(driven.table.recipe)
     other.put(block.ids, block.stamps, block.columns)
     other.check()
     for one in (driven.table, other):
