@@ -21,7 +21,7 @@ from kvps.core.catalogue import Catalogue, Made
 from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
-from kvps.core.placement import home
+from kvps.core.placement import EMBEDDING, home
 from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
     Drain,
@@ -241,8 +241,8 @@ def _bulk(
 
 def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     """Push one gradient for each key; with a sink, pull what comes of it."""
-    _demand_presence(book)
-    plan = yield from _numbered(book, call.keys)
+    demand_presence(book)
+    plan = yield from numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
     if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
@@ -269,8 +269,8 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         requests.append(request)
     try:
         if full:
-            yield from _make_room(book, full)
-        _demand_presence(book)
+            yield from make_room(book, full)
+        demand_presence(book)
         yield requests
     except KvpsError:
         for key in plan.keys:
@@ -283,7 +283,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     return _views(book, plan, sink)
 
 
-def _demand_presence(book: Catalogue) -> None:
+def demand_presence(book: Catalogue) -> None:
     """Refuse a push of a rank that has joined: rounds close without it.
 
     Raises:
@@ -306,7 +306,7 @@ def _complain(book: Catalogue, tally: Tally) -> None:
         complain(book.opened.store, book.ordered, book.keys, tally.dropped)
 
 
-def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
+def numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
     The number of a push that was refused is free again, so it has to be asked which are owed.
@@ -321,7 +321,7 @@ def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[P
     return plan
 
 
-def _make_room(book: Catalogue, full: list[Key]) -> Steps:
+def make_room(book: Catalogue, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if book.ordered:
         plan = book.plan(tuple(key.name for key in full))
@@ -335,7 +335,7 @@ def _make_room(book: Catalogue, full: list[Key]) -> Steps:
 
 def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     """Pull the values after this rank's own pushes."""
-    plan = yield from _numbered(book, call.keys)
+    plan = yield from numbered(book, call.keys)
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
@@ -352,7 +352,7 @@ def allocate(book: Catalogue, names: tuple[str, ...]) -> Conversation:
 
 def versions(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     """Return the version of each key: that of the part that is furthest behind."""
-    plan = yield from _numbered(book, names)
+    plan = yield from numbered(book, names)
     tally = yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
     return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
 
@@ -425,7 +425,7 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
         return
     pushed = tuple(name for name in names if book.keys[name].number > book.keys[name].applied)
     if pushed:
-        plan = yield from _numbered(book, pushed)
+        plan = yield from numbered(book, pushed)
         yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
 
 
@@ -476,7 +476,7 @@ def save_state(book: Catalogue) -> Conversation:
     A key of which some part was never updated has no state yet.
     """
     yield from _settle(book, tuple(book.keys))
-    keys = list(book.keys.values())
+    keys = [key for key in book.keys.values() if not key.name.startswith(EMBEDDING)]
     where = [(key, piece) for key in keys for piece in key.pieces]
     answers = yield [
         Request(piece.server, GetState(piece.chunk, piece.start, piece.size)) for _, piece in where
@@ -570,7 +570,7 @@ def join(book: Catalogue) -> Conversation:
     if book.ordered:
         for key in book.keys.values():
             key.is_refused = True
-        yield from _numbered(book, tuple(book.keys))
+        yield from numbered(book, tuple(book.keys))
     judged = answers[JUDGE].message
     assert isinstance(judged, Joined)
     return judged.last

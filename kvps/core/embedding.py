@@ -93,6 +93,11 @@ class Embedding:
         return TORCH[summed_in(self.recipe.dtype)]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's weights."""
+        return self.recipe.dim * TORCH[self.recipe.dtype].itemsize
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of everything, touched or not."""
         counts = 0 if self._admission is None else self._admission.counts.nbytes

@@ -22,6 +22,8 @@ from itertools import groupby, pairwise
 
 import torch
 
+from kvps.core import by_ids
+from kvps.core.by_ids import ByIds
 from kvps.core.drops import Flaw, count_nonfinite
 from kvps.core.hyper import Hyper
 from kvps.core.namespace import Namespace, Shard
@@ -33,7 +35,7 @@ from kvps.core.slab import Chunk, Chunks
 from kvps.core.strip import Strip, Sum
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Push
+from kvps.messages import Push, PushIds
 from kvps.specs import BY_ID, BY_NAME, summed_in
 from kvps.tensors import PRIVATE, TORCH, Memory
 
@@ -129,7 +131,30 @@ class Engine:
             space.state_of(chunk)  # if it cannot be made, nothing was taken in
         return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now, lent)
 
+    def push_ids(
+        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows of an embedding table, as :meth:`push` does."""
+        chunk = self.chunk(message.chunk)
+        ranks = message.ranks
+        if not ranks or max(ranks) >= self.workers:
+            raise ProtocolError(
+                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
+            )
+        (span,) = chunk.spans
+        verdict = span.judge(ranks, message.number, space.ordered)
+        if verdict is Verdict.CONFLICT:
+            raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
+        if verdict is not Verdict.COUNTED:
+            return verdict, iter(())
+        work: Work = [(span, message.number, gradient)]
+        return verdict, self._take(space, chunk, ranks, work, quorum, now, lent=False)
+
     def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
+        if chunk.embedding is not None:
+            raise ProtocolError(
+                f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
+            )
         if BY_ID[message.dtype].name not in (chunk.dtype, summed_in(chunk.dtype)):
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
@@ -193,7 +218,7 @@ class Engine:
         for span, number, part in work:
             span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
-                keep = space.opened.deterministic
+                keep = space.opened.deterministic or chunk.embedding is not None
                 span.round(number, now).add(ranks, part, lent=lent, keep=keep)
                 yield from self.close(space, chunk, span, quorum)
             else:
@@ -239,7 +264,7 @@ class Engine:
         space.optimize(hyper)
         assert space.updater is not None
         for chunk in self.chunks.of_store(space.name):
-            for span in list(chunk.spans):
+            for span in list(chunk.spans) if chunk.embedding is None else ():
                 if space.updater.needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
                 while span.due and not space.updater.needs_norms and not _drops(space, chunk.dtype):
@@ -260,6 +285,9 @@ class Engine:
 
     def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         needs_norms = space.updater is not None and space.updater.needs_norms
+        if chunk.embedding is not None:
+            yield from self._update(space, chunk, span, due)
+            return
         if not needs_norms:
             if not _drops(space, chunk.dtype):
                 yield from self._update(space, chunk, span, due)
@@ -355,7 +383,10 @@ class Engine:
         norms: torch.Tensor | None = None,
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
-        if space.updater is None:
+        if chunk.embedding is not None:
+            row_bytes = chunk.embedding.row_bytes
+            self.chunks.weight_bytes += by_ids.update(chunk, span, due) * row_bytes
+        elif space.updater is None:
             self._assign(chunk, span, due.sum)
         else:
             span.step += 1

@@ -68,6 +68,8 @@ class Recipe:
         ):
             if not 0 <= value <= WHOLE_MAX:
                 raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
+        if self.hyper.lr_mult or self.hyper.wd_mult:
+            raise ConfigError("lr_mult and wd_mult are by key, and a table is one; leave them out")
         rule = UPDATERS.get(self.hyper.name)
         if rule is not None and (rule.needs_norms or rule.tracks_pulls):
             raise ConfigError(

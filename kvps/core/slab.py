@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kvps.core.embedding import Embedding, Kept
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.updaters import State
@@ -75,6 +76,10 @@ class Chunk:
         self.state: State | None = None
         self._kept_state: State | None = None
         """The state as an image has it: nobody writes to that."""
+        self.embedding: Embedding | None = None
+        """The rows of the table whose only element here this is, if it is one's."""
+        self.kept: Kept | None = None
+        """The table as an image has it."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
         """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
@@ -238,10 +243,15 @@ class Chunk:
     def keep(self) -> Callable[[], None]:
         """Let nobody write to the present values and state until what is returned was called."""
         buffer, self._kept_state = self.buffer.hold(), self.state
+        release_rows = None
+        if self.embedding is not None:
+            self.kept, release_rows = self.embedding.keep()
 
         def release() -> None:
             buffer.release()
-            self._kept_state = None
+            self._kept_state = self.kept = None
+            if release_rows is not None:
+                release_rows()
 
         return release
 

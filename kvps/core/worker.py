@@ -67,6 +67,7 @@ from kvps.messages import (
     Done,
     Envelope,
     Error,
+    Exported,
     FoundAll,
     Halt,
     Halted,
@@ -79,7 +80,9 @@ from kvps.messages import (
     Proceed,
     Proceeding,
     Pulled,
+    PulledIds,
     Push,
+    PushIds,
     Released,
     Resumed,
     Return,
@@ -96,7 +99,10 @@ HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
-ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs, Revived)
+ANSWERS = (
+    *(Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs, Revived),
+    *(PulledIds, Exported),
+)
 """What a server may answer besides ACK; each carries the request's number."""
 LAG_MAX_S = 10.0
 """How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
@@ -543,7 +549,7 @@ class Worker:
                 self._asked[request.seq] = request
                 yield from self._ask_scheduler(request, now)
                 continue
-            if isinstance(request.message, Push):
+            if isinstance(request.message, Push | PushIds):
                 unacked[request] = None
                 talk.has_pushed = True
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
@@ -603,7 +609,7 @@ class Worker:
         if isinstance(request.owner, Bundle):
             yield from self.neighbours.taken_in(request.owner, now)
             return
-        if not isinstance(request.message, Push):
+        if not isinstance(request.message, Push | PushIds):
             return
         self._unacked[_talk_of(request).call.store].pop(request, None)
         for talk in [one for one in self._draining if request in one.waiting]:

@@ -420,17 +420,17 @@ class KVStore(KVStoreBase, abc.ABC):
                 f"{name!r:.60}"
             )
         recipe = recipe_of(name, dim, init, optimizer, admit, evict, dtype, seed, **hyper)
-        found = self._tables.get(name)
-        if found is None:
-            found = self._tables[name] = self._embedding(name, recipe, self._limit(timeout))
-        elif difference := found.recipe.difference(recipe):
+        known = self._tables.get(name)
+        if known is not None and (difference := known.recipe.difference(recipe)):
             raise Mismatch(
                 f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
                 "same arguments, or the second table another name"
             )
-        return found
+        found = self._embedding(name, recipe, self._limit(timeout))
+        return self._tables.setdefault(name, found)
 
     def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
         raise ConfigError(f"a store of type {self.type!r} has no tables; use dist_* or local")
 
     # --- the optimizer ----------------------------------------------------------------------------

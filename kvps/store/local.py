@@ -271,7 +271,8 @@ class LocalStore(KVStore):
                 f"store {self._name!r} looks whether gradients are finite, which tables do not; "
                 f"create one with on_nonfinite={ACTIONS[0]!r} for table {name!r}"
             )
-        return LocalEmbedding(self, name, recipe)
+        known = self._tables.get(name)
+        return LocalEmbedding(self, name, recipe) if known is None else known
 
     def _close(self) -> None:
         self._rows_by_key.clear()
