@@ -1077,7 +1077,7 @@ class Embed(Message):
     max_rows: int
     """Of the whole table, on all servers; 0 for any number."""
     optimizer: str
-    hyper: dict[str, bool | int | float | None]
+    numbers: dict[str, bool | int | float | None]
 
 
 @_tag(101)

@@ -60,7 +60,7 @@ def recipe_of(message: Embed) -> Recipe:
         message.admit,
         message.max_age,
         message.max_rows,
-        Hyper.from_wire(message.optimizer, message.hyper),
+        Hyper.from_wire(message.optimizer, message.numbers),
     ).check()
 
 

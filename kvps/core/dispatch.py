@@ -11,9 +11,9 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
     """Return the conversation that carries ``call`` out."""
     match call:
         case calls.PushIds():
-            return id_calls.push(book, call)
+            return id_calls.push_ids(book, call)
         case calls.PullIds():
-            return id_calls.pull(book, call)
+            return id_calls.pull_ids(book, call)
         case calls.ExportBlock():
             return id_calls.export(book, call)
         case calls.Embed():

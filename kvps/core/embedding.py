@@ -93,6 +93,11 @@ class Embedding:
         return TORCH[summed_in(self.recipe.dtype)]
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of what each row has: ``weight``, and the optimizer's states."""
+        return tuple(self._arenas.dtypes)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row's weights."""
         return self.recipe.dim * TORCH[self.recipe.dtype].itemsize

@@ -55,7 +55,7 @@ def embed(book: Catalogue, call: calls.Embed) -> Conversation:
     return None
 
 
-def push(book: Catalogue, call: calls.PushIds) -> Conversation:
+def push_ids(book: Catalogue, call: calls.PushIds) -> Conversation:
     """Push each server's share of the gradients, also where that is none."""
     demand_presence(book)
     plan = yield from numbered(book, call.keys)
@@ -102,7 +102,7 @@ def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -
             )
 
 
-def pull(book: Catalogue, call: calls.PullIds) -> Conversation:
+def pull_ids(book: Catalogue, call: calls.PullIds) -> Conversation:
     """Return the rows of the ids, after this rank's own pushes."""
     plan = yield from numbered(book, call.keys)
     (key,) = plan.keys

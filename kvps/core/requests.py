@@ -222,7 +222,9 @@ class Requests:
         for store in image.stores:
             self._open_store(store.opened)
             space = self.spaces[store.name]
-            imaging.revive(space, self.engine.chunks, store)
+            imaging.revive(
+                space, self.engine.chunks, store, self.engine.server, self.engine.servers
+            )
             over, last, made = store.joins
             space.joins = Joins(over, dict(last), dict(made))
 
@@ -240,7 +242,9 @@ class Requests:
                 "name="
             )
         space = self._space(image.name)
-        pieces = imaging.revive(space, self.engine.chunks, image)
+        pieces = imaging.revive(
+            space, self.engine.chunks, image, self.engine.server, self.engine.servers
+        )
         self.engine.forget(space, [space.shards[key.name] for key in image.keys])
         for piece in pieces:
             chunk = self.engine.chunk(piece.chunk)

@@ -9,7 +9,11 @@ import torch
 
 from kvps.core.embedding import Block, Embedding
 from kvps.core.ids import Ids
+from kvps.core.image import TableImage
 from kvps.core.recipe import Recipe
+from kvps.core.table_imaging import filled
+from kvps.errors import Mismatch
+from kvps.store import keeping
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle, Ticket
 
@@ -40,6 +44,26 @@ class LocalEmbedding(EmbeddingTable):
     def resume(self, *, timeout: float | None = None) -> int:
         """Return the version; a local store never forgets a push."""
         return self.version()
+
+    def demand_recipe(self, recipe: Recipe) -> None:
+        """Check that it is made by ``recipe``.
+
+        Raises:
+            Mismatch: if it is not.
+        """
+        if difference := self.recipe.difference(recipe):
+            raise Mismatch(
+                f"table {self.name!r} of store {self.store.name!r} has another {difference}: in the "
+                "checkpoint, or where it was made first; make it as it was made then"
+            )
+
+    def image(self) -> TableImage:
+        """Return it as a checkpoint has it."""
+        return keeping.table_image(self.name, self.here, self.pushes)
+
+    def restore(self, image: TableImage) -> None:
+        """Be what it was in a checkpoint."""
+        self.here, self.pushes = filled(image), image.history.version
 
     def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
         self._begin()
