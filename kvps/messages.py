@@ -27,6 +27,10 @@ RUNS_MAX = 4096
 ENTRIES_MAX = 1024
 """How many runs one push or pull, and how many keys one declaration, may carry."""
 
+ROWS_FRAME_BYTES = 32 << 20
+ROWS_FRAMES_MAX = 63
+"""Rows fill payload frames of so many octets, or of one row; and at most so many frames."""
+
 KEY_MAX = 256
 TEXT_MAX = 4096
 """Characters of the name of a key or store, and octets of any text: a longer one is refused."""
@@ -436,6 +440,24 @@ def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, 
     return (BY_ID[dtype].itemsize * sum([run.size for run in runs]),)
 
 
+def rows_in_frame(dtype: int, width: int) -> int:
+    """Return how many rows of so many elements one payload frame holds."""
+    return max(1, ROWS_FRAME_BYTES // max(1, width * BY_ID[dtype].itemsize))
+
+
+def _id_sizes(count: int) -> tuple[int, ...]:
+    return (8 * count,) if count else ()
+
+
+def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
+    """Return the sizes of the frames that so many rows fill one after another."""
+    each, row = rows_in_frame(dtype, width), width * BY_ID[dtype].itemsize
+    if count > each * ROWS_FRAMES_MAX:
+        return (count * row,)  # which no frame is
+    full, rest = divmod(count, each)
+    return (each * row,) * full + ((rest * row,) if rest else ())
+
+
 @_tag(30)
 @dataclass(frozen=True, slots=True)
 class Load(Message):
@@ -528,6 +550,68 @@ class Pulled(Message):
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame, the elements of all runs side by side, or none."""
         return _sizes(self.dtype, self.runs) if self.values else ()
+
+
+@_tag(35)
+@dataclass(frozen=True, slots=True)
+class PushRows(Message):
+    """Worker to server: a gradient for some rows of the part of a key that lies there."""
+
+    store: str
+    key: str
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    """Of the push, as in the run of a PUSH."""
+    width: int
+    """Elements of a row."""
+    count: int
+    """How many rows; also none are a push."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The numbers of the rows, and the rows."""
+        return (*_id_sizes(self.count), *_row_sizes(self.dtype, self.width, self.count))
+
+
+@_tag(36)
+@dataclass(frozen=True, slots=True)
+class PullRows(Message):
+    """Worker to server: these rows of a key, once the conditions hold for all of it that is there."""
+
+    store: str
+    key: str
+    after: int
+    """How many pushes of this rank must have been applied."""
+    least: int
+    """The lowest version that will do."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the numbers of the rows."""
+        return _id_sizes(self.count)
+
+
+@_tag(37)
+@dataclass(frozen=True, slots=True)
+class PulledRows(Message):
+    """Answer to PULL-ROWS: the rows, in the order of their numbers."""
+
+    seq: int
+    dtype: int
+    width: int
+    count: int
+    lowest: int
+    highest: int
+    """Versions of the parts of the key on this server."""
+    owed: int
+    """The number of the push that this rank owes next on some of them."""
+    dropped: tuple[Dropped, ...] = ()
+    """As in PULLED; ``start`` is where the part begins in the key."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _row_sizes(self.dtype, self.width, self.count)
 
 
 # --- the optimizer on the servers -------------------------------------------------------------

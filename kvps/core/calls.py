@@ -140,6 +140,28 @@ class ExportBlock(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class PushRows(Call):
+    """Push some rows of keys of two or more dimensions."""
+
+    keys: tuple[str, ...]
+    rows: tuple[torch.Tensor, ...]
+    """Of each key the numbers, int64, ascending, each once and in the key; and the rows, [k, width]."""
+    priority: Numbers
+    eager: bool
+    """As in PushValues."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows(Call):
+    """Pull some rows; finishes with a tensor [k, width] for each key, in the order of the numbers."""
+
+    keys: tuple[str, ...]
+    ids: tuple[torch.Tensor, ...]
+    """Of each key int64, ascending, each once and in the key."""
+    priority: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Allocate(Call):
     """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
 
@@ -230,9 +252,22 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
+PUSHES = (PushValues, PushRows)
+"""Calls that push."""
+
 REPEATED = (
-    *(Allocate, Lookup, PullValues, Versions, Resume, Broadcast, Flush, Ask, SaveState),
-    *(PullIds, ExportBlock),
+    Allocate,
+    Lookup,
+    PullValues,
+    PullRows,
+    Versions,
+    Resume,
+    Broadcast,
+    Flush,
+    Ask,
+    SaveState,
+    PullIds,
+    ExportBlock,
 )
 """Calls that change nothing, or nothing more when they are made again."""
 

@@ -136,7 +136,7 @@ class Catalogue:
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
-        return parts(key, spec.count, self.servers, self.opened.bigarray_bound)
+        return parts(key, spec.count, self.servers, self.opened.bigarray_bound, spec.width)
 
     def place(self, placed: Iterable[tuple[str, Spec, Iterable[Held]]]) -> None:
         """Remember where keys lie. What was counted of a key stays, unless it is another now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core import calls, conversations, id_calls, saving
+from kvps.core import calls, conversations, id_calls, rowcalls, saving
 from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, Values
 
@@ -22,6 +22,10 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return conversations.push(book, call, rows)
         case calls.PullValues():
             return conversations.pull(book, call)
+        case calls.PushRows():
+            return rowcalls.push_rows(book, call, rows)
+        case calls.PullRows():
+            return rowcalls.pull_rows(book, call)
         case calls.OpenStore():
             return conversations.open_store(book, call)
         case calls.Init():

@@ -13,6 +13,9 @@ tensor, and the update happens when the sums of all parts are known (:mod:`kvps.
 those of a rule that needs norms of whole tensors (LARS, LAMB). And where a store drops what is not
 finite (:mod:`kvps.core.drops`), those of every key that is more than one piece: such an update must
 not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
+
+A push of rows (:mod:`kvps.core.tables`) is judged span by span like any other, each of one piece of its
+key. Where a sum has nothing but rows and the rule can do without the others, these alone are updated.
 """
 
 from __future__ import annotations
@@ -22,28 +25,31 @@ from itertools import groupby, pairwise
 
 import torch
 
-from kvps.core import by_ids
+from kvps.core import by_ids, tables
 from kvps.core.by_ids import ByIds
 from kvps.core.drops import Flaw, count_nonfinite
 from kvps.core.hyper import Hyper
+from kvps.core.lazy import may_be_lazy
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId, Told
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
-from kvps.core.strip import Strip, Sum
+from kvps.core.sparse import Sparse
+from kvps.core.strip import Part, Strip, Sum
+from kvps.core.tables import Table
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Push, PushIds
+from kvps.messages import Piece, Push, PushIds, PushRows
 from kvps.specs import BY_ID, BY_NAME, summed_in
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 BLOCK_COUNT = 256 << 10
 """Elements that one thread adds up and updates at once: between, they stay in its core's cache."""
 
-Work = list[tuple[Span, int, Strip]]
-"""What is left of a push once it is judged: spans, the push's number for them, its gradient."""
+Work = list[tuple[Chunk, Span, int, Part]]
+"""What a push wants: spans, where they are, the push's number for them, its gradient."""
 
 
 class Engine:
@@ -85,6 +91,10 @@ class Engine:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
 
+    def span_at(self, piece: Piece) -> Span:
+        """Return the span that a piece of a key lies in."""
+        return next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+
     # --- pushes -----------------------------------------------------------------------------
 
     def push(
@@ -106,51 +116,6 @@ class Engine:
             ProtocolError, Mismatch, ConfigError: if it can never be; nothing is changed.
         """
         chunk = self.chunk(message.chunk)
-        self._admit(space, chunk, message)
-        work: Work = []
-        taken = 0
-        verdicts: set[Verdict] = set()
-        for run in message.runs:
-            for span in self._cut(space, chunk, run.start, run.start + run.size):
-                verdict = span.judge(message.ranks, run.number, space.ordered)
-                verdicts.add(verdict)
-                if verdict is Verdict.COUNTED:
-                    begin = taken + span.start - run.start
-                    part = gradient.part(begin, begin + span.stop - span.start)
-                    work.append((span, run.number, part))
-            taken += run.size
-        if Verdict.CONFLICT in verdicts:
-            raise ProtocolError(
-                f"a push for ranks {list(message.ranks)}: some were counted, some were not"
-            )
-        if Verdict.EARLY in verdicts:
-            return Verdict.EARLY, iter(())
-        if not work:
-            return Verdict.DUPLICATE, iter(())
-        if space.updater is not None:
-            space.state_of(chunk)  # if it cannot be made, nothing was taken in
-        return Verdict.COUNTED, self._take(space, chunk, message.ranks, work, quorum, now, lent)
-
-    def push_ids(
-        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
-    ) -> tuple[Verdict, Iterator[Reading]]:
-        """Judge a push of rows of an embedding table, as :meth:`push` does."""
-        chunk = self.chunk(message.chunk)
-        ranks = message.ranks
-        if not ranks or max(ranks) >= self.workers:
-            raise ProtocolError(
-                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
-            )
-        (span,) = chunk.spans
-        verdict = span.judge(ranks, message.number, space.ordered)
-        if verdict is Verdict.CONFLICT:
-            raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
-        if verdict is not Verdict.COUNTED:
-            return verdict, iter(())
-        work: Work = [(span, message.number, gradient)]
-        return verdict, self._take(space, chunk, ranks, work, quorum, now, lent=False)
-
-    def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
         if chunk.embedding is not None:
             raise ProtocolError(
                 f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
@@ -159,21 +124,91 @@ class Engine:
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
             )
-        if space.opened.average and BY_NAME[chunk.dtype].kind == "int":
+        self._admit(space, chunk.dtype, message.ranks)
+        chunk.validate(message.runs)
+        chunk.check_filled(message.runs)
+        work: Work = []
+        taken = 0
+        for run in message.runs:
+            for span in self._cut(space, chunk, run.start, run.start + run.size):
+                begin = taken + span.start - run.start
+                part = gradient.part(begin, begin + span.stop - span.start)
+                work.append((chunk, span, run.number, part))
+            taken += run.size
+        return self._judge(space, message.ranks, work, quorum, now, lent)
+
+    def push_rows(
+        self,
+        space: Namespace,
+        table: Table,
+        message: PushRows,
+        gradient: Sparse,
+        quorum: Quorum,
+        now: float,
+        *,
+        lent: bool = False,
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows; see :meth:`push`."""
+        self._admit(space, table.shard.spec.dtype, message.ranks)
+        work: Work = []
+        for piece, part in table.cut(gradient):
+            chunk = self.chunk(piece.chunk)
+            (span,) = chunk.cut(piece.start, piece.start + piece.size)
+            work.append((chunk, span, message.number, part))
+        return self._judge(space, message.ranks, work, quorum, now, lent)
+
+    def push_ids(
+        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows of an embedding table; see :meth:`push`."""
+        self._demand_ranks(message.ranks)
+        chunk = self.chunk(message.chunk)
+        (span,) = chunk.spans
+        work: Work = [(chunk, span, message.number, gradient)]
+        return self._judge(space, message.ranks, work, quorum, now, lent=False)
+
+    def _judge(
+        self,
+        space: Namespace,
+        ranks: tuple[int, ...],
+        work: Work,
+        quorum: Quorum,
+        now: float,
+        lent: bool,
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        verdicts = [span.judge(ranks, number, space.ordered) for _, span, number, _ in work]
+        if Verdict.CONFLICT in verdicts:
+            raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
+        if Verdict.EARLY in verdicts:
+            return Verdict.EARLY, iter(())
+        counted = [
+            one for one, verdict in zip(work, verdicts, strict=True) if verdict is Verdict.COUNTED
+        ]
+        if not counted:
+            return Verdict.DUPLICATE, iter(())
+        if space.updater is not None:
+            for chunk in {one.number: one for one, _, _, _ in counted}.values():
+                if chunk.embedding is None:
+                    space.state_of(chunk)  # if it cannot be made, nothing was taken in
+        return Verdict.COUNTED, self._take(space, ranks, counted, quorum, now, lent)
+
+    def _admit(self, space: Namespace, dtype: str, ranks: tuple[int, ...]) -> None:
+        if space.opened.average and BY_NAME[dtype].kind == "int":
             raise ConfigError(
                 f"store {space.name!r} takes means, and integers have none; push floating point, or "
                 "to a store without average"
             )
-        if not message.ranks or max(message.ranks) >= self.workers:
-            raise ProtocolError(
-                f"a push speaks for ranks {list(message.ranks)!s:.60}; there are {self.workers}"
-            )
-        chunk.validate(message.runs)
-        chunk.check_filled(message.runs)
+        self._demand_ranks(ranks)
         if space.updater is None and not space.ordered:
             raise ConfigError(
                 f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
                 "is applied by one; call set_optimizer(...) before the first push"
+            )
+
+    def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
+        if not ranks or max(ranks) >= self.workers:
+            raise ProtocolError(
+                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
             )
 
     def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
@@ -207,7 +242,6 @@ class Engine:
     def _take(
         self,
         space: Namespace,
-        chunk: Chunk,
         ranks: tuple[int, ...],
         work: Work,
         quorum: Quorum,
@@ -215,7 +249,7 @@ class Engine:
         lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
-        for span, number, part in work:
+        for chunk, span, number, part in work:
             span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
                 keep = space.opened.deterministic or chunk.embedding is not None
@@ -296,12 +330,16 @@ class Engine:
             if not self._is_apart(space.shards[key]):
                 yield from self._sift(space, chunk, span, due)
                 return
-        whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
-        if _drops(space, chunk.dtype):
-            due.flaw = self._look(space, chunk, due, whole)
+        if due.sum.is_sparse and not needs_norms:
+            due.flaw, rows = self._look_at_rows(space, chunk, due)
+            due.sum, due.is_own = Sum((rows,)), True
         else:
-            due.sum.into(whole, 0, len(whole))
-        due.sum, due.is_own = Sum((Strip([whole]),)), True
+            whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
+            if _drops(space, chunk.dtype):
+                due.flaw = self._look(space, chunk, due, whole)
+            else:
+                due.sum.into(whole, 0, len(whole))
+            due.sum, due.is_own = Sum((Strip([whole]),)), True
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -326,6 +364,11 @@ class Engine:
 
     def _passes(self, space: Namespace, chunk: Chunk, due: Due) -> Flaw | None:
         """Return what is not finite in a gradient. If all is, it is added up by that."""
+        if due.sum.is_sparse:
+            flaw, rows = self._look_at_rows(space, chunk, due)
+            if flaw is None:
+                due.sum, due.is_own = Sum((rows,)), True
+            return flaw
         dtype = _summed_in(chunk)
         parts = due.sum.parts
         if len(parts) == 1 and parts[0].dtype == dtype:
@@ -348,15 +391,28 @@ class Engine:
         is_sum: bool = False,
     ) -> Flaw | None:
         """Add a gradient up in ``whole``, unless it is the sum; return what is not finite in it."""
-        is_half = BY_NAME[chunk.dtype].kind == "half"
-        # Without an optimizer the sum is what the key becomes, and there it may overflow.
-        kept_as = TORCH[chunk.dtype] if is_half and space.updater is None else whole.dtype
+        kept_as = self._kept_as(space, chunk)
         count = 0
         for begin in range(0, len(whole), self._block_count):
             block = whole[begin : begin + self._block_count]
             if not is_sum:
                 due.sum.into(block, begin, begin + len(block))
             count += count_nonfinite(block.to(kept_as))
+        return self._flaw(due, count)
+
+    def _look_at_rows(self, space: Namespace, chunk: Chunk, due: Due) -> tuple[Flaw | None, Sparse]:
+        """Add a gradient up of which only rows are there; return what is not finite, and the sum."""
+        rows = due.sum.gathered()
+        return self._flaw(due, count_nonfinite(rows.joined().to(self._kept_as(space, chunk)))), rows
+
+    def _kept_as(self, space: Namespace, chunk: Chunk) -> torch.dtype:
+        """Return the type in which a sum has to be finite."""
+        # Without an optimizer the sum is what the key becomes, and there it may overflow.
+        is_half = BY_NAME[chunk.dtype].kind == "half"
+        return TORCH[chunk.dtype] if is_half and space.updater is None else _summed_in(chunk)
+
+    def _flaw(self, due: Due, count: int) -> Flaw | None:
+        """Return the flaw of a gradient of which so many values are not finite."""
         if not count:
             return None
         culprits: set[int] = set()
@@ -395,6 +451,9 @@ class Engine:
         yield from chunk.woken(span.start, span.stop)
 
     def _assign(self, chunk: Chunk, span: Span, total: Sum) -> None:
+        if total.is_sparse:
+            tables.assign(chunk, span, total.gathered())
+            return
         target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
         for begin in range(0, len(target), self._block_count):
             block = target[begin : begin + self._block_count]
@@ -420,13 +479,18 @@ class Engine:
         due: Due,
         norms: torch.Tensor | None,
     ) -> None:
+        if due.sum.is_sparse and may_be_lazy(updater):
+            tables.update(space, chunk, span, due.sum.gathered(), due.rank)
+            return
+        _spread(due)
         weight, state = chunk.writable(), space.state_of(chunk)
         scratch = self._scratch_for(_summed_in(chunk))
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
                 if due.is_own:
-                    gradient = due.sum.parts[0].within(start - span.start, stop - span.start)
+                    whole = due.sum.parts[0].joined()
+                    gradient = whole[start - span.start : stop - span.start]
                 else:
                     gradient = scratch[: stop - start]
                     due.sum.into(gradient, start - span.start, stop - span.start)
@@ -477,6 +541,7 @@ class Engine:
         self, space: Namespace, updater: Updater, chunk: Chunk, span: Span, due: Due
     ) -> torch.Tensor:
         """Return the sums of squares of a piece that the store's rule needs."""
+        _spread(due)
         ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
         state = space.state_of(chunk)
         return updater.partial_norms(
@@ -541,7 +606,7 @@ class Engine:
         if space.ordered is not (rank is None):
             raise ProtocolError(f"store {space.name!r} is {space.opened.mode}, update {number}")
         piece = shard.pieces[0]
-        span = next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+        span = self.span_at(piece)
         return span.version if rank is None else span.applied(rank)
 
     def _settle(self, space: Namespace, norm: Norm) -> Iterator[Reading]:
@@ -609,6 +674,12 @@ class Engine:
 def _drops(space: Namespace, dtype: str) -> bool:
     """Whether updates of such elements are dropped that are not finite."""
     return space.drops is not None and BY_NAME[dtype].kind != "int"
+
+
+def _spread(due: Due) -> None:
+    """Make of a sum that is all rows one of all elements, for a rule that wants these."""
+    if due.sum.is_sparse:
+        due.sum, due.is_own = Sum((Strip([due.sum.whole()]),)), True
 
 
 def _summed_in(chunk: Chunk) -> torch.dtype:

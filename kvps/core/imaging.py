@@ -146,7 +146,7 @@ def _optimize(space: Namespace, image: StoreImage) -> None:
 def _place(space: Namespace, key: KeyImage) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
     sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
-    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes)
+    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
     first = key.portions[0].start if key.portions else 0
     space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
 

@@ -103,6 +103,8 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.Lookup: "the look-up of keys",
     calls.PushValues: "push()",
     calls.PullValues: "pull()",
+    calls.PushRows: "push()",
+    calls.PullRows: "row_sparse_pull()",
     calls.Allocate: "empty_like()",
     calls.Versions: "version()",
     calls.Resume: "resume()",

@@ -265,7 +265,7 @@ class Namespace:
 
     def _place(self, entry: Entry, call: int) -> None:
         spec = _spec(entry)
-        pieces = self.slab(spec.dtype).place(entry.key, entry.size)
+        pieces = self.slab(spec.dtype).place(entry.key, entry.size, width=spec.width)
         shard = Shard(entry.key, spec, entry.start, entry.size, pieces, born=call)
         self.shards[entry.key] = shard
 

@@ -214,7 +214,8 @@ def _share(store: StoreImage, server: int, servers: int) -> StoreImage:
 
 
 def _part(store: StoreImage, key: KeyImage, server: int, servers: int) -> Part | None:
-    placed = parts(key.name, key.spec.count, servers, store.opened.bigarray_bound)
+    bound = store.opened.bigarray_bound
+    placed = parts(key.name, key.spec.count, servers, bound, key.spec.width)
     return next((part for part in placed if part.server == server), None)
 
 

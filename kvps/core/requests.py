@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvps.core import by_ids, imaging, pulls
+import torch
+
+from kvps.core import by_ids, imaging, pulls, rowreads
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
@@ -22,10 +24,12 @@ from kvps.core.norms import Norm, NormId, Told
 from kvps.core.presence import quiet_in_words, ranks_in_words
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span, Verdict
+from kvps.core.rowreads import RowReading
 from kvps.core.sessions import Describe, IdReading, Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
+from kvps.core.tables import Table
 from kvps.errors import (
     ConfigError,
     KeyNotFound,
@@ -68,8 +72,10 @@ from kvps.messages import (
     Pulled,
     PulledIds,
     PullIds,
+    PullRows,
     Push,
     PushIds,
+    PushRows,
     Rate,
     Receipt,
     Return,
@@ -78,6 +84,7 @@ from kvps.messages import (
     StateIs,
     Status,
     StatusIs,
+    rows_in_frame,
 )
 from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -146,6 +153,10 @@ class Requests:
                 yield from self._retry()
             case Export():
                 yield self._export(session, seq, message)
+            case PushRows():
+                yield from self._push_rows(session, seq, message, packet, now)
+            case PullRows():
+                yield from self._pull_rows(session, seq, message, packet)
             case Load():
                 yield from self._load(session, seq, message, packet)
             case Declare():
@@ -336,9 +347,49 @@ class Requests:
         session.pending[seq] = reading
         yield from self._read(reading)
 
+    def _push_rows(
+        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
+    ) -> Effects:
+        space = self._space(message.store)
+        table = Table.of(space, message.key)
+        gradient = table.gradient(message, packet.payload)
+        verdict, woken = self.engine.push_rows(
+            space, table, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
+        )
+        if verdict is Verdict.EARLY:
+            return  # as a PUSH
+        yield from self._wake(woken)
+        yield from self._tell_norms()
+        spans = [self.engine.span_at(piece) for piece in table.shard.pieces]
+        version = min([span.version for span in spans])
+        yield self._send(session, Ack((Receipt(seq, version),)))
+
+    def _pull_rows(self, session: Session, seq: int, message: PullRows, packet: Packet) -> Effects:
+        space = self._space(message.store)
+        table = Table.of(space, message.key)
+        ids = table.ids(packet.payload[0] if packet.payload else None)
+        reading = RowReading.of(session, seq, message, table, ids)
+        session.pending[seq] = reading
+        yield from self._read(reading)
+
+    def _read_rows(self, reading: RowReading) -> Effects:
+        """Answer a request for rows, or let it wait at the first piece that lacks something."""
+        space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
+        if not rowreads.holds(space, chunks, reading, self._quorum(space)):
+            chunks.by_number[reading.chunk].wait(reading)
+            return
+        del session.pending[reading.seq]
+        answer, rows = rowreads.read(space, chunks, reading)
+        each = rows_in_frame(answer.dtype, answer.width) * answer.width
+        payload = tuple([to_frame(one) for one in torch.split(rows, each)]) if len(rows) else ()
+        yield Send(session.route, Packet(self.member.envelope(), answer, payload))
+
     def _read(self, reading: Reading) -> Effects:
         """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
         if not reading.is_pending:
+            return
+        if isinstance(reading, RowReading):
+            yield from self._read_rows(reading)
             return
         space, session = self.spaces[reading.store], reading.session
         try:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvps.core.embedding import Embedding, Kept
+from kvps.core.placement import whole
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.updaters import State
@@ -90,6 +91,8 @@ class Chunk:
         """Where pieces begin that no value was loaded into yet."""
         self._retired: list[int] = []
         """Where pieces begin that their keys gave up, in order."""
+        self.filled_rows: dict[int, torch.Tensor] = {}
+        """By where a piece begins, those of its rows that may not be 0, where that is known."""
         self._waiting: dict[int, list[Reading]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
@@ -124,6 +127,7 @@ class Chunk:
         index = bisect_left(self._starts, piece.start)
         del self.spans[index], self._starts[index]
         self._blank.discard(piece.start)
+        self.filled_rows.pop(piece.start, None)
         insort(self._retired, piece.start)
         return self.woken(piece.start, stop)
 
@@ -221,6 +225,11 @@ class Chunk:
 
     def writable(self) -> torch.Tensor:
         """Return the current values for writing; a copy if someone still reads them."""
+        self.filled_rows.clear()
+        return self.touchable()
+
+    def touchable(self) -> torch.Tensor:
+        """Return the current values for writing by one who keeps :attr:`filled_rows` true."""
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[: self.used].copy_(old[: self.used])
@@ -228,6 +237,8 @@ class Chunk:
 
     def overwritable(self, start: int, stop: int) -> torch.Tensor:
         """Return the current values, of which those from ``start`` to ``stop`` will be replaced."""
+        for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
+            del self.filled_rows[begin]
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[:start].copy_(old[:start])
@@ -299,7 +310,8 @@ class Chunks:
     """All chunks of a server, by their number."""
 
     def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
-        self._memory = memory
+        self.memory = memory
+        """Where values lie that others read."""
         self._server = server
         self._servers = servers
         self.by_number: dict[int, Chunk] = {}
@@ -311,7 +323,7 @@ class Chunks:
         """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1
         number = self._made * self._servers + self._server
-        chunk = Chunk(number, store, dtype, capacity, self._memory)
+        chunk = Chunk(number, store, dtype, capacity, self.memory)
         self.by_number[chunk.number] = chunk
         return chunk
 
@@ -351,10 +363,13 @@ class Slab:
         """Be told how many elements will be placed next."""
         self._before, self._expected = self._count, self._count + count
 
-    def place(self, key: str, count: int, sizes: Sequence[int] = ()) -> tuple[Piece, ...]:
+    def place(
+        self, key: str, count: int, sizes: Sequence[int] = (), width: int = 1
+    ) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk.
 
-        With ``sizes``, several of these sizes, none of which is larger than a chunk.
+        With ``sizes``, several of these sizes, none of which is larger than a chunk. Several are
+        whole rows of ``width`` elements, and whole pages if they can be both.
         """
         self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
         room = max(self._expected - self._count, self._before)
@@ -363,8 +378,10 @@ class Slab:
             return tuple([self._new(size).append(key, size) for size in sizes])
         if count <= self._chunk_count:
             return (self._with_room(count, room).append(key, count),) if count else ()
-        share = -(-count // -(-count // self._chunk_count))
-        step = -(-share // self._page_count) * self._page_count
+        units = (whole(one, self._page_count, self._chunk_count) for one in (width, 1))
+        unit = next(units) or whole(width, 1, self._chunk_count) or next(units)
+        number = -(-count // (self._chunk_count // unit * unit))
+        step = -(-count // (number * unit)) * unit
         sizes = [min(step, count - start) for start in range(0, count, step)]
         return tuple(self._new(size).append(key, size) for size in sizes)
 

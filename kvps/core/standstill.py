@@ -100,7 +100,7 @@ class Standstill:
             return False
         if any(one.call.store == call.store for one in self.held):
             return True
-        if isinstance(call, calls.PushValues):
+        if isinstance(call, calls.PUSHES):
             limit = self._limits.get(call.store, 0) if book.ordered else 0
             return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
         is_creating = creates(book.rank, call) and not _is_known(book, call)

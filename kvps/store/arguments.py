@@ -243,11 +243,16 @@ def targets_for(
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
     return [
-        [_target(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
+        [target_of(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
     ]
 
 
-def _target(name: str, out: Array) -> torch.Tensor:
+def target_of(name: str, out: Array) -> torch.Tensor:
+    """Return an output of the user's as a tensor that shares its memory.
+
+    Raises:
+        Mismatch: if it cannot be written to.
+    """
     if not isinstance(out, torch.Tensor) and not out.flags.writeable:
         raise Mismatch(f"key {name!r}: the output array is read-only")
     if not isinstance(out, torch.Tensor) and any(stride < 0 for stride in out.strides):

@@ -27,6 +27,7 @@ from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
+from kvps.store.rows import Rows
 from kvps.store.session import Session
 from kvps.tensors import Array
 
@@ -188,7 +189,10 @@ class DistStore(KVStore):
         """
         servers = len(self._session.core.links)
         bound = self._opened.bigarray_bound
-        return {name: parts(name, spec.count, servers, bound) for name, spec in self._specs.items()}
+        return {
+            name: parts(name, spec.count, servers, bound, spec.width)
+            for name, spec in self._specs.items()
+        }
 
     def staleness(self) -> dict[str, int]:
         """Return for each key by how many pushes this rank is ahead of the slowest live one."""
@@ -321,6 +325,29 @@ class DistStore(KVStore):
     ) -> Ticket:
         call = calls.PullValues(self._name, names, sinks, priority, least)
         return self._session.call(call, limit_s)
+
+    def _push_rows(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[Rows, ...],
+        priority: Numbers,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        self._step.push(names)
+        values = tuple([one for pair in rows for one in pair])
+        return self._session.call(
+            calls.PushRows(self._name, names, values, priority, eager), limit_s
+        )
+
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        return self._session.call(calls.PullRows(self._name, names, ids, priority), limit_s)
 
     def _broadcast(
         self,

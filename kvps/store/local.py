@@ -15,6 +15,7 @@ import torch
 from kvps.core.calls import Sinks, Views
 from kvps.core.drops import ACTIONS, count_nonfinite
 from kvps.core.hyper import Hyper
+from kvps.core.lazy import assign_rows
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers
 from kvps.core.recipe import Recipe
@@ -28,6 +29,7 @@ from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
+from kvps.store.rows import Rows
 from kvps.store.states import States
 
 log = logging.getLogger("kvps")
@@ -241,10 +243,39 @@ class LocalStore(KVStore):
         else:
             for name, sink in zip(names, sinks or (), strict=True):
                 sink.copy_(self._shaped(name))
-        untold = [text for name in names if (text := self._untold.pop(name, ""))]
-        if untold:
-            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
-            raise NonFinite(untold[0] + more)
+        self._raise_untold(names)
+        return _over(found)
+
+    @torch.no_grad()
+    def _push_rows(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[Rows, ...],
+        priority: Numbers,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        for name in names:
+            self._check_update(name)
+        for name, one in zip(names, rows, strict=True):
+            if self._on_nonfinite == ACTIONS[0] or self._is_finite(name, one.rows.view(-1)):
+                self._update_rows(name, one)
+            self._versions[name] += 1
+        return _over()
+
+    @torch.no_grad()
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        found = []
+        for name, some in zip(names, ids, strict=True):
+            table = self._table(name)
+            found.append(table.index_select(0, some.to(table.device)).cpu())
+        self._raise_untold(names)
         return _over(found)
 
     def _broadcast(
@@ -297,6 +328,16 @@ class LocalStore(KVStore):
     def _shaped(self, name: str) -> torch.Tensor:
         return self._rows_by_key[name].view(self._specs[name].shape)
 
+    def _table(self, name: str) -> torch.Tensor:
+        """Return a key's values as rows."""
+        return self._rows_by_key[name].view(-1, self._specs[name].width)
+
+    def _raise_untold(self, names: tuple[str, ...]) -> None:
+        untold = [text for name in names if (text := self._untold.pop(name, ""))]
+        if untold:
+            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
+            raise NonFinite(untold[0] + more)
+
     def _like(self, name: str) -> torch.Tensor:
         return torch.empty_like(self._shaped(name))
 
@@ -339,6 +380,14 @@ class LocalStore(KVStore):
             self._rows_by_key[name].copy_(row)
         else:
             self._rules.update(name, self._rows_by_key[name], row)
+
+    def _update_rows(self, name: str, one: Rows) -> None:
+        table = self._table(name)
+        ids, rows = one.ids.to(table.device), one.rows.to(table.device)
+        if self._rules is None:
+            assign_rows(table, ids, rows, before=None)
+        else:
+            self._rules.update_rows(name, table, ids, rows)
 
 
 def _over(value: object = None) -> Ticket:

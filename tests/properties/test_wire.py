@@ -54,6 +54,7 @@ BY_NAME = {
     "role": st.sampled_from(range(3)),
     "size": sizes,
     "dim": sizes,
+    "width": sizes,
     "count": sizes,
     "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),
     "numbers": st.integers(-(2**63) + 1, 2**63 - 1),

@@ -33,7 +33,7 @@ def floats(*numbers: float) -> memoryview:
     return memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
 
 
-def integers(*numbers: int) -> memoryview:
+def longs(*numbers: int) -> memoryview:
     return memoryview(struct.pack(f"<{len(numbers)}q", *numbers))
 
 
@@ -105,6 +105,17 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (
             SERVER,
             m.Pulled(42, 0, 1, True, (m.Stand(0, 2, 6, 6),), (m.Dropped(0, 5, 12, (3,)),)),
+            (floats(0.25, 4.0),),
+        ),
+        (
+            WORKER,
+            m.PushRows("weights", "table", 1, (3,), 5, 2, 2),
+            (longs(0, 7), floats(1.0, -2.0, 0.5, 4.0)),
+        ),
+        (WORKER, m.PullRows("weights", "table", 6, 0, 1), (longs(7),)),
+        (
+            SERVER,
+            m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
             (floats(0.25, 4.0),),
         ),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
@@ -191,15 +202,15 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (
             WORKER,
             m.PushIds(3, 1, (3,), 5, 2, 2),
-            (integers(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0)),
+            (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0)),
         ),
-        (WORKER, m.PullIds(3, 6, 0, 2), (integers(2**40, -7),)),
+        (WORKER, m.PullIds(3, 6, 0, 2), (longs(2**40, -7),)),
         (SERVER, m.PulledIds(42, 1, 2, 2, 6, 6), (floats(1.0, 2.0, 0.5, -4.0),)),
         (WORKER, m.Export(3, 0, 1000, 4, True), ()),
         (
             SERVER,
             m.Exported(42, 1000, 1, (m.Field("weight", 1, 2), m.Field("sum", 1, 2))),
-            (integers(-7), integers(6), floats(1.0, 2.0), floats(0.25, 4.0)),
+            (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
         ),
     ]
 
