@@ -9,6 +9,7 @@ from kvps.torch.broadcasts import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from kvps.torch.embedding import Embedding
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.rendezvous import register as _register
@@ -18,6 +19,7 @@ _register()
 
 __all__ = [
     "DistributedOptimizer",
+    "Embedding",
     "Sharded",
     "SyncBatchNorm",
     "average",
