@@ -1174,3 +1174,118 @@ class Seen(Message):
     members: tuple[Sight, ...]
     rounds: tuple[OldRound, ...]
     """The oldest of each store, the oldest first."""
+
+
+# --- embedding tables ---------------------------------------------------------------------------
+
+
+def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
+    """Sizes of the frames with so many ids, and rows of so many elements; none of nothing."""
+    return (8 * count, BY_ID[dtype].itemsize * dim * count) if count else ()
+
+
+@_tag(100)
+@dataclass(frozen=True, slots=True)
+class Embed(Message):
+    """Worker to server: this store has an embedding table, made by this recipe."""
+
+    store: str
+    key: str
+    dtype: int
+    dim: int
+    init: str
+    scale: float
+    seed: int
+    admit: int
+    max_age: int
+    max_rows: int
+    """Of the whole table, on all servers; 0 for any number."""
+    optimizer: str
+    numbers: dict[str, bool | int | float | None]
+
+
+@_tag(101)
+@dataclass(frozen=True, slots=True)
+class PushIds(Message):
+    """Worker to server: gradients for the rows of these ids; of none, it is a push as well."""
+
+    chunk: int
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    dim: int
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, ascending and each named once; and their gradients."""
+        return _rows(self.dtype, self.dim, self.count)
+
+
+@_tag(102)
+@dataclass(frozen=True, slots=True)
+class PullIds(Message):
+    """Worker to server: the rows of these ids, once the conditions hold."""
+
+    chunk: int
+    after: int
+    least: int
+    """These two as in PULL."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids."""
+        return (8 * self.count,) if self.count else ()
+
+
+@_tag(103)
+@dataclass(frozen=True, slots=True)
+class PulledIds(Message):
+    """Answer to PULL-IDS: the rows, in the order of the ids."""
+
+    seq: int
+    dtype: int
+    dim: int
+    count: int
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _rows(self.dtype, self.dim, self.count)[1:]
+
+
+@_tag(104)
+@dataclass(frozen=True, slots=True)
+class Export(Message):
+    """Worker to server: some rows of a table, from a slot on."""
+
+    chunk: int
+    start: int
+    count: int
+    """At most so many."""
+    since: int
+    """Only those pushed to after this version."""
+    state: bool
+    """The optimizer's states, too."""
+
+
+@_tag(105)
+@dataclass(frozen=True, slots=True)
+class Exported(Message):
+    """Answer to EXPORT."""
+
+    seq: int
+    next: int
+    """Where the next rows begin; 0 after the last."""
+    count: int
+    fields: tuple[Field, ...]
+    """The columns, the weights first; each has ``count`` rows."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, the version that each row's last push made, and one frame per column."""
+        if not self.count:
+            return ()
+        columns = [BY_ID[one.dtype].itemsize * one.size for one in self.fields]
+        return (8 * self.count, 8 * self.count, *columns)

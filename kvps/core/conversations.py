@@ -22,7 +22,7 @@ from kvps.core.coding import Group, Picked
 from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
-from kvps.core.placement import home
+from kvps.core.placement import EMBEDDING, home
 from kvps.core.plan import Given, Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
     Drain,
@@ -503,7 +503,7 @@ def save_state(book: Catalogue) -> Conversation:
     A key of which some part was never updated has no state yet.
     """
     yield from _settle(book, tuple(book.keys))
-    keys = list(book.keys.values())
+    keys = [key for key in book.keys.values() if not key.name.startswith(EMBEDDING)]
     where = [(key, piece) for key in keys for piece in key.pieces]
     answers = yield [
         Request(piece.server, GetState(piece.chunk, piece.start, piece.size)) for _, piece in where

@@ -25,7 +25,8 @@ from itertools import groupby, pairwise
 
 import torch
 
-from kvps.core import tables
+from kvps.core import by_ids, tables
+from kvps.core.by_ids import ByIds
 from kvps.core.drops import Flaw, count_nonfinite
 from kvps.core.hyper import Hyper
 from kvps.core.lazy import may_be_lazy
@@ -41,7 +42,7 @@ from kvps.core.strip import Part, Strip, Sum
 from kvps.core.tables import Table
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Piece, Push, PushRows
+from kvps.messages import Piece, Push, PushIds, PushRows
 from kvps.specs import BY_ID, BY_NAME, summed_in
 from kvps.tensors import PRIVATE, TORCH, Memory
 
@@ -117,6 +118,10 @@ class Engine:
             ProtocolError, Mismatch, ConfigError: if it can never be; nothing is changed.
         """
         chunk = self.chunk(message.chunk)
+        if chunk.embedding is not None:
+            raise ProtocolError(
+                f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
+            )
         if BY_ID[message.dtype].name not in (chunk.dtype, summed_in(chunk.dtype)):
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
@@ -154,10 +159,20 @@ class Engine:
             work.append((chunk, span, message.number, part))
         return self._judge(space, message, work, quorum, now, lent)
 
+    def push_ids(
+        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows of an embedding table; see :meth:`push`."""
+        self._demand_ranks(message.ranks)
+        chunk = self.chunk(message.chunk)
+        (span,) = chunk.spans
+        work: Work = [(chunk, span, message.number, gradient)]
+        return self._judge(space, message, work, quorum, now, lent=False)
+
     def _judge(
         self,
         space: Namespace,
-        message: Push | PushRows,
+        message: Push | PushRows | PushIds,
         work: Work,
         quorum: Quorum,
         now: float,
@@ -175,8 +190,9 @@ class Engine:
         if not counted:
             return Verdict.DUPLICATE, iter(())
         if space.updater is not None:
-            for number in {chunk.number for chunk, _, _, _ in counted}:
-                space.state_of(self.chunk(number))  # if it cannot be made, nothing was taken in
+            for chunk in {one.number: one for one, _, _, _ in counted}.values():
+                if chunk.embedding is None:
+                    space.state_of(chunk)  # if it cannot be made, nothing was taken in
         return Verdict.COUNTED, self._take(space, message, counted, quorum, now, lent)
 
     def _admit(self, space: Namespace, dtype: str, ranks: tuple[int, ...]) -> None:
@@ -185,14 +201,17 @@ class Engine:
                 f"store {space.name!r} takes means, and integers have none; push floating point, or "
                 "to a store without average"
             )
-        if not ranks or max(ranks) >= self.workers:
-            raise ProtocolError(
-                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
-            )
+        self._demand_ranks(ranks)
         if space.updater is None and not space.ordered:
             raise ConfigError(
                 f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
                 "is applied by one; call set_optimizer(...) before the first push"
+            )
+
+    def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
+        if not ranks or max(ranks) >= self.workers:
+            raise ProtocolError(
+                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
             )
 
     def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
@@ -226,7 +245,7 @@ class Engine:
     def _take(
         self,
         space: Namespace,
-        message: Push | PushRows,
+        message: Push | PushRows | PushIds,
         work: Work,
         quorum: Quorum,
         now: float,
@@ -237,7 +256,7 @@ class Engine:
         for chunk, span, number, part in work:
             span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
-                keep = space.opened.deterministic
+                keep = space.opened.deterministic or chunk.embedding is not None
                 round_ = span.round(number, now)
                 round_.add(ranks, part, lent=lent, keep=keep)
                 round_.backs.add(back)
@@ -285,7 +304,7 @@ class Engine:
         space.optimize(hyper)
         assert space.updater is not None
         for chunk in self.chunks.of_store(space.name):
-            for span in list(chunk.spans):
+            for span in list(chunk.spans) if chunk.embedding is None else ():
                 if space.updater.needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
                 while span.due and not space.updater.needs_norms and not _drops(space, chunk.dtype):
@@ -306,6 +325,9 @@ class Engine:
 
     def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         needs_norms = space.updater is not None and space.updater.needs_norms
+        if chunk.embedding is not None:
+            yield from self._update(space, chunk, span, due)
+            return
         if not needs_norms:
             if not _drops(space, chunk.dtype):
                 yield from self._update(space, chunk, span, due)
@@ -423,7 +445,10 @@ class Engine:
         norms: torch.Tensor | None = None,
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
-        if space.updater is None:
+        if chunk.embedding is not None:
+            row_bytes = chunk.embedding.row_bytes
+            self.chunks.weight_bytes += by_ids.update(chunk, span, due) * row_bytes
+        elif space.updater is None:
             self._assign(chunk, span, due)
         else:
             span.step += 1

@@ -95,6 +95,10 @@ def name_of(call: calls.Call) -> str:
 _NAMES: dict[type[calls.Call], str] = {
     calls.OpenStore: "create()",
     calls.Init: "init()",
+    calls.Embed: "embedding()",
+    calls.PushIds: "push() of rows",
+    calls.PullIds: "pull() of rows",
+    calls.ExportBlock: "export()",
     calls.Broadcast: "broadcast()",
     calls.Lookup: "the look-up of keys",
     calls.PushValues: "push()",

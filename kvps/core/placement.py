@@ -31,6 +31,10 @@ PAGE = 1024
 PAGES_MIN = 32
 """Parts of so many pages of float32 begin at one, so that they can be mapped side by side."""
 
+EMBEDDING = "kvps.embedding:"
+"""What the keys of embedding tables begin with, and no other's: each has one element on every server,
+which says how many rows of the table are there."""
+
 
 class Part(NamedTuple):
     """Neighbouring elements of a key on one server."""
@@ -71,6 +75,8 @@ def parts(
         >>> parts("table", 99, servers=2, bound=64, width=9)
         (Part(server=0, start=0, size=45), Part(server=1, start=45, size=54))
     """
+    if key.startswith(EMBEDDING):
+        return tuple(Part(server, server, 1) for server in range(servers))
     if servers == 1 or count < max(bound, servers * ALIGN):
         return (Part(home(key, servers), 0, count),)
     if count < servers * width:

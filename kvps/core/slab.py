@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kvps.core.embedding import Embedding, Kept
 from kvps.core.placement import whole
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
@@ -79,6 +80,10 @@ class Chunk:
         self.state: State | None = None
         self._kept_state: State | None = None
         """The state as an image has it: nobody writes to that."""
+        self.embedding: Embedding | None = None
+        """The rows of the table whose only element here this is, if it is one's."""
+        self.kept: Kept | None = None
+        """The table as an image has it."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
         """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
@@ -253,15 +258,18 @@ class Chunk:
 
     def keep(self) -> Callable[[], None]:
         """Let nobody write to the present values and state until what is returned was called."""
-        buffer, self._kept_state, back = self.buffer.hold(), self.state, self.back
-        if back is not None:
-            back.keep()
+        buffer, self._kept_state = self.buffer.hold(), self.state
+        releases = [buffer.release]
+        if self.back is not None:
+            releases.append(self.back.keep())
+        if self.embedding is not None:
+            self.kept, release_rows = self.embedding.keep()
+            releases.append(release_rows)
 
         def release() -> None:
-            buffer.release()
-            self._kept_state = None
-            if back is not None:
-                back.let_go()
+            self._kept_state = self.kept = None
+            for one in releases:
+                one()
 
         return release
 

@@ -35,6 +35,7 @@ PATIENCE_S = 1.0
 
 CREATING = (
     calls.Init,
+    calls.Embed,
     calls.Broadcast,
     calls.SetOptimizer,
     calls.SetRate,
@@ -161,6 +162,8 @@ class Standstill:
 
 def _is_known(book: Catalogue, call: calls.Call) -> bool:
     """Whether it is an init of keys that are there, which changes nothing."""
+    if isinstance(call, calls.Embed):
+        return call.key in book.keys
     return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
 
 

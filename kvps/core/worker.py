@@ -67,6 +67,7 @@ from kvps.messages import (
     Done,
     Envelope,
     Error,
+    Exported,
     FoundAll,
     Halt,
     Halted,
@@ -79,8 +80,10 @@ from kvps.messages import (
     Proceed,
     Proceeding,
     Pulled,
+    PulledIds,
     PulledRows,
     Push,
+    PushIds,
     PushRows,
     Released,
     Resumed,
@@ -103,6 +106,8 @@ ANSWERS = (
     FoundAll,
     Pulled,
     PulledRows,
+    PulledIds,
+    Exported,
     Done,
     StateIs,
     StatusIs,
@@ -556,7 +561,7 @@ class Worker:
                 self._asked[request.seq] = request
                 yield from self._ask_scheduler(request, now)
                 continue
-            if isinstance(request.message, Push | PushRows):
+            if isinstance(request.message, Push | PushRows | PushIds):
                 unacked[request] = None
                 talk.has_pushed = True
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
@@ -616,7 +621,7 @@ class Worker:
         if isinstance(request.owner, Bundle):
             yield from self.neighbours.taken_in(request.owner, now)
             return
-        if not isinstance(request.message, Push | PushRows):
+        if not isinstance(request.message, Push | PushRows | PushIds):
             return
         self._unacked[_talk_of(request).call.store].pop(request, None)
         for talk in [one for one in self._draining if request in one.waiting]:

@@ -17,6 +17,7 @@ from operator import attrgetter
 
 import torch
 
+from kvps.core.placement import EMBEDDING
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.messages import KEY_MAX
 from kvps.specs import Spec
@@ -103,6 +104,11 @@ def _name(key: object) -> str:
     name = str(key)
     if not 1 <= len(name) <= KEY_MAX or not name.isprintable():
         raise ConfigError(f"a key is 1 to {KEY_MAX} printable characters, got {name[:40]!r}")
+    if name.startswith(EMBEDDING):
+        raise ConfigError(
+            f"key {name[:40]!r}: {EMBEDDING!r} begins the keys of embedding tables; choose another "
+            "name, or call embedding(...) for a table"
+        )
     return name
 
 

@@ -16,11 +16,14 @@ from kvps.core import calls
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part, parts
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
 from kvps.store import states
 from kvps.store.arguments import names_of, reduce, tag_of
+from kvps.store.dist_embedding import DistEmbedding
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.leaving import Step
@@ -403,6 +406,11 @@ class DistStore(KVStore):
             self._call(calls.Flush(self._name), self._timeout_s)
         except KvpsError as error:
             self._later.append(error)
+
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        table = DistEmbedding(self, name, recipe)
+        table.make(limit_s)
+        return table
 
     # --- small things -------------------------------------------------------------------------------
 

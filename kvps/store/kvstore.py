@@ -18,10 +18,12 @@ import torch
 from kvps.compression import OFF, Rules, rules_of
 from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper, resolve
-from kvps.core.placement import Part
+from kvps.core.placement import EMBEDDING, Part
 from kvps.core.plan import Numbers, alike, of_key
+from kvps.core.recipe import Recipe, recipe_of
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
+from kvps.messages import KEY_MAX
 from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
@@ -33,6 +35,7 @@ from kvps.store.arguments import (
     values_of,
 )
 from kvps.store.base import KVStoreBase
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle, Ticket
 from kvps.store.names import Kind
 from kvps.store.rows import Rows, are_rows, dense_of, picks_of
@@ -97,6 +100,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._forms: dict[tuple[str, ...], Form] = {}
         self._hyper: Hyper | None = None
         self._compression = OFF
+        self._tables: dict[str, EmbeddingTable] = {}
         self._is_closed = False
         self._later: list[KvpsError] = []
 
@@ -429,6 +433,76 @@ class KVStore(KVStoreBase, abc.ABC):
         self._specs.update(specs)
         self._forms.clear()
         return self._result(ticket, Wanted(sinks.rows, lambda _: sinks.deliver()), async_op=False)
+
+    # --- tables that grow ---------------------------------------------------------------------------
+
+    def embedding(
+        self,
+        name: str,
+        dim: int,
+        *,
+        init: str | tuple[str, float] = "normal",
+        optimizer: str | torch.optim.Optimizer = "adagrad",
+        admit: int = 1,
+        evict: Mapping[str, int] | None = None,
+        dtype: torch.dtype | str = "float32",
+        seed: int | None = None,
+        timeout: float | None = None,
+        **hyper: Any,
+    ) -> EmbeddingTable:
+        """Return a table of rows by 64-bit ids, which makes a row when it is first pushed to.
+
+        Every worker calls, with the same arguments; the table is there as soon as one has. It has an
+        optimizer of its own, which updates the rows that a push names and leaves the others alone.
+
+        Args:
+            name: of the table, which is none of the store's keys.
+            dim: elements of a row.
+            init: how rows begin: ``"zeros"``, ``("normal", standard deviation)``,
+                ``("uniform", bound)``; a kind alone has 0.01 and 0.05.
+            optimizer: a name with its numbers in ``hyper`` (``lr=0.1``), or a torch optimizer; one
+                that goes element by element (no ``lars``, ``lamb``, ``dcasgd``).
+            admit: at which push an id gets its row, 1 to 255; the gradients before are dropped.
+                Ids without a row are counted in 4 MiB on each server, so that some come sooner; and
+                what counts is how often an id came lately, among some 500,000 others.
+            evict: which rows go: ``{"age": versions}`` those without a push for so long,
+                ``{"rows": n}`` the oldest where there are more than n; or both.
+            dtype: of the rows: float32, float64, or a half type, whose gradients are summed in
+                float32.
+            seed: of the first values; None takes one from the name.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: naming the argument that cannot be.
+            Mismatch: if the table exists and is another.
+
+        Example:
+            >>> import kvps
+            >>> kv = kvps.create("local")
+            >>> users = kv.embedding("users", 16, init=("uniform", 0.1), optimizer="adam", lr=0.001)
+            >>> users.pull([2**40, 17]).shape
+            torch.Size([2, 16])
+        """
+        self._begin()
+        (title,), _ = names_of(name)
+        if title != name or len(title) > KEY_MAX - len(EMBEDDING):
+            raise ConfigError(
+                f"a table's name is a str of 1 to {KEY_MAX - len(EMBEDDING)} characters, got "
+                f"{name!r:.60}"
+            )
+        recipe = recipe_of(name, dim, init, optimizer, admit, evict, dtype, seed, **hyper)
+        known = self._tables.get(name)
+        if known is not None and (difference := known.recipe.difference(recipe)):
+            raise Mismatch(
+                f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
+                "same arguments, or the second table another name"
+            )
+        found = self._embedding(name, recipe, self._limit(timeout))
+        return self._tables.setdefault(name, found)
+
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
+        raise ConfigError(f"a store of type {self.type!r} has no tables; use dist_* or local")
 
     # --- the optimizer ----------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ BY_NAME = {
     "culprits": naturals_32,
     "role": st.sampled_from(range(3)),
     "size": sizes,
+    "dim": sizes,
     "width": sizes,
     "count": sizes,
     "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),

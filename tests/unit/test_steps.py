@@ -159,12 +159,12 @@ def test_rests_that_come_back() -> None:
 def test_an_image_keeps_the_rests_it_saw() -> None:
     one = Piece()
     one.move(eight(0.75))
-    one.back.keep()
+    release = one.back.keep()
     seen = one.back.rest
     one.move(eight(0.1))
     assert seen[4] == 0.25
     assert one.back.rest is not seen
-    one.back.let_go()
+    release()
     now = one.back.rest
     one.move(eight(0.1))
     assert one.back.rest is now

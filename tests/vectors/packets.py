@@ -200,6 +200,27 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SCHEDULER, m.Checkpointed(42, 12), ()),
         (CREATOR, m.Revive("weights", "best", 0), ()),
         (SERVER, m.Revived(9, (11, 12)), ()),
+        (
+            WORKER,
+            m.Embed(
+                *("weights", "kvps.embedding:words", 1, 2, "uniform", 0.5, 7, 2, 1000, 50_000),
+                *("sgd", numbers),
+            ),
+            (),
+        ),
+        (
+            WORKER,
+            m.PushIds(3, 1, (3,), 5, 2, 2),
+            (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0)),
+        ),
+        (WORKER, m.PullIds(3, 6, 0, 2), (longs(2**40, -7),)),
+        (SERVER, m.PulledIds(42, 1, 2, 2, 6, 6), (floats(1.0, 2.0, 0.5, -4.0),)),
+        (WORKER, m.Export(3, 0, 1000, 4, True), ()),
+        (
+            SERVER,
+            m.Exported(42, 1000, 1, (m.Field("weight", 1, 2), m.Field("sum", 1, 2))),
+            (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
+        ),
     ]
 
 
