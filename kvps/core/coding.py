@@ -32,29 +32,6 @@ from kvps.tensors import Memory, from_frame
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Those keys of a call that travel alike."""
-
-    plan: Plan
-    setting: Setting | None
-    """None for as they are."""
-    indices: tuple[int, ...]
-    """Which keys of the call they are."""
-
-    @overload
-    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
-
-    @overload
-    def numbers(self, numbers: Numbers) -> Numbers: ...
-
-    def numbers(self, numbers: Numbers) -> Numbers:
-        """Return those of ``numbers``, one for each key of the call, that are theirs."""
-        if isinstance(numbers, int) or len(self.indices) == len(numbers):
-            return numbers
-        return [numbers[index] for index in self.indices]
-
-
-@dataclass(frozen=True, slots=True)
 class Picked:
     """Some rows of a call; the list may be filled anew before they are read."""
 
@@ -64,6 +41,33 @@ class Picked:
     def __getitem__(self, index: int, /) -> torch.Tensor:
         """Return that of one key of the group."""
         return self.rows[self.indices[index]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Those keys of a call that travel alike."""
+
+    plan: Plan
+    setting: Setting | None
+    """None for as they are."""
+    indices: tuple[int, ...] | None = None
+    """Which keys of the call they are; None for all."""
+
+    @overload
+    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
+
+    @overload
+    def numbers(self, numbers: Numbers) -> Numbers: ...
+
+    def numbers(self, numbers: Numbers) -> Numbers:
+        """Return those of ``numbers``, one for each key of the call, that are theirs."""
+        if isinstance(numbers, int) or self.indices is None:
+            return numbers
+        return [numbers[index] for index in self.indices]
+
+    def rows(self, rows: Given) -> Given:
+        """Return those of ``rows``, one for each key of the call, that are theirs."""
+        return rows if self.indices is None else Picked(rows, self.indices)
 
 
 @dataclass(slots=True)
@@ -101,7 +105,7 @@ class Coding:
     def groups(self, plan: Plan, rank: int) -> list[Group]:
         """Return the keys of ``plan``, by how they travel."""
         if self.rules is OFF:
-            return [Group(plan, None, tuple(range(len(plan.keys))))]
+            return [Group(plan, None)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)
         if groups is None:
@@ -114,8 +118,11 @@ class Coding:
         found: dict[Setting | None, list[int]] = {}
         for index, key in enumerate(plan.keys):
             found.setdefault(self.rules.setting_of(key.name, key.spec), []).append(index)
+        if len(found) == 1:
+            yield Group(plan, next(iter(found)))
+            return
         for setting, indices in found.items():
-            part = plan if len(found) == 1 else make([plan.keys[one] for one in indices], rank)
+            part = make([plan.keys[one] for one in indices], rank)
             yield Group(part, setting, tuple(indices))
 
     # --- the way there --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue, Made
-from kvps.core.coding import Group, Picked
+from kvps.core.coding import Group
 from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
@@ -33,6 +33,7 @@ from kvps.core.reading import (
     Steps,
     Tally,
     even_out,
+    own_sink,
     read,
     sink_for,
     stand,
@@ -259,8 +260,8 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     tallies = [Tally(group.plan) for group in groups]
     requests: list[Request] = []
     for group, tally in zip(groups, tallies, strict=True):
-        own = rows if group.plan is plan else Picked(rows, group.indices)
-        requests += _pushed(book, call, group, own, alike(group.numbers(each)), tally, sink)
+        numbers = alike(group.numbers(each))
+        requests += _pushed(book, call, group, group.rows(rows), numbers, tally, sink)
     try:
         if full:
             yield from make_room(book, full)
@@ -274,7 +275,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         for group, tally in zip(groups, tallies, strict=True):
             after = alike([number + 1 for number in group.numbers(each)])
             urgent = group.numbers(call.priority)
-            yield from even_out(book, tally, sink.only(group.indices), after, urgent)
+            yield from even_out(book, tally, own_sink(group, sink), after, urgent)
         _complain(book, tallies)
     return _views(book, plan, sink)
 
@@ -289,7 +290,8 @@ def _pushed(
     sink: Sink | None,
 ) -> list[Request]:
     """Return the requests that push the keys of ``group``."""
-    own, priority = sink and sink.only(group.indices), group.numbers(call.priority)
+    own = None if sink is None else own_sink(group, sink)
+    priority = group.numbers(call.priority)
     setting = group.setting
     requests = []
     for share in group.plan.shares:
