@@ -211,6 +211,10 @@ class EmbeddingTable(abc.ABC):
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         return tensor.cpu().to(wide).reshape(-1, self.dim)
 
+    def __bool__(self) -> bool:
+        """Return True: an empty table is one, too."""
+        return True
+
     def __repr__(self) -> str:
         return f"<EmbeddingTable {self.name!r} of {self.dtype}[{self.dim}] in {self.store!r}>"
 

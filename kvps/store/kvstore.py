@@ -498,10 +498,6 @@ class KVStore(KVStoreBase, abc.ABC):
         found = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, found)
 
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
-        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
-        raise ConfigError(f"a store of type {self.type!r} has no tables; use dist_* or local")
-
     # --- the optimizer ----------------------------------------------------------------------------
 
     def set_optimizer(
@@ -809,6 +805,10 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None: ...
+
+    @abc.abstractmethod
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
 
     @abc.abstractmethod
     def _close(self) -> None: ...

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvps.core.placement import ALIGN, BIGARRAY_BOUND, home, parts
+from kvps.core.placement import ALIGN, BIGARRAY_BOUND, EMBEDDING, Part, home, parts
 
 
 def test_a_small_key_lives_on_its_home() -> None:
@@ -29,6 +29,12 @@ def test_the_hash_is_stable_for_ever() -> None:
         2,
         6,
     ]
+
+
+def test_a_table_has_one_element_on_every_server() -> None:
+    key = f"{EMBEDDING}words"
+    assert parts(key, 3, 3) == (Part(0, 0, 1), Part(1, 1, 1), Part(2, 2, 1))
+    assert parts(key, 1, 1, bound=1) == (Part(0, 0, 1),)
 
 
 def test_one_server_holds_all() -> None:
