@@ -18,6 +18,9 @@ With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torc
 ``step(batch_size)`` has been called: they are scaled for the size of the step before, or that which was
 given as ``trainer.batch_size``.
 
+Sparse gradients, of an ``Embedding(sparse=True)``, are pushed as rows to a store that has the optimizer,
+which then updates these rows alone. Here, and in the sums that come back here, they are sparse again.
+
 What a return of the servers to a checkpoint does to a step is in :mod:`kvps.store.model`.
 """
 
@@ -51,7 +54,7 @@ from kvps.torch.broadcasts import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from kvps.torch.exchange import Exchange
+from kvps.torch.exchange import Exchange, rows_that_are_not_zero
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -82,7 +85,8 @@ class Trainer:
         kvstore: the name of a store, which is then the Trainer's own; a store, which then serves
             nothing else; or None to train alone.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
-            else False. It must be True for dist_async and dist_ssp.
+            else False. It must be True for dist_async and dist_ssp. With it sparse gradients travel
+            as rows, and the weights come back whole; without it, they travel whole both ways.
         overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
             then, nothing may change a gradient in between, and with the optimizer in the store
             ``.grad`` is None behind :meth:`step`.
@@ -172,11 +176,11 @@ class Trainer:
         if self._exchange is not None:
             self._finish(self._exchange, names, batch)
             return
-        gradients = [_gradient(name, self._params[name]) for name in names]
+        gradients = [_gradient(self._params[name]) for name in names]
         factor = self._agreed_batch(batch) / batch
         if factor != 1.0:
             with torch.no_grad():
-                gradients = list(torch._foreach_mul(gradients, factor))
+                gradients = [gradient * factor for gradient in gradients]
         self._pushpull(names, gradients, [self._params[name].detach() for name in names])
 
     def _finish(self, exchange: Exchange, names: list[str], batch: float) -> None:
@@ -230,9 +234,14 @@ class Trainer:
             self._model.survive(exchange.wait, is_step=True)
             exchange.begin()
             return
-        gradients = [_gradient(name, self._params[name]) for name in names]
-        if self._kv is not None:
-            self._model.survive(lambda: self._pushpull(names, gradients, gradients), is_step=True)
+        if self._kv is None:
+            return
+        gradients = [_gradient(self._params[name]) for name in names]
+        sums = [one.to_dense() if one.is_sparse else one for one in gradients]
+        self._model.survive(lambda: self._pushpull(names, sums, sums), is_step=True)
+        for name, gradient, total in zip(names, gradients, sums, strict=True):
+            if gradient.is_sparse and not self._model.is_given_up:
+                self._params[name].grad = rows_that_are_not_zero(total)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -377,7 +386,8 @@ class Trainer:
             self._kv.pushpull(names, values, out=out, priority=levels)
             return
         for index, name in enumerate(names):  # a plug-in need not take lists
-            self._kv.pushpull(name, values[index], out=out[index], priority=-index)
+            value = values[index].to_dense() if values[index].is_sparse else values[index]
+            self._kv.pushpull(name, value, out=out[index], priority=-index)
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
@@ -411,15 +421,10 @@ def _checked(
     return None
 
 
-def _gradient(name: str, param: torch.Tensor) -> torch.Tensor:
+def _gradient(param: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a parameter, 0 where there is none."""
     if param.grad is None:
         return torch.zeros_like(param, requires_grad=False)
-    if param.grad.layout is not torch.strided:
-        raise ConfigError(
-            f"parameter {name!r} has a gradient of {param.grad.layout}; use a dense one "
-            "(sparse=False in an Embedding)"
-        )
     return param.grad.detach()
 
 

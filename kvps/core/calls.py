@@ -145,7 +145,8 @@ class PushRows(Call):
 
     keys: tuple[str, ...]
     rows: tuple[torch.Tensor, ...]
-    """Of each key the numbers, int64, ascending, each once and in the key; and the rows, [k, width]."""
+    """Of each key three: the numbers of rows, int64 [k], ascending, each once and in the key; where
+    each of these rows is in the last; and rows, [at least k, width]."""
     priority: Numbers
     eager: bool
     """As in PushValues."""

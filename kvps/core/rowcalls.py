@@ -69,15 +69,17 @@ def ranges(key: Key) -> list[Range]:
 
 
 def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversation:
-    """Push some rows of each key; ``values`` are the numbers and the rows of each, in turns."""
+    """Push some rows of each key; ``values`` are those of the call."""
     demand_presence(book)
     plan = yield from numbered(book, call.keys)
     full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     requests: list[Request] = []
     for index, key in enumerate(plan.keys):
-        ids, rows = values[2 * index : 2 * index + 2]
+        ids, places, rows = values[3 * index : 3 * index + 3]
         priority = of_key(call.priority, index)
-        pushed = _pushes(book, key, ids, rows) or _whole_pushes(book, key, ids, rows)
+        pushed = _pushes(book, key, ids, places, rows) or _whole_pushes(
+            book, key, ids, places, rows
+        )
         for request in pushed:
             request.priority = priority
             requests.append(request)
@@ -97,7 +99,9 @@ def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversa
     return None
 
 
-def _pushes(book: Catalogue, key: Key, ids: torch.Tensor, rows: torch.Tensor) -> list[Request]:
+def _pushes(
+    book: Catalogue, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+) -> list[Request]:
     """Return what pushes rows to each server of ``key``; nothing if it does not lie by rows."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
     requests = []
@@ -111,7 +115,7 @@ def _pushes(book: Catalogue, key: Key, ids: torch.Tensor, rows: torch.Tensor) ->
             Request(
                 one.server,
                 message,
-                fill=partial(_gather, book.memory, ids[some], rows[some], dtype.name),
+                fill=partial(_gather, book.memory, ids[some], places[some], rows, dtype.name),
                 payload_bytes=max(1, count * (8 + width * dtype.itemsize)),
                 lane=one.lane,
             )
@@ -148,26 +152,31 @@ IDS_MAX = (64 << 20) // 8
 
 
 def _gather(
-    memory: Memory, ids: torch.Tensor, rows: torch.Tensor, dtype: str, route: str
+    memory: Memory,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    dtype: str,
+    route: str,
 ) -> tuple[torch.Tensor, ...]:
     """Return the payload of a push: numbers and rows, in one block that the server can read."""
     if not len(ids):
         return ()
-    head = 8 * len(ids)
-    block = memory.empty(head + rows.numel() * BY_NAME[dtype].itemsize, "uint8")
+    head, width = 8 * len(ids), rows.shape[1]
+    block = memory.empty(head + len(ids) * width * BY_NAME[dtype].itemsize, "uint8")
     numbers, flat = block[:head].view(torch.int64), block[head:].view(TORCH[dtype])
     numbers.copy_(ids)
-    flat.view(rows.shape).copy_(rows)
-    each = rows_in_frame(BY_NAME[dtype].id, rows.shape[1]) * rows.shape[1]
+    torch.index_select(rows, 0, places, out=flat.view(-1, width))
+    each = rows_in_frame(BY_NAME[dtype].id, width) * width
     return (numbers, *torch.split(flat, each))
 
 
 def _whole_pushes(
-    book: Catalogue, key: Key, ids: torch.Tensor, rows: torch.Tensor
+    book: Catalogue, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return what pushes rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
-    add_rows(dense, ids, rows)
+    add_rows(dense, ids, rows.index_select(0, places))
     return [
         Request(
             share.server,
@@ -252,16 +261,15 @@ class Wanted:
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
         key, told = self.key, [one.told for one in self.shelves]
-        if told:
-            applied = min([one.lowest if ordered else one.owed for one in told])
-            key.applied = max(key.applied, applied)
-            if not ordered:
-                key.version = max([key.version, *(one.highest for one in told)])
+        applied = min([one.lowest if ordered else one.owed for one in told])
+        key.applied = max(key.applied, applied)
+        if not ordered:
+            key.version = max([key.version, *(one.highest for one in told)])
 
     def lagging(self) -> tuple[list[Shelf], int]:
         """Return those who lag behind the newest version, and that; as whole keys are read."""
         told = [one.told for one in self.shelves]
-        newest = max([one.highest for one in told], default=0)
+        newest = max([one.highest for one in told])
         if len({one.owed for one in told}) > 1:
             return [], newest  # torn by a push that this rank owes to some parts only
         return [one for one in self.shelves if one.told.lowest < newest], newest

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -108,22 +109,22 @@ class Table:
             rows = torch.cat([torch.empty(0, dtype=TORCH[BY_ID[message.dtype].name]), *frames])
         return Sparse(ids, rows.view(-1, self.width), self.stop - self.first)
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where pieces begin, and the last ends, counted in rows from the first here."""
+        return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))
+
     def cut(self, gradient: Sparse) -> Iterator[tuple[Piece, Sparse]]:
         """Yield each piece, and the part of ``gradient`` that belongs to it."""
-        at = 0
-        for piece in self.shard.pieces:
-            yield piece, gradient.part(at, at + piece.size)
-            at += piece.size
+        return zip(self.shard.pieces, gradient.cut(self.edges), strict=True)
 
     def places(self, ids: torch.Tensor) -> Iterator[tuple[Piece, int, slice]]:
         """Yield each piece that has some of the rows ``ids``, its first row, and which they are."""
-        low = at = 0
-        for piece in self.shard.pieces:
-            stop = at + piece.size // self.width
-            high = int(torch.searchsorted(ids, stop))
+        edges = self.edges
+        cuts = torch.searchsorted(ids, torch.tensor(edges)).tolist()
+        for piece, first, low, high in zip(self.shard.pieces, edges, cuts, cuts[1:], strict=False):
             if low < high:
-                yield piece, at, slice(low, high)
-            low, at = high, stop
+                yield piece, first, slice(low, high)
 
     def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows ``ids``, counted from the first here, flat, in memory that others read."""

@@ -383,7 +383,7 @@ class LocalStore(KVStore):
 
     def _update_rows(self, name: str, one: Rows) -> None:
         table = self._table(name)
-        ids, rows = one.ids.to(table.device), one.rows.to(table.device)
+        ids, rows = one.ids.to(table.device), one.inorder.to(table.device)
         if self._rules is None:
             assign_rows(table, ids, rows, before=None)
         else:

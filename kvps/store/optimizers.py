@@ -18,6 +18,7 @@ from kvps.core.updaters import State, create
 from kvps.errors import ConfigError, Mismatch, StorageError
 from kvps.specs import Spec
 from kvps.store import states
+from kvps.store.rows import rows_of
 from kvps.tensors import accumulator, dtype_of, spec_of
 
 
@@ -181,10 +182,24 @@ class RulesOptimizer:
             param = self._params[name]
             assert param.grad is not None
             data = param.detach()
+            if param.grad.is_sparse:
+                self._step_rows(name, data, param.grad.detach(), scale)
+                continue
             row = data.reshape(-1)  # a copy, unless contiguous
             self._rules.update(name, row, param.grad.detach().reshape(-1), scale)
             if row.data_ptr() != data.data_ptr():
                 data.copy_(row.view(data.shape))
+
+    def _step_rows(
+        self, name: str, data: torch.Tensor, gradient: torch.Tensor, scale: float
+    ) -> None:
+        """Update the rows of a parameter that a sparse gradient names."""
+        table = data.contiguous().view(len(data), -1)  # a copy, unless contiguous
+        rows = rows_of(name, spec_of(data), gradient)
+        given = (rows.inorder if scale == 1.0 else rows.inorder * scale).to(data.device)
+        self._rules.update_rows(name, table, rows.ids.to(data.device), given)
+        if table.data_ptr() != data.data_ptr():
+            data.copy_(table.view(data.shape))
 
     def all_states(self) -> states.States:
         """Return all states, on the CPU."""

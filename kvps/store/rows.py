@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvps.core.sparse import coalesce
+from kvps.core.sparse import coalesce, numbered
 from kvps.errors import ConfigError, Mismatch
 from kvps.specs import Spec
 from kvps.store.arguments import target_of
@@ -22,10 +22,19 @@ from kvps.tensors import NAMES, TORCH, as_tensor
 
 
 class Rows(NamedTuple):
-    """Some rows of a key, on the CPU: numbers, ascending, each once, and rows [k, width]."""
+    """Some rows of a key, on the CPU."""
 
     ids: torch.Tensor
+    """Their numbers, ascending, each once."""
+    places: torch.Tensor
+    """Where each of them is in ``rows``."""
     rows: torch.Tensor
+    """[k, width]; perhaps the caller's own."""
+
+    @property
+    def inorder(self) -> torch.Tensor:
+        """The rows in the order of their numbers, in memory of their own."""
+        return self.rows.index_select(0, self.places)
 
 
 def are_rows(value: object, spec: Spec | None) -> bool:
@@ -56,7 +65,7 @@ def _dims(value: object) -> int:
 def rows_of(name: str, spec: Spec, value: object) -> Rows:
     """Return the rows that ``value`` names, those named more than once summed.
 
-    Half types are summed in float32 and rounded once. The result is in memory of its own.
+    Half types are summed in float32 and rounded once.
 
     Args:
         name: the key.
@@ -74,11 +83,12 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
     given = value if isinstance(value, list) or not _is_one(value, spec) else [value]
     assert isinstance(given, list | tuple)
     each = [_one(name, spec, one) for one in given]
-    first = each[0]
-    ids = torch.cat([one.ids.to(first.ids.device) for one in each])
-    rows = torch.cat([one.rows.to(first.rows.device) for one in each])
-    unique, summed = coalesce(ids.to(rows.device), rows)
-    return Rows(unique.cpu(), summed.cpu().contiguous())
+    ids, rows = each[0]
+    if len(each) > 1:
+        ids = torch.cat([one.cpu() for one, _ in each])
+        rows = torch.cat([one.to(rows.device) for _, one in each])
+    unique, places, summed = coalesce(ids.cpu(), rows)
+    return Rows(unique, places, summed.cpu())
 
 
 def _is_one(value: object, spec: Spec) -> bool:
@@ -88,7 +98,8 @@ def _is_one(value: object, spec: Spec) -> bool:
     )
 
 
-def _one(name: str, spec: Spec, value: object) -> Rows:
+def _one(name: str, spec: Spec, value: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers, in any order, and rows, [k, width]."""
     if isinstance(value, torch.Tensor):
         return _of_coo(name, spec, value)
     assert isinstance(value, tuple)
@@ -100,23 +111,23 @@ def _one(name: str, spec: Spec, value: object) -> Rows:
             f"key {name!r} is {spec}; {len(ids)} of its rows are {Spec(spec.dtype, shape)}, got "
             f"{Spec(NAMES[rows.dtype], tuple(rows.shape))}"
         )
-    return Rows(ids, rows.reshape(len(ids), spec.width))
+    return ids, rows.reshape(len(ids), spec.width)
 
 
-def _of_coo(name: str, spec: Spec, value: torch.Tensor) -> Rows:
+def _of_coo(name: str, spec: Spec, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     value = value.detach()
     if tuple(value.shape) != spec.shape or value.dtype is not TORCH[spec.dtype]:
         given = f"{value.dtype}{list(value.shape)}"
         raise Mismatch(f"key {name!r} is {spec}; cannot push a sparse {given}")
     if value.sparse_dim() == 1:
-        return Rows(value._indices()[0], value._values().reshape(-1, spec.width))
+        return value._indices()[0], value._values().reshape(-1, spec.width)
     # Single elements: those of one row are put in their places in it.
     value = value.coalesce()
     indices = value.indices()
     ids, places = torch.unique(indices[0], return_inverse=True)
     rows = value.values().new_zeros(len(ids), *spec.shape[1:])
     rows.index_put_((places, *indices[1:]), value.values())
-    return Rows(ids, rows.view(-1, spec.width))
+    return ids, rows.view(-1, spec.width)
 
 
 def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
@@ -155,7 +166,7 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
 def dense_of(spec: Spec, rows: Rows) -> torch.Tensor:
     """Return a gradient of all elements of a key, of which some rows are not 0."""
     dense = torch.zeros(spec.shape[0], spec.width, dtype=TORCH[spec.dtype])
-    return dense.index_copy_(0, rows.ids, rows.rows).view(spec.shape)
+    return dense.index_copy_(0, rows.ids, rows.inorder).view(spec.shape)
 
 
 class Pick:
@@ -177,10 +188,11 @@ class Pick:
         wanted = ids_of(name, spec, row_ids)
         assert spec is not None
         self._shape = (*wanted.shape, *spec.shape[1:])
-        self.ids, self._places = torch.unique(wanted.cpu().view(-1), return_inverse=True)
+        flat = wanted.cpu().view(-1)
+        self.ids, self._places = numbered(flat)
         """The numbers of the rows that are asked for, ascending, each once."""
         self._out = out
-        self._is_in_order = torch.equal(self.ids, wanted.cpu().view(-1))
+        self._is_in_order = torch.equal(self.ids, flat)
         outs: Sequence[object] = out if isinstance(out, list | tuple) else [out]
         self._targets: list[torch.Tensor] = []
         for one in outs if out is not None else ():

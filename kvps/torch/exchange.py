@@ -74,7 +74,7 @@ class Bucket:
     def gradient(self, name: str) -> torch.Tensor:
         """Return what came back, in the layout in which the gradient left."""
         value = self.values[name]
-        return _rows_of(value) if name in self._sparse else value
+        return rows_that_are_not_zero(value) if name in self._sparse else value
 
 
 class Exchange:
@@ -379,7 +379,7 @@ def _touches(param: torch.Tensor) -> int:
     return -1 if param.grad is None else param.grad._version
 
 
-def _rows_of(dense: torch.Tensor) -> torch.Tensor:
+def rows_that_are_not_zero(dense: torch.Tensor) -> torch.Tensor:
     """Return the rows that are not zero, as sparse optimizers want them."""
     rows = dense.reshape(len(dense), -1).ne(0).any(1).nonzero().t()
     return torch.sparse_coo_tensor(

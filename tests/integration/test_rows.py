@@ -247,7 +247,9 @@ def test_what_is_not_finite_is_dropped_everywhere():
         rows = torch.ones(2, WIDTH)
         rows[1, 3] = float("nan") if rank == 1 else 0.0
         kv.push("t", ([0, 39], rows))
-        with pytest.raises(NonFinite, match="round 0 of key 't' was dropped: 1 value.*from rank 1"):
+        with pytest.raises(
+            NonFinite, match=r"round 0 of key 't' was dropped: 1 value.*from rank 1"
+        ):
             kv.row_sparse_pull("t", row_ids=[0])
         first = kv.row_sparse_pull("t", row_ids=[0, 39])
         kv.push("t", ([0, 39], torch.ones(2, WIDTH)))

@@ -413,3 +413,74 @@ def test_a_replacement_goes_on_where_the_lost_worker_was(tmp_path: Path) -> None
     weights_of = [line.partition(": ")[2] for line in (*smooth, *crashed)]
     assert len(set(weights_of)) == 1
     assert [line[0] for line in crashed] == ["0", "3"]
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+WORDS = torch.randint(30, (STEPS, 4, 6), generator=DATA)
+
+
+def bag(sparse: bool) -> torch.nn.Sequential:
+    bags = torch.nn.EmbeddingBag(30, 8, mode="sum", sparse=sparse)
+    model = torch.nn.Sequential(bags, torch.nn.Linear(8, 3))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_sparse_embeddings_are_trained_as_dense_ones_alone(rule: str, on_store: bool) -> None:
+    """By rules that a gradient of 0 does not move."""
+
+    def step(model: torch.nn.Module, words: torch.Tensor) -> None:
+        model.zero_grad()
+        cross_entropy(model(words), LABELS[: len(words)], reduction="sum").backward()
+
+    def work(rank: int) -> Weights:
+        model = bag(sparse=True)
+        kv = kvps.create("dist_sync", bigarray_bound=64)
+        trainer = kvps.Trainer(model, rule, {"lr": 0.1}, kvstore=kv, update_on_kvstore=on_store)
+        for words in WORDS:
+            half = words[2 * rank : 2 * rank + 2]
+            model.zero_grad()
+            labels = LABELS[2 * rank : 2 * rank + 2]
+            cross_entropy(model(half), labels, reduction="sum").backward()
+            trainer.step(4)
+        return weights(model)
+
+    model = bag(sparse=False)
+    alone = kvps.Trainer(model, rule, {"lr": 0.1}, kvstore=None)
+    for words in WORDS:
+        step(model, words)
+        alone.step(4)
+    with kvps.LocalCluster(2, 2) as cluster:
+        for found in cluster.run(work):
+            for got, expected in zip(found, weights(model), strict=True):
+                torch.testing.assert_close(got, expected)
+
+
+def test_adam_on_the_servers_is_sparse_adam_of_torch() -> None:
+    def work(rank: int) -> Weights:
+        model = bag(sparse=True)[0]
+        trainer = kvps.Trainer(
+            model, "adam", {"lr": 0.1}, kvstore=kvps.create("dist_sync", bigarray_bound=64)
+        )
+        for words in WORDS:
+            model.zero_grad()
+            model(words[2 * rank : 2 * rank + 2]).square().sum().backward()
+            trainer.step(1)
+        return weights(model)
+
+    model = bag(sparse=True)[0]
+    alone = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    for words in WORDS:
+        model.zero_grad()
+        model(words).square().sum().backward()
+        alone.step()
+    with kvps.LocalCluster(2, 2) as cluster:
+        for found in cluster.run(work):
+            torch.testing.assert_close(found, weights(model), rtol=1e-4, atol=1e-5)

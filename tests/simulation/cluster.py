@@ -53,6 +53,7 @@ class Do:
 Script = Generator[Do | None, Any, Any]
 """None waits until the script is woken."""
 Values = dict[str, torch.Tensor]
+Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -114,6 +115,22 @@ class Store:
         sinks = tuple(torch.full_like(value, TRASH) for value in like.values())
         yield self._do(calls.PullValues(self.name, tuple(like), sinks, priority, min_version))
         return dict(zip(like, sinks, strict=True))
+
+    def push_rows(self, values: Tables, priority: int = 0, wait: bool = False) -> Script:
+        """Push rows, (numbers in order, rows) for each key; return as :meth:`push` does."""
+        given: list[torch.Tensor] = []
+        for ids, rows in values.values():
+            given += [ids.clone(), torch.arange(len(ids)), rows.clone()]
+        call = calls.PushRows(self.name, tuple(values), tuple(given), priority, not wait)
+        yield self._do(call, "finished" if wait else "copied")
+        for row in given[2::3]:
+            row.fill_(TRASH)
+
+    def pull_rows(self, wanted: Values, priority: int = 0) -> Script:
+        """Pull rows by their numbers, which are in order."""
+        ids = tuple(wanted.values())
+        found = yield self._do(calls.PullRows(self.name, tuple(wanted), ids, priority))
+        return dict(zip(wanted, found, strict=True))
 
     def set_optimizer(self, name: str, **hyper: Any) -> Script:
         yield self._do(calls.SetOptimizer(self.name, resolve(name, hyper)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.sparse import Sparse, added, coalesce
+from kvps.core.sparse import Sparse, added, coalesce, numbered
 
 
 def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32) -> Sparse:
@@ -70,7 +70,8 @@ def test_halves_are_summed_in_float32() -> None:
     ones = [sparse({0: [2048.0]}, 1, torch.float16), *[sparse({0: [1.0]}, 1, torch.float16)] * 2]
     total = added(ones)
     assert (total.dtype, total.rows.tolist()) == (torch.float32, [[2050.0]])
-    ids, rows = coalesce(torch.tensor([0, 0, 0]), torch.cat([one.rows for one in ones]))
+    assert added(ones[:1]).rows.dtype is torch.float32
+    ids, _, rows = coalesce(torch.tensor([0, 0, 0]), torch.cat([one.rows for one in ones]))
     assert (ids.tolist(), rows.dtype, rows.tolist()) == ([0], torch.float16, [[2050.0]])
 
 
@@ -78,14 +79,65 @@ def test_halves_are_summed_in_float32() -> None:
 def test_duplicates_are_summed_and_rows_are_sorted(given_rows: list[tuple[int, int]]) -> None:
     ids = torch.tensor([one for one, _ in given_rows], dtype=torch.int64)
     rows = torch.tensor([[float(value)] for _, value in given_rows]).view(-1, 1)
-    unique, summed = coalesce(ids, rows)
+    unique, places, summed = coalesce(ids, rows)
+    summed = summed[places]
     assert unique.tolist() == sorted({one for one, _ in given_rows})
     for row, value in zip(unique.tolist(), summed.tolist(), strict=True):
         assert value == [sum(value for one, value in given_rows if one == row)]
 
 
-def test_what_is_in_order_is_copied_all_the_same() -> None:
-    ids, rows = torch.tensor([0, 1]), torch.ones(2, 1)
-    _, copied = coalesce(ids, rows)
-    rows.zero_()
-    assert copied.tolist() == [[1.0], [1.0]]
+def test_rows_that_are_there_once_are_left_where_they_are() -> None:
+    ids, rows = torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]])
+    unique, places, found = coalesce(ids, rows)
+    assert (unique.tolist(), found[places].tolist()) == ([0, 1], [[0.0], [1.0]])
+    assert found is rows
+
+
+@given(st.lists(st.integers(-5, 5), max_size=12))
+def test_numbers_are_sorted_and_found_again(given_ids: list[int]) -> None:
+    ids = torch.tensor(given_ids, dtype=torch.int64)
+    unique, places = numbered(ids)
+    assert unique.tolist() == sorted(set(given_ids))
+    assert unique[places].tolist() == given_ids
+
+
+# --- sums of parts ------------------------------------------------------------------------------
+
+
+EDGES = (0, 2, 3, 5)
+
+
+def three(*rows: dict[int, list[float]]) -> list[list[Sparse]]:
+    """Gradients, each cut at the same places."""
+    return [sparse(one, 5).cut(EDGES) for one in rows]
+
+
+def test_parts_of_a_cut_are_numbered_from_their_own_first() -> None:
+    (parts,) = three({0: [1.0], 3: [2.0], 4: [3.0]})
+    assert [one.ids.tolist() for one in parts] == [[0], [], [0, 1]]
+    assert [len(one) for one in parts] == [2, 1, 2]
+    whole = sparse({1: [1.0]}, 3)
+    assert whole.cut((0, 3)) == [whole]
+
+
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_parts_are_summed_as_the_wholes_are(divisor: int) -> None:
+    one, two = three({0: [1.0], 3: [2.0], 4: [3.0]}, {0: [4.0], 2: [5.0]})
+    totals = [added([left, right], divisor) for left, right in zip(one, two, strict=True)]
+    found = torch.cat([dense(total) for total in totals])
+    assert torch.equal(found, torch.tensor([5.0, 0.0, 5.0, 2.0, 3.0]) / divisor)
+    storages = {total.rows.untyped_storage().data_ptr() for total in totals}
+    assert len(storages) == 1, "the whole is summed once"
+    assert one[0].rows.tolist() == [[1.0]], "what was pushed is only read"
+
+
+def test_other_companions_make_another_sum() -> None:
+    one, two, other = three({0: [1.0]}, {0: [2.0]}, {0: [4.0]})
+    assert added([one[0], two[0]]).rows.tolist() == [[3.0]]
+    assert added([one[0], other[0]]).rows.tolist() == [[5.0]]
+    assert added([one[0], two[0], other[0]]).rows.tolist() == [[7.0]]
+
+
+def test_a_part_of_a_cut_and_one_of_none_are_summed_by_themselves() -> None:
+    ((first, *_),) = three({0: [1.0]})
+    assert added([first, sparse({1: [2.0]}, 2)]).rows.tolist() == [[1.0], [2.0]]

@@ -225,12 +225,43 @@ def test_a_missing_gradient_may_count_as_zero(on_store: bool) -> None:
     assert not torch.equal(model[0].weight, reference[0].weight)
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+@pytest.mark.parametrize("on_store", [False, True])
+def test_rows_of_a_sparse_gradient_are_updated_and_no_others(on_store: bool) -> None:
     model = torch.nn.Embedding(4, 2, sparse=True)
-    trainer = kvps.Trainer(model, "sgd")
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(kvps.ConfigError, match=r"'weight'.*sparse=False"):
-        trainer.step(1)
+    before = model.weight.detach().clone()
+    options = {"lr": 0.5, "weight_decay": 0.5}
+    trainer = kvps.Trainer(model, "sgd", options, update_on_kvstore=on_store)
+    for batch in (2, 4):
+        model.zero_grad()
+        model(torch.tensor([1, 3, 1])).sum().mul(batch).backward()
+        trainer.step(batch)
+    expected = before.clone()
+    for _ in range(2):
+        expected[1] -= 0.5 * (2 + 0.5 * expected[1])
+        expected[3] -= 0.5 * (1 + 0.5 * expected[3])
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_a_transposed_table_is_updated_by_rows_too() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 4).t())
+    trainer = kvps.Trainer({"w": weight}, "sgd", {"lr": 1.0})
+    weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[2]]), torch.ones(1, 2), (4, 2), check_invariants=False
+    )
+    trainer.step(1)
+    assert weight.tolist() == [[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]
+
+
+def test_a_sparse_optimizer_of_torch_gets_sparse_gradients() -> None:
+    model, reference = (torch.nn.Embedding(4, 2, sparse=True) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    trainer = kvps.Trainer(model, torch.optim.SparseAdam(model.parameters()))
+    alone = torch.optim.SparseAdam(reference.parameters())
+    for one in (model, reference):
+        one(torch.tensor([1, 1])).sum().backward()
+    trainer.step(1)
+    alone.step()
+    assert torch.equal(model.weight, reference.weight)
 
 
 # --- parameters -----------------------------------------------------------------------------------
