@@ -37,6 +37,7 @@ def test_rows_are_spread_over_servers_and_come_back(
         kv = kvps.create(kind, timeout=60)
         table = kv.embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
         first = table.pull(ids.view(3, 100))
+        kv.barrier()  # nobody has pushed yet
         mine = ids[rank::2]
         for _ in range(5):
             table.push(mine, torch.ones(len(mine), 4))
@@ -66,6 +67,22 @@ def test_rows_are_spread_over_servers_and_come_back(
     assert [7] in changed
     local = kvps.create("local").embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
     assert torch.equal(local.pull(ids.view(3, 100)), one)
+
+
+def test_a_rate_holds_from_the_next_round_on() -> None:
+    def work(rank: int) -> list[float]:
+        kv = kvps.create("dist_sync", timeout=30)
+        table = kv.embedding("t", 1, init="zeros", optimizer="sgd", lr=1.0)
+        seen = []
+        for step in range(4):
+            table.set_learning_rate(2.0**-step)
+            table.push([5], torch.ones(1, 1))
+            seen.append(table.pull(5).item())
+        with pytest.raises(ConfigError, match="lr"):
+            table.set_learning_rate(-1.0)
+        return seen
+
+    assert run(work) == [[-2.0, -3.0, -3.5, -3.75]] * 2
 
 
 def test_workers_must_agree_on_a_table() -> None:

@@ -15,6 +15,7 @@ from kvps.core.rounds import WINDOW
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import (
     Declared,
+    Done,
     Embed,
     Error,
     Export,
@@ -31,6 +32,7 @@ from kvps.messages import (
     PullIds,
     PushIds,
     Stand,
+    TableRate,
 )
 from tests.workbench import Bench, server_of
 
@@ -164,6 +166,21 @@ def test_an_answer_that_nobody_waits_for_is_not_written() -> None:
     one.wait(6.0)
     assert "pull() of rows" in str(one.error(ticket))
     one.server(0, PulledIds(seq, 1, 2, 8, 4, 4), torch.zeros(16))
+
+
+@pytest.mark.spec("R196")
+def test_a_rate_is_set_when_all_pushes_so_far_are_applied() -> None:
+    one = bench(servers=1)
+    one.call(pushing(servers=1))
+    one.ack(0, *one.seqs(PushIds))
+    ticket = one.call(calls.SetTableRate("kv", KEY, 0.5))
+    assert one.sent(TableRate) == []
+    (pull,) = one.sent(Pull)
+    assert pull.runs[0].after == 1
+    one.server(0, Pulled(one.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, 1),)))
+    assert one.sent(TableRate) == [TableRate(5, 0.5)]
+    one.server(0, Done(one.seqs(TableRate)[0]))
+    assert one.is_done(ticket)
 
 
 def test_a_block_has_what_the_server_says() -> None:
