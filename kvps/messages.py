@@ -1256,6 +1256,15 @@ class PulledIds(Message):
         return _rows(self.dtype, self.dim, self.count)[1:]
 
 
+@_tag(106)
+@dataclass(frozen=True, slots=True)
+class TableRate(Message):
+    """Worker to server: the learning rate of a table from now on."""
+
+    chunk: int
+    lr: float
+
+
 @_tag(104)
 @dataclass(frozen=True, slots=True)
 class Export(Message):

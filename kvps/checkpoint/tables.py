@@ -30,7 +30,7 @@ from kvps.tensors import NAMES, TORCH
 Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
 """Returns the elements of a column of the file in pieces of these sizes."""
 
-_ENTRIES = ("key", "recipe", "history", "rows", "width", "counted")
+_ENTRIES = ("key", "recipe", "lr", "history", "rows", "width", "counted")
 
 
 def row_of(name: str, table: TableImage, columns: dict[str, Column]) -> dict[str, object]:
@@ -60,6 +60,7 @@ def row_of(name: str, table: TableImage, columns: dict[str, Column]) -> dict[str
             recipe.hyper.name,
             recipe.hyper.to_wire(),
         ],
+        "lr": table.lr,
         "history": [
             history.version,
             history.step,
@@ -110,7 +111,9 @@ def table_of(name: str, given: object, cut: Cut) -> TableImage:
             counts,
             checks.natural("counted", row["counted"]),
         )
-        return TableImage(key, recipe, history_of(row["history"]), (part,))
+        lr = checks.finite("lr", row["lr"])
+        recipe.hyper.with_lr(lr)  # refuses one that cannot be
+        return TableImage(key, recipe, lr, history_of(row["history"]), (part,))
     except ValueError as error:
         raise ValueError(f"table {key!r}: {error}") from error
 

@@ -129,6 +129,14 @@ class PullIds(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class SetTableRate(Call):
+    """Set the learning rate of a table (rank 0)."""
+
+    key: str
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExportBlock(Call):
     """Finishes with some rows of a table that one server has, a Block."""
 

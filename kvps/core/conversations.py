@@ -115,7 +115,7 @@ def broadcast(book: Catalogue, call: calls.Broadcast, rows: Values) -> Conversat
     meetings, made = book.barriers.get(BROADCAST, 0), book.broadcasts
     try:
         known = {name: book.keys[name] for name in names if name in book.keys}
-        yield from _settle(book, tuple(known))
+        yield from settle(book, tuple(known))
         yield from barrier(book, BROADCAST)
         numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
         yield from _create(book, call.keys, rows, numbers)
@@ -447,7 +447,7 @@ def inherit(book: Catalogue) -> Steps:
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
+def settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
     """Wait until this rank's own pushes of ``names`` are applied."""
     if not book.ordered:
         yield Drain()
@@ -460,7 +460,7 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
 
 def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
     """Give every server the optimizer, after the pushes that are on their way."""
-    yield from _settle(book, tuple(book.keys))
+    yield from settle(book, tuple(book.keys))
     hyper, before = call.hyper, book.optimized
     book.optimized = book.next_call(before)
     number, after, _ = book.optimized
@@ -485,7 +485,7 @@ def set_optimizer(book: Catalogue, call: calls.SetOptimizer) -> Conversation:
 
 def set_rate(book: Catalogue, call: calls.SetRate) -> Conversation:
     """Give every server the learning rate: the rounds pushed so far are updated with the old."""
-    yield from _settle(book, tuple(book.keys))
+    yield from settle(book, tuple(book.keys))
     before = book.rated
     book.rated = book.next_call(before)
     number, after, _ = book.rated
@@ -504,7 +504,7 @@ def save_state(book: Catalogue) -> Conversation:
 
     A key of which some part was never updated has no state yet.
     """
-    yield from _settle(book, tuple(book.keys))
+    yield from settle(book, tuple(book.keys))
     keys = [key for key in book.keys.values() if not key.name.startswith(EMBEDDING)]
     where = [(key, piece) for key in keys for piece in key.pieces]
     answers = yield [

@@ -16,6 +16,8 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return id_calls.pull_ids(book, call)
         case calls.ExportBlock():
             return id_calls.export(book, call)
+        case calls.SetTableRate():
+            return id_calls.set_table_rate(book, call)
         case calls.Embed():
             return id_calls.embed(book, call)
         case calls.PushValues():

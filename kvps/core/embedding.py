@@ -62,6 +62,7 @@ class Kept(NamedTuple):
     arenas: list[Arena]
     counts: npt.NDArray[np.uint8] | None
     counted: int
+    lr: float
 
 
 class Embedding:
@@ -74,6 +75,8 @@ class Embedding:
 
     def __init__(self, recipe: Recipe, servers: int = 1) -> None:
         self.recipe = recipe
+        self._hyper = recipe.hyper
+        """With the learning rate that was set last."""
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
         fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
@@ -86,6 +89,20 @@ class Embedding:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        return self._hyper.number("lr")
+
+    def set_rate(self, lr: float) -> None:
+        """Update by another learning rate from here on.
+
+        Raises:
+            ConfigError: if it is out of the optimizer's range; nothing is changed.
+        """
+        self._hyper = self._hyper.with_lr(lr)
+        self.updater = create(self._hyper)
 
     @property
     def summed_in(self) -> torch.dtype:
@@ -168,7 +185,7 @@ class Embedding:
         return torch.from_numpy(values).to(TORCH[self.recipe.dtype])
 
     def _update(self, slots: Slots, gradients: torch.Tensor, step: int) -> None:
-        lr, weight_decay = self.recipe.hyper.for_key("")
+        lr, weight_decay = self._hyper.for_key("")
         for arena, places, at in self._arenas.cut_to_write(slots):
             state = dict(arena.columns)
             update_rows(
@@ -237,6 +254,7 @@ class Embedding:
             arenas,
             None if admission is None else admission.counts.copy(),
             0 if admission is None else admission.counted,
+            self.lr,
         )
         return kept, release
 

@@ -15,14 +15,20 @@ import torch
 from kvps.core import calls
 from kvps.core.by_ids import message_of, spec_of
 from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, demand_presence, make_room, numbered
+from kvps.core.conversations import (
+    Conversation,
+    demand_presence,
+    make_room,
+    numbered,
+    settle,
+)
 from kvps.core.embedding import Block
 from kvps.core.ids import Ids, servers_of
 from kvps.core.link import Request
 from kvps.core.plan import Held, Key
 from kvps.core.rounds import WINDOW
 from kvps.errors import KvpsError, Mismatch, ProtocolError
-from kvps.messages import Declared, Export, Exported, Packet, PulledIds, PullIds, PushIds
+from kvps.messages import Declared, Export, Exported, Packet, PulledIds, PullIds, PushIds, TableRate
 from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import TORCH, dtype_of, from_frame
 
@@ -151,6 +157,17 @@ def _pull(
         on_reply=take,
         payload=(torch.from_numpy(ids),) if len(ids) else (),
     )
+
+
+def set_table_rate(book: Catalogue, call: calls.SetTableRate) -> Conversation:
+    """Give every server the learning rate, when this rank's pushes so far were applied.
+
+    In a synchronous store no later round has closed by then, and none does before this rank's next push.
+    """
+    key = book.key(call.key)
+    yield from settle(book, (key.name,))
+    yield [Request(held.server, TableRate(held.chunk, call.lr)) for held in key.pieces]
+    return None
 
 
 def export(book: Catalogue, call: calls.ExportBlock) -> Conversation:

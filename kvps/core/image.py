@@ -83,6 +83,8 @@ class TableImage:
 
     key: str
     recipe: Recipe
+    lr: float
+    """The learning rate, as it was set last."""
     history: History
     parts: tuple[RowsImage, ...]
 

@@ -99,6 +99,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.PushIds: "push() of rows",
     calls.PullIds: "pull() of rows",
     calls.ExportBlock: "export()",
+    calls.SetTableRate: "set_learning_rate() of a table",
     calls.Broadcast: "broadcast()",
     calls.Lookup: "the look-up of keys",
     calls.PushValues: "push()",

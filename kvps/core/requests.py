@@ -87,6 +87,7 @@ from kvps.messages import (
     Status,
     StatusIs,
     Steps,
+    TableRate,
     rows_in_frame,
 )
 from kvps.specs import BY_ID, BY_NAME
@@ -154,6 +155,10 @@ class Requests:
             case Embed():
                 yield self._send(session, self._embed(seq, message))
                 yield from self._retry()
+            case TableRate():
+                self._only_rank_0(session, "set the learning rate of a table")
+                by_ids.embedding_of(self.engine.chunk(message.chunk)).set_rate(message.lr)
+                yield self._send(session, Done(seq))
             case Export():
                 yield self._export(session, seq, message)
             case PushRows():

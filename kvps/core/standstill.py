@@ -39,6 +39,7 @@ CREATING = (
     calls.Broadcast,
     calls.SetOptimizer,
     calls.SetRate,
+    calls.SetTableRate,
     calls.LoadState,
     calls.RestoreCheckpoint,
 )

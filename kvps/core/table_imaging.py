@@ -32,7 +32,7 @@ def image_of(shard: Shard, chunk: Chunk) -> TableImage:
     rows, kept = by_ids.embedding_of(chunk), chunk.kept
     assert kept is not None, "the chunk of an image is kept"
     (span,) = chunk.spans
-    return TableImage(shard.key, rows.recipe, history_of(span), (rows_of(rows, kept),))
+    return TableImage(shard.key, rows.recipe, kept.lr, history_of(span), (rows_of(rows, kept),))
 
 
 def rows_of(rows: Embedding, kept: Kept) -> RowsImage:
@@ -56,6 +56,7 @@ def rows_of(rows: Embedding, kept: Kept) -> RowsImage:
 def filled(table: TableImage, server: int = 0, servers: int = 1) -> Embedding:
     """Return the rows of an image that belong on one server."""
     rows = Embedding(table.recipe, servers)
+    rows.set_rate(table.lr)
     for part in table.parts:
         _put(rows, part, server, servers)
     return rows

@@ -73,6 +73,11 @@ class DistEmbedding(EmbeddingTable):
         ticket.wait_copied()
         return None
 
+    def _set_rate(self, lr: float, timeout: float | None) -> None:
+        self._dist._begin()
+        if self._dist.rank == 0:
+            self._make(calls.SetTableRate(self._dist.name, self._key, lr), timeout)
+
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]:
         self.version()  # this rank's own pushes are in it then
         for server in range(self._servers):

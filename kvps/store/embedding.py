@@ -132,6 +132,29 @@ class EmbeddingTable(abc.ABC):
         total.index_add_(0, torch.from_numpy(place), rows)
         return self._push(unique, total.to(self.dtype), async_op, timeout)
 
+    def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
+        """Set the table's learning rate; rank 0's call counts, and others may make it, too.
+
+        In a synchronous store it holds from rank 0's next push on.
+
+        Args:
+            lr: within the optimizer's range.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: for a bad value.
+
+        Example:
+            >>> import torch, kvps
+            >>> table = kvps.create("local").embedding("t", 1, init="zeros", optimizer="sgd", lr=1)
+            >>> table.set_learning_rate(0.25)
+            >>> table.push([3], torch.ones(1, 1))
+            >>> table.pull(3)
+            tensor([-0.2500])
+        """
+        checked = self.recipe.hyper.with_lr(lr).number("lr")
+        self._set_rate(checked, timeout)
+
     def export(self, path: str | Path | None = None, *, with_state: bool = False) -> Rows | int:
         """Hand out all rows: as an iterator over blocks, or into a safetensors file.
 
@@ -211,6 +234,10 @@ class EmbeddingTable(abc.ABC):
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         return tensor.cpu().to(wide).reshape(-1, self.dim)
 
+    def __bool__(self) -> bool:
+        """Return True: an empty table is one, too."""
+        return True
+
     def __repr__(self) -> str:
         return f"<EmbeddingTable {self.name!r} of {self.dtype}[{self.dim}] in {self.store!r}>"
 
@@ -238,6 +265,9 @@ class EmbeddingTable(abc.ABC):
     def _push(
         self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None
     ) -> Any: ...
+
+    @abc.abstractmethod
+    def _set_rate(self, lr: float, timeout: float | None) -> None: ...
 
     @abc.abstractmethod
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]: ...

@@ -108,7 +108,7 @@ def table_image(name: str, rows: Embedding, pushes: int) -> TableImage:
     kept, release = rows.keep()
     release()  # nobody pushes before this process has written it
     history = History(pushes, pushes, {0: pushes}, {})
-    return TableImage(EMBEDDING + name, rows.recipe, history, (rows_of(rows, kept),))
+    return TableImage(EMBEDDING + name, rows.recipe, kept.lr, history, (rows_of(rows, kept),))
 
 
 def read(

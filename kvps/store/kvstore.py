@@ -502,10 +502,6 @@ class KVStore(KVStoreBase, abc.ABC):
         found = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, found)
 
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
-        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
-        raise ConfigError(f"a store of type {self.type!r} has no tables; use dist_* or local")
-
     # --- the optimizer ----------------------------------------------------------------------------
 
     def set_optimizer(
@@ -903,6 +899,10 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def _set_rests(self, rests: dict[str, torch.Tensor]) -> None: ...
+
+    @abc.abstractmethod
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
 
     @abc.abstractmethod
     def _close(self) -> None: ...

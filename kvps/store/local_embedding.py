@@ -84,6 +84,10 @@ class LocalEmbedding(EmbeddingTable):
         ticket.end(None, None)
         return Handle(ticket, lambda: None)
 
+    def _set_rate(self, lr: float, timeout: float | None) -> None:
+        self._begin()
+        self.here.set_rate(lr)
+
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]:
         self._begin()
         start = 0

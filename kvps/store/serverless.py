@@ -14,9 +14,11 @@ from kvps.compression import Rules
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.errors import ConfigError
 from kvps.specs import Spec
 from kvps.store.base import KVStoreBase
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
 from kvps.store.rows import taken
@@ -127,6 +129,9 @@ class Serverless(KVStore):
 
     def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
         self._optimizer()
+
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        self._refuse("embedding()", "keep an ordinary table, pushed by rows, in the model")
 
     # --- small things -------------------------------------------------------------------------------
 

@@ -122,6 +122,7 @@ def test_what_it_is_and_what_it_refuses(tmp_path):
             kv.checkpoint,
             kv.restore,
             kv.join,
+            lambda: kv.embedding("t", 2),
         ):
             with pytest.raises(kvps.ConfigError, match="dist_sync"):
                 refused()

@@ -18,6 +18,7 @@ from kvps.messages import (
     Ask,
     Declare,
     Declared,
+    Done,
     Embed,
     Entry,
     Export,
@@ -37,6 +38,7 @@ from kvps.messages import (
     PushIds,
     Return,
     Run,
+    TableRate,
 )
 from kvps.specs import BY_NAME
 from kvps.tensors import from_frame
@@ -354,6 +356,24 @@ def test_steps_count_updates_of_the_table() -> None:
         )
         adam.step()
     assert torch.allclose(torch.tensor(table.rows(0, 1)), weight.detach(), atol=1e-6)
+
+
+@pytest.mark.spec("R196")
+def test_a_rate_holds_from_the_next_update_on() -> None:
+    table = Tabled()
+    chunk = table.piece.chunk
+    table.push(0, [1], 0)
+    assert heard(table.stage.say(0, TableRate(chunk, 0.25)), Done)
+    table.push(1, [1], 0)
+    assert table.rows(1) == [[-0.5, -0.5]]
+    before = table.stage.snapshot()
+    assert "rank 1 may not set" in refusal(table.stage.say(1, TableRate(chunk, 9.0)))
+    assert refusal(table.stage.say(0, TableRate(chunk, -1.0))).startswith("ConfigError")
+    assert "no chunk 77" in refusal(table.stage.say(0, TableRate(77, 1.0)))
+    assert table.stage.snapshot() == before
+    for rank in range(2):
+        table.push(rank, [1], 1)
+    assert table.rows(1) == [[-1.0, -1.0]]
 
 
 @pytest.mark.spec("R189")

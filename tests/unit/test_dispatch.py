@@ -44,6 +44,7 @@ CALLS = {
     "checkpoint": calls.TakeCheckpoint("kv", ""),
     "restore": calls.RestoreCheckpoint("kv", ""),
     "embed": calls.Embed("kv", "t", RECIPE, 0),
+    "set_table_rate": calls.SetTableRate("kv", "t", 0.5),
     "push_ids": calls.PushIds("kv", ("t",), (), None, 0, True, 1, ()),
     "pull_ids": calls.PullIds("kv", ("t",), RECIPE, np.empty(0, np.int64)),
     "export": calls.ExportBlock("kv", "t", 0, 0, 1, 0, False),

@@ -159,3 +159,36 @@ def test_an_empty_table_makes_an_empty_file(table: kvps.EmbeddingTable, tmp_path
 def test_a_file_that_cannot_be_written_is_named(table: kvps.EmbeddingTable, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere"):
         table.export(tmp_path / "nowhere" / "t")
+
+
+def test_an_empty_table_is_a_table(table: kvps.EmbeddingTable) -> None:
+    assert table
+    assert repr(table).startswith("<EmbeddingTable 't' of torch.float32[2] in <KVStore local")
+
+
+def test_checkpoints_have_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
+    options: dict[str, Any] = {"init": "normal", "optimizer": "sgd", "lr": 1.0, "momentum": 0.5}
+    ids = [1, 2, 3]
+    with kvps.create("local") as kv:
+        table = kv.embedding("t", 2, **options)
+        table.push(ids, torch.ones(3, 2))
+        assert kv.checkpoint() == 1
+        table.push(ids, torch.ones(3, 2))
+        expected = table.pull(ids)
+        assert kv.restore() == 1
+        assert (table.version(), len(table)) == (1, 3)
+        table.push(ids, torch.ones(3, 2))
+        assert torch.equal(table.pull(ids), expected)
+    with kvps.create("local") as kv:
+        assert kv.restore() == 1
+        with pytest.raises(Mismatch, match="another dim"):
+            kv.embedding("t", 3, **options)
+        table = kv.embedding("t", 2, **options)
+        table.push(ids, torch.ones(3, 2))
+        assert torch.equal(table.pull(ids), expected)
+    with kvps.create("local") as kv:
+        other = kv.embedding("t", 2, init="zeros")
+        with pytest.raises(Mismatch, match="another first"):
+            kv.restore()
+        assert len(other) == 0

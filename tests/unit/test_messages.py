@@ -24,7 +24,7 @@ TAGS = {
     **{89: "GiveUp", 90: "Recall", 91: "Shelf", 92: "Restore", 93: "Restored"},
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
     **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
-    **{104: "Export", 105: "Exported"},
+    **{104: "Export", 105: "Exported", 106: "TableRate"},
 }
 """Written down once more: a tag that was given is for ever."""
 

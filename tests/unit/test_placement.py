@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.placement import ALIGN, BIGARRAY_BOUND, home, lies_by_rows, parts
+from kvps.core.placement import (
+    ALIGN,
+    BIGARRAY_BOUND,
+    EMBEDDING,
+    Part,
+    home,
+    lies_by_rows,
+    parts,
+)
 from kvps.specs import Spec
 
 
@@ -32,6 +40,12 @@ def test_the_hash_is_stable_for_ever() -> None:
         2,
         6,
     ]
+
+
+def test_a_table_has_one_element_on_every_server() -> None:
+    key = f"{EMBEDDING}words"
+    assert parts(key, 3, 3) == (Part(0, 0, 1), Part(1, 1, 1), Part(2, 2, 1))
+    assert parts(key, 1, 1, bound=1) == (Part(0, 0, 1),)
 
 
 def test_one_server_holds_all() -> None:

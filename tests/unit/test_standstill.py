@@ -9,6 +9,7 @@ from kvps.core import calls
 from kvps.core.catalogue import Catalogue
 from kvps.core.hyper import resolve
 from kvps.core.plan import Held as Piece
+from kvps.core.recipe import recipe_of
 from kvps.core.standstill import (
     FREE_STAND_MAX_S,
     PATIENCE_S,
@@ -170,6 +171,17 @@ def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
     one = halted(known)
     assert not one.holds(known["kv"], calls.Init("kv", (("a", spec(4)),), (ROW,)))
     assert one.holds(known["kv"], calls.Init("kv", (("new", spec(4)),), (ROW,)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whoever_makes_a_table_is_held(rank: int) -> None:
+    recipe = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
+    known = books(rank, a=3)
+    one = halted(known)
+    assert one.holds(known["kv"], calls.Embed("kv", "new", recipe, rank))
+    assert not one.holds(known["kv"], calls.Embed("kv", "a", recipe, rank))
+    rows = calls.PushIds("kv", ("a",), (), None, 0, True, 1, ())
+    assert one.holds(known["kv"], rows)
 
 
 def test_calls_keep_their_order() -> None:

@@ -21,7 +21,7 @@ from kvps.core.placement import home
 from kvps.core.recipe import Recipe, recipe_of
 from kvps.core.regroup import regroup
 from kvps.errors import Mismatch, StorageError
-from kvps.messages import Declared, Find, FoundAll, PulledIds, PullIds, PushIds
+from kvps.messages import Declared, Find, FoundAll, PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import from_frame
 from tests.server_stage import ServerStage, acked, heard
 
@@ -189,6 +189,18 @@ def test_a_store_goes_back_to_what_it_was() -> None:
     assert one.count == 60
 
 
+@pytest.mark.spec("R196")
+def test_the_rate_that_was_set_comes_back(tmp_path: Path) -> None:
+    one = trained()
+    one.stage.say(0, TableRate(one.chunk, 0.125))
+    write(tmp_path / "i", one.image())
+    other = Tabled(0, 1, images.read(tmp_path / "i"))
+    for some in (one, other):
+        some.push(0, 70)
+    assert other.rows() == one.rows()
+    assert heard(other.stage.say(0, by_ids.message_of("kv", KEY, recipe())), Declared)
+
+
 def test_another_table_of_this_name_is_refused() -> None:
     one = trained()
     before = one.rows()
@@ -246,6 +258,8 @@ def _frames(stream: Any) -> list[bytes]:
         (lambda row: row.update(width=7), "counts"),
         (lambda row: row.update(counted=-1), "counted"),
         (lambda row: row.update(key=""), "key"),
+        (lambda row: row.update(lr=-1), "lr"),
+        (lambda row: row.update(lr="1"), "lr"),
         (lambda row: row.pop("recipe"), "table"),
         (lambda row: row["recipe"].__setitem__(0, 0), "dim=0"),
         (lambda row: row["recipe"].__setitem__(2, "ones"), "init"),

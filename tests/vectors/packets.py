@@ -221,6 +221,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             m.Exported(42, 1000, 1, (m.Field("weight", 1, 2), m.Field("sum", 1, 2))),
             (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
         ),
+        (CREATOR, m.TableRate(3, 0.125), ()),
     ]
 
 

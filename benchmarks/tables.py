@@ -1,0 +1,106 @@
+"""Measures what an embedding table takes on its servers, and how many rows a second go in and out.
+
+    .venv/bin/kvps-launch -n 1 -s 2 -- .venv/bin/python benchmarks/tables.py
+
+One worker makes 10 million rows of 16 float32 under random ids (640 MB raw), then pushes to some of them
+and pulls some, uniformly and as words are used (a few very often). Memory is the growth of both server
+processes since they had nothing, at its highest and at the end. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kvps
+
+MB = 1e6
+
+
+def servers() -> list[int]:
+    """Return the process ids of this job's servers."""
+    address = os.environ["KVPS_SCHEDULER"].encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if b"server" in command and address in command.split(b"\0"):
+            found.append(int(folder.name))
+    return found
+
+
+def memory(pids: list[int], what: str) -> float:
+    """Return the MB that these processes have now (VmRSS) or had at most (VmHWM), together."""
+    total = 0
+    for pid in pids:
+        text = Path(f"/proc/{pid}/status").read_text()
+        total += next(
+            int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{what}:")
+        )
+    return total * 1024 / MB
+
+
+def zipf(count: int, size: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Return indices below ``count``, of which k comes about as often as 1 / k."""
+    return (count ** generator.random(size)).astype(np.int64) % count
+
+
+def main() -> None:
+    """Fill a table, use it, and print what that took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=50_000)
+    parser.add_argument("--optimizer", default="sgd")
+    flags = parser.parse_args()
+    kv = kvps.create("dist_async")
+    table = kv.embedding("table", flags.dim, optimizer=flags.optimizer, lr=0.01)
+    pids = servers()
+    before = memory(pids, "VmRSS")
+    generator = np.random.default_rng(0)
+    ids = generator.permutation(flags.rows) * 1_000_003
+    gradients = torch.ones(flags.batch, flags.dim)
+
+    def timed(name: str, batches: list[npt.NDArray[np.int64]], is_push: bool) -> None:
+        table.version()  # nothing is under way
+        begin = time.perf_counter()
+        for some in batches:
+            if is_push:
+                table.push(some, gradients[: len(some)])
+            else:
+                table.pull(some)
+        table.version()
+        seconds = time.perf_counter() - begin
+        rows = sum(map(len, batches))
+        print(f"{name}: {rows / seconds:,.0f} rows/s", flush=True)
+
+    whole = [ids[at : at + flags.batch] for at in range(0, flags.rows, flags.batch)]
+    timed("rows made", whole, is_push=True)
+    assert len(table) == flags.rows
+    raw = flags.rows * flags.dim * 4 / MB
+    now, peak = memory(pids, "VmRSS") - before, memory(pids, "VmHWM") - before
+    print(
+        f"{flags.rows:,} rows of {flags.dim} ({flags.optimizer}) on {len(pids)} servers, raw {raw:.0f} MB: "
+        f"{now:.0f} MB ({now / raw:.2f}x), at most {peak:.0f} MB ({peak / raw:.2f}x)",
+        flush=True,
+    )
+    uniform = [ids[generator.integers(0, flags.rows, flags.batch)] for _ in range(20)]
+    skewed = [ids[zipf(flags.rows, flags.batch, generator)] for _ in range(20)]
+    for name, batches in (("uniform", uniform), ("as words are used", skewed)):
+        timed(f"pushes, {name}", batches, is_push=True)
+        timed(f"pulls, {name}", batches, is_push=False)
+    small = [one[at : at + 1000] for one in uniform for at in range(0, 10_000, 1000)]
+    timed("pushes of 1,000", small, is_push=True)
+    timed("pulls of 1,000", small, is_push=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Embedding tables over real servers: through all stores, onto other servers, past lost workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvps
+import kvps.torch
+from kvps.core import id_calls
+from kvps.errors import ConfigError, Mismatch
+from tests.integration.processes import Processes
+
+DIST = ["dist_sync", "dist_async", "dist_ssp"]
+
+
+def run(work: Any, workers: int = 2, servers: int = 2) -> list[Any]:
+    """Call ``work(rank)`` as each worker of a cluster; return the results."""
+    with kvps.LocalCluster(workers, servers) as cluster:
+        found: list[Any] = cluster.run(work)
+        return found
+
+
+@pytest.mark.parametrize("kind", DIST)
+def test_rows_are_spread_over_servers_and_come_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(id_calls, "PULL_BYTES", 400)  # several answers from each server
+    ids = torch.arange(-50, 250) * 2**40
+
+    def work(rank: int) -> object:
+        kv = kvps.create(kind, timeout=60)
+        table = kv.embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
+        first = table.pull(ids.view(3, 100))
+        kv.barrier()  # nobody has pushed yet
+        mine = ids[rank::2]
+        for _ in range(5):
+            table.push(mine, torch.ones(len(mine), 4))
+        kv.barrier()
+        assert torch.allclose(table.pull(ids), first.view(300, 4) - 5)
+        assert (len(table), table.resume()) == (300, 5)
+        assert table.version() == (5 if kind == "dist_sync" else 10)
+        assert torch.equal(table.pull(2**50 + 7), table.pull([2**50 + 7])[0])
+        exported = torch.cat([one for one, _ in table.export()])  # type: ignore[union-attr]
+        assert torch.equal(exported.sort().values, ids.sort().values)
+        kv.barrier()
+        if rank == 0:
+            table.push([7], torch.ones(1, 4), async_op=True).wait()
+        elif kind == "dist_sync":
+            table.push([], [])
+        kv.barrier()
+        version = 5 if kind == "dist_sync" else 10
+        changed = [one.tolist() for one, _ in table.changed_since(version)]  # type: ignore[union-attr]
+        kv.barrier()
+        return first, changed
+
+    (one, changed), (other, same) = run(work)
+    assert torch.equal(one, other)
+    assert len(torch.unique(one)) > 1000
+    # Of several servers each has counted its own pushes.
+    assert changed == same
+    assert [7] in changed
+    local = kvps.create("local").embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
+    assert torch.equal(local.pull(ids.view(3, 100)), one)
+
+
+def test_a_rate_holds_from_the_next_round_on() -> None:
+    def work(rank: int) -> list[float]:
+        kv = kvps.create("dist_sync", timeout=30)
+        table = kv.embedding("t", 1, init="zeros", optimizer="sgd", lr=1.0)
+        seen = []
+        for step in range(4):
+            table.set_learning_rate(2.0**-step)
+            table.push([5], torch.ones(1, 1))
+            seen.append(table.pull(5).item())
+        with pytest.raises(ConfigError, match="lr"):
+            table.set_learning_rate(-1.0)
+        return seen
+
+    assert run(work) == [[-2.0, -3.0, -3.5, -3.75]] * 2
+
+
+def test_workers_must_agree_on_a_table() -> None:
+    def work(rank: int) -> str:
+        kv = kvps.create("dist_sync", timeout=30)
+        kv.embedding("t", 4)
+        kv.barrier()
+        try:
+            kv.embedding("u", 4 + rank)
+        except Mismatch as error:
+            return str(error)
+        finally:
+            kv.barrier()
+        return ""
+
+    said = sorted(run(work))
+    assert said[0] == ""
+    assert "table 'u'" in said[1]
+    assert "has dim" in said[1]
+
+
+def test_what_a_store_cannot_do_is_said_at_once() -> None:
+    def work(rank: int) -> None:
+        with pytest.raises(ConfigError, match="on_nonfinite='apply'"):
+            kvps.create("dist_sync", on_nonfinite="skip").embedding("t", 1)
+        kv = kvps.create("dist_sync")
+        table = kv.embedding("t", 1024)
+        many = 20_000  # of 4 KiB each
+        with pytest.raises(Mismatch, match="push half as many rows at once"):
+            table.push(torch.arange(many), torch.zeros(1, 1024).expand(many, 1024))
+
+    run(work, workers=1, servers=1)
+
+
+def test_optimizer_states_of_keys_are_saved_beside_a_table(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        kv = kvps.create("dist_sync")
+        kv.init("w", torch.zeros(3))
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+        table = kv.embedding("t", 2, optimizer="adam")
+        kv.push("w", torch.ones(3))
+        table.push([1], torch.ones(1, 2))
+        kv.save_optimizer_states(str(tmp_path / "s"))
+        kv.load_optimizer_states(str(tmp_path / "s"))
+        assert set(kv.optimizer_states()) == {"w"}
+        assert kv.keys() == ["w"]
+        assert kv.staleness()["w"] == 0
+
+    run(work, workers=1)
+
+
+def test_a_model_with_a_table_and_a_trainer_learns() -> None:
+    """Which of 200 ids are odd ones; their bits are scattered, so each row has to be learned."""
+    labels = (torch.arange(200) % 2).float()
+
+    def work(rank: int) -> float:
+        torch.manual_seed(0)
+        kv = kvps.create("dist_sync", name="rows", timeout=60)
+        table = kv.embedding("ids", 8, init=("normal", 0.1), optimizer="adagrad", lr=0.3)
+        model = torch.nn.Sequential(kvps.torch.Embedding(table), torch.nn.Linear(8, 1))
+        optimizer = kvps.torch.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.02), model
+        )
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(80):
+            some = torch.randint(200, (64,), generator=generator)
+            optimizer.zero_grad()
+            scores = model(some * 2**33)[:, 0]
+            torch.nn.functional.binary_cross_entropy_with_logits(scores, labels[some]).backward()
+            optimizer.step()
+        optimizer.close()
+        model.eval()
+        right = (model(torch.arange(200) * 2**33)[:, 0] > 0) == (labels > 0)
+        kv.barrier()
+        return right.float().mean().item()
+
+    assert min(run(work)) > 0.95
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+SAVE = """
+import torch, kvps
+
+kv = kvps.create("dist_sync", name="model")
+table = kv.embedding("t", 2, init=("normal", 0.5), optimizer="sgd", lr=1.0, momentum=0.5)
+for step in range(3):
+    table.push(range(-20, 20), torch.ones(40, 2))
+print("cut", kv.checkpoint("best"), flush=True)
+table.push(range(100), torch.ones(100, 2))
+kv.barrier()
+"""
+RESTORE = """
+import sys, torch, kvps
+
+kv = kvps.create("dist_sync", name="model")
+options = {"init": ("normal", 0.5), "optimizer": "sgd", "lr": 1.0, "momentum": 0.5}
+if sys.argv[1] == "make first":
+    table = kv.embedding("t", 2, **options)
+cut = kv.restore("best")
+if sys.argv[1] == "restore first":
+    table = kv.embedding("t", 2, **options)
+print("cut", cut, table.version(), len(table), flush=True)
+first = kvps.create("local").embedding("t", 2, **options).pull(range(-30, 30))
+before = table.pull(range(-30, 30))
+# Three steps of two workers: v = 2, 3, 3.5.
+assert torch.allclose(before[10:50], first[10:50] - 8.5), before
+assert torch.equal(before[:10], first[:10])
+table.push([0], torch.ones(1, 2))
+after = table.pull([0])
+assert torch.allclose(after, before[30:31] - (0.5 * 3.5 + kv.num_workers)), after
+assert table.version() == 4
+kv.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "how"), [(2, 3, "restore first"), (1, 1, "make first")]
+)
+@pytest.mark.spec("R195")
+def test_a_table_is_restored_onto_any_number_of_servers(
+    processes: Processes, tmp_path: Path, workers: int, servers: int, how: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def launch(n: int, s: int, script: str, name: str, *more: str) -> str:
+        flags = ("-n", n, "-s", s, "--checkpoint-dir", folder, "--")
+        process = processes.kvps(
+            "launch", *flags, sys.executable, processes.script(script, name), *more
+        )
+        assert process.wait(90.0) == 0, process
+        return process.out
+
+    assert launch(2, 2, SAVE, "save.py").count("cut 1") == 2
+    assert launch(workers, servers, RESTORE, "restore.py", how).count("cut 1 3 40") == workers
+
+
+LOSE = """
+import os, pathlib, sys, torch, kvps
+
+kv = kvps.create("dist_sync")
+table = kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=1.0)
+begin = table.resume()
+for step in range(begin, 60):
+    table.push([step, 1000 + kv.rank, 5000], torch.ones(3, 2))
+    if step % 3 == 0:
+        assert table.pull([5000])[0, 0] == -2 * (step + 1)
+    if kv.rank == 1 and step == 25 and begin == 0:
+        os.kill(os.getpid(), 9)
+if begin:
+    print("replaced at", begin, flush=True)
+kv.barrier("end")
+rows = table.pull([*range(60), 1000, 1001, 5000])[:, 0]
+assert rows.tolist() == [-2.0] * 60 + [-60.0, -60.0, -120.0], rows
+table.export(f"{sys.argv[1]}-{kv.rank}")
+kv.barrier("over")
+"""
+
+
+@pytest.mark.spec("R188")
+def test_each_push_counts_once_though_a_worker_is_killed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script = processes.script(LOSE, "lose.py")
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--")
+    process = processes.kvps("launch", *flags, sys.executable, script, tmp_path / "rows")
+    assert process.wait(120.0) == 0, process
+    assert "replaced at" in process.out
+    found = load_file(tmp_path / "rows-0")
+    assert sorted(found["ids"].tolist()) == [*range(60), 1000, 1001, 5000]
