@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvps.store.base import KVStoreBase
     from kvps.store.cluster import LocalCluster
     from kvps.store.create import create, shutdown
+    from kvps.store.embedding import EmbeddingTable
     from kvps.store.kvstore import KVStore
     from kvps.store.leaving import leave_at_sigterm
     from kvps.trainer import Trainer
@@ -58,6 +59,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.store.base": ("KVStoreBase",),
     "kvps.store.cluster": ("LocalCluster",),
     "kvps.store.create": ("create", "shutdown"),
+    "kvps.store.embedding": ("EmbeddingTable",),
     "kvps.store.kvstore": ("KVStore",),
     "kvps.store.leaving": ("leave_at_sigterm",),
     "kvps.data": ("data_sampler", "split_and_load"),
@@ -67,6 +69,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ConfigError",
+    "EmbeddingTable",
     "EpochChanged",
     "Fenced",
     "KVStore",

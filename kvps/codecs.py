@@ -246,7 +246,7 @@ def drawn(seed: int, count: int, total: int) -> torch.Tensor:
 
     Example:
         >>> drawn(1, 3, 9).tolist()
-        [0, 3, 8]
+        [1, 3, 7]
     """
     part = np.arange(count, dtype=np.uint64)
     mixed = (part + np.uint64(seed)) * np.uint64(_GOLDEN)

@@ -29,6 +29,10 @@ RUNS_MAX = 4096
 ENTRIES_MAX = 1024
 """How many runs one push or pull, and how many keys one declaration, may carry."""
 
+ROWS_FRAME_BYTES = 32 << 20
+ROWS_FRAMES_MAX = 63
+"""Rows fill payload frames of so many octets, or of one row; and at most so many frames."""
+
 KEY_MAX = 256
 TEXT_MAX = 4096
 """Characters of the name of a key or store, and octets of any text: a longer one is refused."""
@@ -445,6 +449,24 @@ def _octets(dtype: int, stand: Stand, steps: Steps) -> int:
     return sum([size_of(code, stand.size) for code in steps.codes])
 
 
+def rows_in_frame(dtype: int, width: int) -> int:
+    """Return how many rows of so many elements one payload frame holds."""
+    return max(1, ROWS_FRAME_BYTES // max(1, width * BY_ID[dtype].itemsize))
+
+
+def _id_sizes(count: int) -> tuple[int, ...]:
+    return (8 * count,) if count else ()
+
+
+def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
+    """Return the sizes of the frames that so many rows fill one after another."""
+    each, row = rows_in_frame(dtype, width), width * BY_ID[dtype].itemsize
+    if count > each * ROWS_FRAMES_MAX:
+        return (count * row,)  # which no frame is
+    full, rest = divmod(count, each)
+    return (each * row,) * full + ((rest * row,) if rest else ())
+
+
 @_tag(30)
 @dataclass(frozen=True, slots=True)
 class Load(Message):
@@ -568,6 +590,68 @@ class Pulled(Message):
         return (
             sum([_octets(self.dtype, *one) for one in zip(self.runs, self.steps, strict=False)]),
         )
+
+
+@_tag(35)
+@dataclass(frozen=True, slots=True)
+class PushRows(Message):
+    """Worker to server: a gradient for some rows of the part of a key that lies there."""
+
+    store: str
+    key: str
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    """Of the push, as in the run of a PUSH."""
+    width: int
+    """Elements of a row."""
+    count: int
+    """How many rows; also none are a push."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The numbers of the rows, and the rows."""
+        return (*_id_sizes(self.count), *_row_sizes(self.dtype, self.width, self.count))
+
+
+@_tag(36)
+@dataclass(frozen=True, slots=True)
+class PullRows(Message):
+    """Worker to server: these rows of a key, once the conditions hold for all of it that is there."""
+
+    store: str
+    key: str
+    after: int
+    """How many pushes of this rank must have been applied."""
+    least: int
+    """The lowest version that will do."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the numbers of the rows."""
+        return _id_sizes(self.count)
+
+
+@_tag(37)
+@dataclass(frozen=True, slots=True)
+class PulledRows(Message):
+    """Answer to PULL-ROWS: the rows, in the order of their numbers."""
+
+    seq: int
+    dtype: int
+    width: int
+    count: int
+    lowest: int
+    highest: int
+    """Versions of the parts of the key on this server."""
+    owed: int
+    """The number of the push that this rank owes next on some of them."""
+    dropped: tuple[Dropped, ...] = ()
+    """As in PULLED; ``start`` is where the part begins in the key."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _row_sizes(self.dtype, self.width, self.count)
 
 
 # --- the optimizer on the servers -------------------------------------------------------------
@@ -1090,3 +1174,118 @@ class Seen(Message):
     members: tuple[Sight, ...]
     rounds: tuple[OldRound, ...]
     """The oldest of each store, the oldest first."""
+
+
+# --- embedding tables ---------------------------------------------------------------------------
+
+
+def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
+    """Sizes of the frames with so many ids, and rows of so many elements; none of nothing."""
+    return (8 * count, BY_ID[dtype].itemsize * dim * count) if count else ()
+
+
+@_tag(100)
+@dataclass(frozen=True, slots=True)
+class Embed(Message):
+    """Worker to server: this store has an embedding table, made by this recipe."""
+
+    store: str
+    key: str
+    dtype: int
+    dim: int
+    init: str
+    scale: float
+    seed: int
+    admit: int
+    max_age: int
+    max_rows: int
+    """Of the whole table, on all servers; 0 for any number."""
+    optimizer: str
+    numbers: dict[str, bool | int | float | None]
+
+
+@_tag(101)
+@dataclass(frozen=True, slots=True)
+class PushIds(Message):
+    """Worker to server: gradients for the rows of these ids; of none, it is a push as well."""
+
+    chunk: int
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    dim: int
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, ascending and each named once; and their gradients."""
+        return _rows(self.dtype, self.dim, self.count)
+
+
+@_tag(102)
+@dataclass(frozen=True, slots=True)
+class PullIds(Message):
+    """Worker to server: the rows of these ids, once the conditions hold."""
+
+    chunk: int
+    after: int
+    least: int
+    """These two as in PULL."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids."""
+        return (8 * self.count,) if self.count else ()
+
+
+@_tag(103)
+@dataclass(frozen=True, slots=True)
+class PulledIds(Message):
+    """Answer to PULL-IDS: the rows, in the order of the ids."""
+
+    seq: int
+    dtype: int
+    dim: int
+    count: int
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _rows(self.dtype, self.dim, self.count)[1:]
+
+
+@_tag(104)
+@dataclass(frozen=True, slots=True)
+class Export(Message):
+    """Worker to server: some rows of a table, from a slot on."""
+
+    chunk: int
+    start: int
+    count: int
+    """At most so many."""
+    since: int
+    """Only those pushed to after this version."""
+    state: bool
+    """The optimizer's states, too."""
+
+
+@_tag(105)
+@dataclass(frozen=True, slots=True)
+class Exported(Message):
+    """Answer to EXPORT."""
+
+    seq: int
+    next: int
+    """Where the next rows begin; 0 after the last."""
+    count: int
+    fields: tuple[Field, ...]
+    """The columns, the weights first; each has ``count`` rows."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, the version that each row's last push made, and one frame per column."""
+        if not self.count:
+            return ()
+        columns = [BY_ID[one.dtype].itemsize * one.size for one in self.fields]
+        return (8 * self.count, 8 * self.count, *columns)

@@ -86,6 +86,14 @@ class Spec:
         return math.prod(self.shape)
 
     @property
+    def width(self) -> int:
+        """Elements of a row, which is what one index of the first dimension holds.
+
+        It is 1 for a tensor that has no rows: of fewer than two dimensions, or without elements.
+        """
+        return math.prod(self.shape[1:]) or 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements laid side by side."""
         return self.count * BY_NAME[self.dtype].itemsize

@@ -62,7 +62,7 @@ def image(
     held = []
     for name, spec in keys.items():
         weight = values(spec)
-        for part in parts(name, spec.count, servers, bound):
+        for part in parts(name, spec.count, servers, bound, spec.width):
             if part.server == server:
                 end = part.start + part.size
                 inner = [cut for cut in cuts if part.start < cut < end]

@@ -335,6 +335,7 @@ class ServerStage:
                 one.bounds,
                 str(one.buffer.tensor[: one.used].tolist()),
                 {n: str(t[: one.used].tolist()) for n, t in (one.state or {}).items()},
+                None if one.back is None else str(one.back.rest[: one.used].tolist()),
                 sorted(one._blank),
                 one._retired,
                 # How spans are cut means nothing; what they say of each key does.

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvps.bench.rounds import CODECS
 from kvps.errors import ConfigError
 
 BASE = "gloo"
@@ -27,7 +28,8 @@ class System:
     """What it is a way to use: kvps, gloo, mxnet or ray."""
     what: str
     how: str = "copy"
-    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``)."""
+    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``); or by
+    which codec they are compressed, both ways."""
     rule: str = "sum"
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,6 +50,10 @@ _ALL = (
         "as kvps, workers of one host push for themselves (with --network)",
         env={"KVPS_HOST_AGGREGATION": "0"},
     ),
+    *[
+        System(f"kvps {codec}", "kvps", f"as kvps, compressed by {codec} both ways", how=codec)
+        for codec in CODECS
+    ],
     System("gloo", "gloo", "all_reduce of 25 MiB buckets, copied in and out"),
     System("gloo in place", "gloo", "the same, gradients already in the buckets", how="in-place"),
     System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
@@ -55,10 +61,11 @@ _ALL = (
     System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
 )
 SYSTEMS = {one.name: one for one in _ALL}
-NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", "gloo")
+COMPRESSED = tuple(f"kvps {codec}" for codec in CODECS)
+NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", *COMPRESSED, "gloo")
 """Those that run on several hosts."""
-NETWORKED_ONLY = ("kvps apart",)
-"""Those that differ from another system there only."""
+NAMED_ONLY = ("kvps apart", *COMPRESSED)
+"""Those that are measured if they are named: they mean something on slow networks only."""
 
 
 def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[System]:
@@ -73,7 +80,7 @@ def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[S
     """
     lacking = {one.name: _lack(one, interpreters) for one in _ALL}
     if names is None:
-        usual = [one for one in _ALL if one.name not in NETWORKED_ONLY]
+        usual = [one for one in _ALL if one.name not in NAMED_ONLY]
         return [one for one in usual if not lacking[one.name]]
     for name in names:
         if name not in SYSTEMS:

@@ -1,8 +1,8 @@
 """One worker of kvps under measurement, and how it pushes and pulls.
 
 ``copy`` takes gradients from the caller's tensors and writes results into others, in one round
-trip. ``in-place`` writes gradients where the store sends them from and reads results where they
-lie. Run by ``kvps bench``.
+trip; so does any codec, by which both are compressed. ``in-place`` writes gradients where the store
+sends them from and reads results where they lie. Run by ``kvps bench``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from kvps.bench.workloads import Shapes
 class Copying:
     """Pushes from tensors of its own and pulls into others."""
 
-    def __init__(self, shapes: Shapes, rule: str) -> None:
+    def __init__(self, shapes: Shapes, rule: str, codec: str = "none") -> None:
         self._kv = opened(shapes, rule)
+        self._kv.set_gradient_compression(
+            {"rules": [{"pattern": "*", "type": codec, "pull": True, "min_bytes": 0}]}
+        )
         self.rank: int = self._kv.rank
         self.workers: int = self._kv.num_workers
         self._keys = list(range(len(shapes)))
@@ -106,7 +109,9 @@ def rows_of(tensors: Sequence[torch.Tensor]) -> list[Row]:
 
 def make(shapes: Shapes, how: str, rule: str) -> rounds.System:
     """Return the worker that pushes and pulls as ``how`` says."""
-    return InPlace(shapes, rule) if how == "in-place" else Copying(shapes, rule)
+    if how == "in-place":
+        return InPlace(shapes, rule)
+    return Copying(shapes, rule, "none" if how == "copy" else how)
 
 
 if __name__ == "__main__":

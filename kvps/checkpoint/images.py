@@ -9,6 +9,8 @@ a handful of tensors for safetensors to find. What is no tensor is JSON in the f
     stores[i].keys         [name, element type, shape, call, portions]
                            portion: [start, size, number of its history, number of its form]
 
+An embedding table has columns of its own, ``i/table/J/...`` (:mod:`kvps.checkpoint.tables`).
+
 The next ``size`` elements of column ``i/weight/TYPE``, and of ``i/state/NAME/TYPE`` for each state
 of the form, belong to the next portion. docs/checkpoints.md has the format in full.
 """
@@ -25,7 +27,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvps.checkpoint import checks
+from kvps.checkpoint import checks, tables
 from kvps.checkpoint.rows import FORMAT, Form, image_of
 from kvps.checkpoint.stream import Column, Stream, stream_of
 from kvps.core.hyper import Hyper
@@ -103,6 +105,10 @@ def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dic
         "histories": histories.rows,
         "forms": list(forms),
         "keys": keys,
+        "tables": [
+            tables.row_of(f"{index}/table/{number}", table, columns)
+            for number, table in enumerate(store.tables)
+        ],
     }
 
 

@@ -167,13 +167,15 @@ def now_in_words() -> str:
 def holdings(image: Image) -> dict[str, Holding]:
     """Return what a manifest says of one server's stores; :func:`together` adds them up.
 
-    A key counts where its first element lies. A store without elements here is left out.
+    A key counts where its first element lies, a table on server 0. A store without elements here is left
+    out.
     """
     found = {}
     for store in image.stores:
         firsts = [key.portions[0].start == 0 for key in store.keys if key.portions]
-        if firsts:
-            found[store.name] = Holding(sum(firsts), *store.versions)
+        tables = 0 if image.server else len(store.tables)
+        if firsts or store.tables:
+            found[store.name] = Holding(sum(firsts) + tables, *store.versions)
     return found
 
 

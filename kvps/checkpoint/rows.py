@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvps.checkpoint import checks
+from kvps.checkpoint import checks, tables
+from kvps.checkpoint.tables import by_rank, history_of
 from kvps.core.hyper import Hyper
 from kvps.core.image import History, Image, JoinsImage, KeyImage, Portion, StoreImage
 from kvps.core.namespace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
@@ -76,10 +77,12 @@ def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Image:
 
 
 def _store(index: int, given: object, columns: _Columns) -> StoreImage:
-    row = checks.record("a store", given, *_STORE, *_TABLES)
+    if type(given) is dict:
+        given = {"tables": [], **given}  # of before there were any
+    row = checks.record("a store", given, *_STORE, *_TABLES, "tables")
     opened = _open(row["open"])
     try:
-        histories = [_history(one) for one in checks.array("histories", row["histories"])]
+        histories = [history_of(one) for one in checks.array("histories", row["histories"])]
         forms = [_form(one) for one in checks.array("forms", row["forms"])]
         specs: dict[object, Spec] = {}
         keys = [_key(one, histories, forms, specs) for one in checks.array("keys", row["keys"])]
@@ -92,6 +95,10 @@ def _store(index: int, given: object, columns: _Columns) -> StoreImage:
             checks.finite("sent_lr", row["sent_lr"]),
             keys=_with_tensors(index, keys, columns),
             joins=_joins(row["joins"]),
+            tables=tuple(
+                tables.table_of(f"{index}/table/{number}", one, columns.cut)
+                for number, one in enumerate(checks.array("tables", row["tables"]))
+            ),
             **{name: checks.natural(name, row[name]) for name in _CALLS},
         )
     except (ValueError, KvpsError) as error:
@@ -133,29 +140,9 @@ def _hyper(given: object) -> Hyper | None:
     return Hyper.from_wire(checks.text("an optimizer's name", name, least=1), mapping)
 
 
-def _history(given: object) -> History:
-    version, step, pushed, head_start = checks.array("a history", given, 4)
-    return History(
-        checks.natural("version", version),
-        checks.natural("step", step),
-        _by_rank("pushed", pushed),
-        _by_rank("head_start", head_start),
-    )
-
-
 def _joins(given: object) -> JoinsImage:
     over, last, made = checks.array("joins", given, 3)
-    return JoinsImage(checks.natural("over", over), _by_rank("last", last), _by_rank("made", made))
-
-
-def _by_rank(what: str, given: object) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for pair in checks.array(what, given):
-        rank, count = checks.array(what, pair, 2)
-        found[checks.natural("a rank", rank, checks.RANK_MAX)] = checks.natural(what, count)
-    if len(found) < len(checks.array(what, given)):
-        raise ValueError(f"{what} has a rank twice")
-    return found
+    return JoinsImage(checks.natural("over", over), by_rank("last", last), by_rank("made", made))
 
 
 def _form(given: object) -> Form:

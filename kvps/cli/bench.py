@@ -25,11 +25,13 @@ examples:
   kvps bench --sweep workers --at 1 2 4 --workloads small
   kvps bench --network 4x4 --rate 400mbit         4 workers and 4 servers, each behind its own link
   kvps bench --network 8@1x4 --systems kvps gloo  8 workers on one host (root, Linux)
+  kvps bench --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"   what compression saves
 
 workloads: resnet50 (161 arrays, 102 MB), big (one array of 64 MiB), small (1,000 of 1 KiB),
   transformer (148 arrays, 498 MB), bytes:N (one array of N bytes), keys:N (N arrays of 64 numbers)
 systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place', mxnet, 'mxnet sgd',
-  ray; docs/benchmarks.md tells what each does, and how to make an environment for MXNet
+  ray; by name only 'kvps apart', and compressed both ways 'kvps fp16', 'kvps int8', 'kvps 2bit',
+  'kvps 1bit'; docs/benchmarks.md tells what each does, and how to make an environment for MXNet
 sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
 
 A time is that of one push and pull of all arrays, as the slowest worker sees it: the median of the

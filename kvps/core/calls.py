@@ -18,7 +18,9 @@ import torch
 
 from kvps.compression import Rules
 from kvps.core.hyper import Hyper
+from kvps.core.ids import Ids
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.messages import Open
 from kvps.specs import Spec
 
@@ -95,6 +97,70 @@ class PullValues(Call):
     sinks: Sinks
     priority: Numbers
     min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embed(Call):
+    """Have every server make the table of ``key``, unless it has."""
+
+    key: str
+    recipe: Recipe
+    creator: int
+    """The rank that calls: whoever does so first makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushIds(PushValues):
+    """Push rows of a table, the only one of ``keys``; there are no ``rows`` and no ``sinks``."""
+
+    dim: int
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """For each server ids [n], ascending and each once, and rows [n, dim]; nobody writes to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullIds(Call):
+    """Pull rows of a table, the only one of ``keys``; finishes with a tensor [n, dim]."""
+
+    keys: tuple[str, ...]
+    recipe: Recipe
+    ids: Ids
+    """[n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportBlock(Call):
+    """Finishes with some rows of a table that one server has, a Block."""
+
+    key: str
+    server: int
+    start: int
+    count: int
+    since: int
+    with_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushRows(Call):
+    """Push some rows of keys of two or more dimensions."""
+
+    keys: tuple[str, ...]
+    rows: tuple[torch.Tensor, ...]
+    """Of each key three: the numbers of rows, int64 [k], ascending, each once and in the key; where
+    each of these rows is in the last; and rows, [at least k, width]."""
+    priority: Numbers
+    eager: bool
+    """As in PushValues."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows(Call):
+    """Pull some rows; finishes with a tensor [k, width] for each key, in the order of the numbers."""
+
+    keys: tuple[str, ...]
+    ids: tuple[torch.Tensor, ...]
+    """Of each key int64, ascending, each once and in the key."""
+    priority: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +273,14 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
+PUSHES = (PushValues, PushRows)
+"""Calls that push."""
+
 REPEATED = (
     Allocate,
     Lookup,
     PullValues,
+    PullRows,
     Versions,
     Resume,
     Broadcast,
@@ -218,6 +288,8 @@ REPEATED = (
     Ask,
     SaveState,
     SaveRests,
+    PullIds,
+    ExportBlock,
 )
 """Calls that change nothing, or nothing more when they are made again."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvps.core.coding import Coding
-from kvps.core.placement import Part, parts
+from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.plan import Held, Key, Plan, make
 from kvps.errors import KeyNotFound
 from kvps.messages import Open
@@ -108,6 +108,12 @@ class Catalogue:
             KeyNotFound: if it is unknown here.
         """
         key = self.keys.get(name)
+        if key is None and name.startswith(EMBEDDING):
+            title = name.removeprefix(EMBEDDING)
+            raise KeyNotFound(
+                f"the servers have no table {title!r} of store {self.opened.store!r}; call "
+                f"embedding({title!r}, ...) on every worker"
+            )
         if key is None:
             raise KeyNotFound(
                 f"key {name!r} of store {self.opened.store!r} was never initialised; call "
@@ -133,7 +139,7 @@ class Catalogue:
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
-        return parts(key, spec.count, self.servers, self.opened.bigarray_bound)
+        return parts(key, spec.count, self.servers, self.opened.bigarray_bound, spec.width)
 
     def place(self, placed: Iterable[tuple[str, Spec, Iterable[Held]]]) -> None:
         """Remember where keys lie. What was counted of a key stays, unless it is another now."""

@@ -24,11 +24,23 @@ from kvps.codecs import decode, encode
 from kvps.codes import RANDOMK
 from kvps.compression import OFF, Rules, Setting
 from kvps.core.link import Request
-from kvps.core.plan import Key, Numbers, Plan, Segment, Share, make, of_key
+from kvps.core.plan import Given, Key, Numbers, Plan, Segment, Share, make, of_key
 from kvps.errors import ProtocolError
 from kvps.messages import Ask, Packet, Pull, Pulled, Push, Run
 from kvps.specs import BY_NAME
 from kvps.tensors import Memory, from_frame
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Some rows of a call; the list may be filled anew before they are read."""
+
+    rows: Given
+    indices: Sequence[int]
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return that of one key of the group."""
+        return self.rows[self.indices[index]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,8 @@ class Group:
     plan: Plan
     setting: Setting | None
     """None for as they are."""
-    indices: tuple[int, ...]
-    """Which keys of the call they are."""
+    indices: tuple[int, ...] | None = None
+    """Which keys of the call they are; None for all."""
 
     @overload
     def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
@@ -49,23 +61,13 @@ class Group:
 
     def numbers(self, numbers: Numbers) -> Numbers:
         """Return those of ``numbers``, one for each key of the call, that are theirs."""
-        if isinstance(numbers, int) or len(self.indices) == len(numbers):
+        if isinstance(numbers, int) or self.indices is None:
             return numbers
         return [numbers[index] for index in self.indices]
 
-
-class Picked(Sequence[torch.Tensor]):
-    """Some rows of a call, looked up when they are read: the list may be filled anew."""
-
-    def __init__(self, rows: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
-        self._rows = rows
-        self._indices = indices
-
-    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
-        return self._rows[self._indices[index]]
-
-    def __len__(self) -> int:
-        return len(self._indices)
+    def rows(self, rows: Given) -> Given:
+        """Return those of ``rows``, one for each key of the call, that are theirs."""
+        return rows if self.indices is None else Picked(rows, self.indices)
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class Coding:
     def groups(self, plan: Plan, rank: int) -> list[Group]:
         """Return the keys of ``plan``, by how they travel."""
         if self.rules is OFF:
-            return [Group(plan, None, tuple(range(len(plan.keys))))]
+            return [Group(plan, None)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)
         if groups is None:
@@ -116,8 +118,11 @@ class Coding:
         found: dict[Setting | None, list[int]] = {}
         for index, key in enumerate(plan.keys):
             found.setdefault(self.rules.setting_of(key.name, key.spec), []).append(index)
+        if len(found) == 1:
+            yield Group(plan, next(iter(found)))
+            return
         for setting, indices in found.items():
-            part = plan if len(found) == 1 else make([plan.keys[one] for one in indices], rank)
+            part = make([plan.keys[one] for one in indices], rank)
             yield Group(part, setting, tuple(indices))
 
     # --- the way there --------------------------------------------------------------------------
@@ -127,7 +132,7 @@ class Coding:
         group: Group,
         share: Share,
         message: Push,
-        rows: Sequence[torch.Tensor],
+        rows: Given,
         memory: Memory,
         numbers: Numbers,
     ) -> Request:

@@ -18,12 +18,12 @@ import torch
 from kvps.core import calls
 from kvps.core import plan as plans
 from kvps.core.catalogue import Catalogue, Made
-from kvps.core.coding import Group, Picked
+from kvps.core.coding import Group
 from kvps.core.drops import complain
 from kvps.core.joins import JUDGE
 from kvps.core.link import Request
-from kvps.core.placement import home
-from kvps.core.plan import Held, Key, Numbers, Plan, Share, alike, make
+from kvps.core.placement import EMBEDDING, home
+from kvps.core.plan import Given, Held, Key, Numbers, Plan, Share, alike, make
 from kvps.core.reading import (
     Drain,
     Pieces,
@@ -33,6 +33,7 @@ from kvps.core.reading import (
     Steps,
     Tally,
     even_out,
+    own_sink,
     read,
     sink_for,
     stand,
@@ -231,7 +232,7 @@ def _bulk(
     book: Catalogue,
     share: Share,
     message: Load | Push,
-    rows: Sequence[torch.Tensor],
+    rows: Given,
     priority: Numbers = 0,
 ) -> Request:
     return Request(
@@ -246,8 +247,8 @@ def _bulk(
 
 def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     """Push one gradient for each key; with a sink, pull what comes of it."""
-    _demand_presence(book)
-    plan = yield from _numbered(book, call.keys)
+    demand_presence(book)
+    plan = yield from numbered(book, call.keys)
     each = [key.number for key in plan.keys]
     full: list[Key] = []
     if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
@@ -259,12 +260,12 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     tallies = [Tally(group.plan) for group in groups]
     requests: list[Request] = []
     for group, tally in zip(groups, tallies, strict=True):
-        own = rows if group.plan is plan else Picked(rows, group.indices)
-        requests += _pushed(book, call, group, own, alike(group.numbers(each)), tally, sink)
+        numbers = alike(group.numbers(each))
+        requests += _pushed(book, call, group, group.rows(rows), numbers, tally, sink)
     try:
         if full:
-            yield from _make_room(book, full)
-        _demand_presence(book)
+            yield from make_room(book, full)
+        demand_presence(book)
         yield requests
     except KvpsError:
         for key in plan.keys:
@@ -274,7 +275,7 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
         for group, tally in zip(groups, tallies, strict=True):
             after = alike([number + 1 for number in group.numbers(each)])
             urgent = group.numbers(call.priority)
-            yield from even_out(book, tally, sink.only(group.indices), after, urgent)
+            yield from even_out(book, tally, own_sink(group, sink), after, urgent)
         _complain(book, tallies)
     return _views(book, plan, sink)
 
@@ -283,13 +284,14 @@ def _pushed(
     book: Catalogue,
     call: calls.PushValues,
     group: Group,
-    rows: Sequence[torch.Tensor],
+    rows: Given,
     numbers: Numbers,
     tally: Tally,
     sink: Sink | None,
 ) -> list[Request]:
     """Return the requests that push the keys of ``group``."""
-    own, priority = sink and sink.only(group.indices), group.numbers(call.priority)
+    own = None if sink is None else own_sink(group, sink)
+    priority = group.numbers(call.priority)
     setting = group.setting
     requests = []
     for share in group.plan.shares:
@@ -309,7 +311,7 @@ def _pushed(
     return requests
 
 
-def _demand_presence(book: Catalogue) -> None:
+def demand_presence(book: Catalogue) -> None:
     """Refuse a push of a rank that has joined: rounds close without it.
 
     Raises:
@@ -333,7 +335,7 @@ def _complain(book: Catalogue, tallies: list[Tally]) -> None:
         complain(book.opened.store, book.ordered, book.keys, dropped)
 
 
-def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
+def numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[Packet], Plan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
     The number of a push that was refused is free again, so it has to be asked which are owed.
@@ -348,7 +350,7 @@ def _numbered(book: Catalogue, names: tuple[str, ...]) -> Generator[Step, list[P
     return plan
 
 
-def _make_room(book: Catalogue, full: list[Key]) -> Steps:
+def make_room(book: Catalogue, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if book.ordered:
         plan = book.plan(tuple(key.name for key in full))
@@ -362,7 +364,7 @@ def _make_room(book: Catalogue, full: list[Key]) -> Steps:
 
 def pull(book: Catalogue, call: calls.PullValues) -> Conversation:
     """Pull the values after this rank's own pushes."""
-    plan = yield from _numbered(book, call.keys)
+    plan = yield from numbered(book, call.keys)
     after = alike([key.number for key in plan.keys])
     sink = sink_for(call.sinks, plan)
     assert sink is not None
@@ -379,7 +381,7 @@ def allocate(book: Catalogue, names: tuple[str, ...]) -> Conversation:
 
 def versions(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     """Return the version of each key: that of the part that is furthest behind."""
-    plan = yield from _numbered(book, names)
+    plan = yield from numbered(book, names)
     tally = yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
     return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
 
@@ -452,7 +454,7 @@ def _settle(book: Catalogue, names: tuple[str, ...]) -> Steps:
         return
     pushed = tuple(name for name in names if book.keys[name].number > book.keys[name].applied)
     if pushed:
-        plan = yield from _numbered(book, pushed)
+        plan = yield from numbered(book, pushed)
         yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
 
 
@@ -503,7 +505,7 @@ def save_state(book: Catalogue) -> Conversation:
     A key of which some part was never updated has no state yet.
     """
     yield from _settle(book, tuple(book.keys))
-    keys = list(book.keys.values())
+    keys = [key for key in book.keys.values() if not key.name.startswith(EMBEDDING)]
     where = [(key, piece) for key in keys for piece in key.pieces]
     answers = yield [
         Request(piece.server, GetState(piece.chunk, piece.start, piece.size)) for _, piece in where
@@ -620,7 +622,7 @@ def join(book: Catalogue) -> Conversation:
     if book.ordered:
         for key in book.keys.values():
             key.is_refused = True
-        yield from _numbered(book, tuple(book.keys))
+        yield from numbered(book, tuple(book.keys))
     judged = answers[JUDGE].message
     assert isinstance(judged, Joined)
     return judged.last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core import calls, conversations, saving
+from kvps.core import calls, conversations, id_calls, rowcalls, saving
 from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, Values
 
@@ -10,10 +10,22 @@ from kvps.core.conversations import Conversation, Values
 def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
     """Return the conversation that carries ``call`` out."""
     match call:
+        case calls.PushIds():
+            return id_calls.push_ids(book, call)
+        case calls.PullIds():
+            return id_calls.pull_ids(book, call)
+        case calls.ExportBlock():
+            return id_calls.export(book, call)
+        case calls.Embed():
+            return id_calls.embed(book, call)
         case calls.PushValues():
             return conversations.push(book, call, rows)
         case calls.PullValues():
             return conversations.pull(book, call)
+        case calls.PushRows():
+            return rowcalls.push_rows(book, call, rows)
+        case calls.PullRows():
+            return rowcalls.pull_rows(book, call)
         case calls.OpenStore():
             return conversations.open_store(book, call)
         case calls.Init():

@@ -13,6 +13,9 @@ tensor, and the update happens when the sums of all parts are known (:mod:`kvps.
 those of a rule that needs norms of whole tensors (LARS, LAMB). And where a store drops what is not
 finite (:mod:`kvps.core.drops`), those of every key that is more than one piece: such an update must
 not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
+
+A push of rows (:mod:`kvps.core.tables`) is judged span by span like any other, each of one piece of its
+key. Where a sum has nothing but rows and the rule can do without the others, these alone are updated.
 """
 
 from __future__ import annotations
@@ -22,27 +25,32 @@ from itertools import groupby, pairwise
 
 import torch
 
+from kvps.core import by_ids, tables
+from kvps.core.by_ids import ByIds
 from kvps.core.drops import Flaw, count_nonfinite
 from kvps.core.hyper import Hyper
+from kvps.core.lazy import may_be_lazy
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId, Told
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
+from kvps.core.sparse import Sparse
 from kvps.core.steps import Back, code_of
-from kvps.core.strip import Strip, Sum
+from kvps.core.strip import Part, Strip, Sum
+from kvps.core.tables import Table
 from kvps.core.updaters import Updater
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Push
+from kvps.messages import Piece, Push, PushIds, PushRows
 from kvps.specs import BY_ID, BY_NAME, summed_in
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 BLOCK_COUNT = 256 << 10
 """Elements that one thread adds up and updates at once: between, they stay in its core's cache."""
 
-Work = list[tuple[Span, int, Strip]]
-"""What is left of a push once it is judged: spans, the push's number for them, its gradient."""
+Work = list[tuple[Chunk, Span, int, Part]]
+"""What a push wants: spans, where they are, the push's number for them, its gradient."""
 
 
 class Engine:
@@ -85,6 +93,10 @@ class Engine:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
 
+    def span_at(self, piece: Piece) -> Span:
+        """Return the span that a piece of a key lies in."""
+        return next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+
     # --- pushes -----------------------------------------------------------------------------
 
     def push(
@@ -106,51 +118,100 @@ class Engine:
             ProtocolError, Mismatch, ConfigError: if it can never be; nothing is changed.
         """
         chunk = self.chunk(message.chunk)
-        self._admit(space, chunk, message)
-        work: Work = []
-        taken = 0
-        verdicts: set[Verdict] = set()
-        for run in message.runs:
-            for span in self._cut(space, chunk, run.start, run.start + run.size):
-                verdict = span.judge(message.ranks, run.number, space.ordered)
-                verdicts.add(verdict)
-                if verdict is Verdict.COUNTED:
-                    begin = taken + span.start - run.start
-                    part = gradient.part(begin, begin + span.stop - span.start)
-                    work.append((span, run.number, part))
-            taken += run.size
-        if Verdict.CONFLICT in verdicts:
+        if chunk.embedding is not None:
             raise ProtocolError(
-                f"a push for ranks {list(message.ranks)}: some were counted, some were not"
+                f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
             )
-        if Verdict.EARLY in verdicts:
-            return Verdict.EARLY, iter(())
-        if not work:
-            return Verdict.DUPLICATE, iter(())
-        if space.updater is not None:
-            space.state_of(chunk)  # if it cannot be made, nothing was taken in
-        return Verdict.COUNTED, self._take(space, chunk, message, work, quorum, now, lent)
-
-    def _admit(self, space: Namespace, chunk: Chunk, message: Push) -> None:
         if BY_ID[message.dtype].name not in (chunk.dtype, summed_in(chunk.dtype)):
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, pushed was {BY_ID[message.dtype].name}"
             )
-        if space.opened.average and BY_NAME[chunk.dtype].kind == "int":
+        self._admit(space, chunk.dtype, message.ranks)
+        chunk.validate(message.runs)
+        chunk.check_filled(message.runs)
+        work: Work = []
+        taken = 0
+        for run in message.runs:
+            for span in self._cut(space, chunk, run.start, run.start + run.size):
+                begin = taken + span.start - run.start
+                part = gradient.part(begin, begin + span.stop - span.start)
+                work.append((chunk, span, run.number, part))
+            taken += run.size
+        return self._judge(space, message, work, quorum, now, lent)
+
+    def push_rows(
+        self,
+        space: Namespace,
+        table: Table,
+        message: PushRows,
+        gradient: Sparse,
+        quorum: Quorum,
+        now: float,
+        *,
+        lent: bool = False,
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows; see :meth:`push`."""
+        self._admit(space, table.shard.spec.dtype, message.ranks)
+        work: Work = []
+        for piece, part in table.cut(gradient):
+            chunk = self.chunk(piece.chunk)
+            (span,) = chunk.cut(piece.start, piece.start + piece.size)
+            work.append((chunk, span, message.number, part))
+        return self._judge(space, message, work, quorum, now, lent)
+
+    def push_ids(
+        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        """Judge a push of rows of an embedding table; see :meth:`push`."""
+        self._demand_ranks(message.ranks)
+        chunk = self.chunk(message.chunk)
+        (span,) = chunk.spans
+        work: Work = [(chunk, span, message.number, gradient)]
+        return self._judge(space, message, work, quorum, now, lent=False)
+
+    def _judge(
+        self,
+        space: Namespace,
+        message: Push | PushRows | PushIds,
+        work: Work,
+        quorum: Quorum,
+        now: float,
+        lent: bool,
+    ) -> tuple[Verdict, Iterator[Reading]]:
+        ranks = message.ranks
+        verdicts = [span.judge(ranks, number, space.ordered) for _, span, number, _ in work]
+        if Verdict.CONFLICT in verdicts:
+            raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
+        if Verdict.EARLY in verdicts:
+            return Verdict.EARLY, iter(())
+        counted = [
+            one for one, verdict in zip(work, verdicts, strict=True) if verdict is Verdict.COUNTED
+        ]
+        if not counted:
+            return Verdict.DUPLICATE, iter(())
+        if space.updater is not None:
+            for chunk in {one.number: one for one, _, _, _ in counted}.values():
+                if chunk.embedding is None:
+                    space.state_of(chunk)  # if it cannot be made, nothing was taken in
+        return Verdict.COUNTED, self._take(space, message, counted, quorum, now, lent)
+
+    def _admit(self, space: Namespace, dtype: str, ranks: tuple[int, ...]) -> None:
+        if space.opened.average and BY_NAME[dtype].kind == "int":
             raise ConfigError(
                 f"store {space.name!r} takes means, and integers have none; push floating point, or "
                 "to a store without average"
             )
-        if not message.ranks or max(message.ranks) >= self.workers:
-            raise ProtocolError(
-                f"a push speaks for ranks {list(message.ranks)!s:.60}; there are {self.workers}"
-            )
-        chunk.validate(message.runs)
-        chunk.check_filled(message.runs)
+        self._demand_ranks(ranks)
         if space.updater is None and not space.ordered:
             raise ConfigError(
                 f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
                 "is applied by one; call set_optimizer(...) before the first push"
+            )
+
+    def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
+        if not ranks or max(ranks) >= self.workers:
+            raise ProtocolError(
+                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
             )
 
     def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
@@ -184,25 +245,24 @@ class Engine:
     def _take(
         self,
         space: Namespace,
-        chunk: Chunk,
-        message: Push,
+        message: Push | PushRows | PushIds,
         work: Work,
         quorum: Quorum,
         now: float,
         lent: bool,
     ) -> Iterator[Reading]:
         """Take in what was judged COUNTED."""
-        ranks = message.ranks
-        for span, number, part in work:
+        ranks, back = message.ranks, message.back if isinstance(message, Push) else None
+        for chunk, span, number, part in work:
             span.take(ranks, number)  # not before its turn: who is woken would think it applied
             if space.ordered:
-                keep = space.opened.deterministic
+                keep = space.opened.deterministic or chunk.embedding is not None
                 round_ = span.round(number, now)
                 round_.add(ranks, part, lent=lent, keep=keep)
-                round_.backs.add(message.back)
+                round_.backs.add(back)
                 yield from self.close(space, chunk, span, quorum)
             else:
-                due = Due(number, ranks, Sum((part,)), (ranks,), back=message.back)
+                due = Due(number, ranks, Sum((part,)), (ranks,), back=back)
                 yield from self._due(space, chunk, span, due)
 
     def close(
@@ -244,7 +304,7 @@ class Engine:
         space.optimize(hyper)
         assert space.updater is not None
         for chunk in self.chunks.of_store(space.name):
-            for span in list(chunk.spans):
+            for span in list(chunk.spans) if chunk.embedding is None else ():
                 if space.updater.needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
                 while span.due and not space.updater.needs_norms and not _drops(space, chunk.dtype):
@@ -265,6 +325,9 @@ class Engine:
 
     def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         needs_norms = space.updater is not None and space.updater.needs_norms
+        if chunk.embedding is not None:
+            yield from self._update(space, chunk, span, due)
+            return
         if not needs_norms:
             if not _drops(space, chunk.dtype):
                 yield from self._update(space, chunk, span, due)
@@ -273,12 +336,16 @@ class Engine:
             if not self._is_apart(space.shards[key]):
                 yield from self._sift(space, chunk, span, due)
                 return
-        whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
-        if _drops(space, chunk.dtype):
-            due.flaw = self._look(space, chunk, due, whole)
+        if due.sum.is_sparse and not needs_norms:
+            due.flaw, rows = self._look_at_rows(space, chunk, due)
+            due.sum, due.is_own = Sum((rows,)), True
         else:
-            due.sum.into(whole, 0, len(whole))
-        due.sum, due.is_own = Sum((Strip([whole]),)), True
+            whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
+            if _drops(space, chunk.dtype):
+                due.flaw = self._look(space, chunk, due, whole)
+            else:
+                due.sum.into(whole, 0, len(whole))
+            due.sum, due.is_own = Sum((Strip([whole]),)), True
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -303,6 +370,11 @@ class Engine:
 
     def _passes(self, space: Namespace, chunk: Chunk, due: Due) -> Flaw | None:
         """Return what is not finite in a gradient. If all is, it is added up by that."""
+        if due.sum.is_sparse:
+            flaw, rows = self._look_at_rows(space, chunk, due)
+            if flaw is None:
+                due.sum, due.is_own = Sum((rows,)), True
+            return flaw
         dtype = _summed_in(chunk)
         parts = due.sum.parts
         if len(parts) == 1 and parts[0].dtype == dtype:
@@ -325,15 +397,28 @@ class Engine:
         is_sum: bool = False,
     ) -> Flaw | None:
         """Add a gradient up in ``whole``, unless it is the sum; return what is not finite in it."""
-        is_half = BY_NAME[chunk.dtype].kind == "half"
-        # Without an optimizer the sum is what the key becomes, and there it may overflow.
-        kept_as = TORCH[chunk.dtype] if is_half and space.updater is None else whole.dtype
+        kept_as = self._kept_as(space, chunk)
         count = 0
         for begin in range(0, len(whole), self._block_count):
             block = whole[begin : begin + self._block_count]
             if not is_sum:
                 due.sum.into(block, begin, begin + len(block))
             count += count_nonfinite(block.to(kept_as))
+        return self._flaw(due, count)
+
+    def _look_at_rows(self, space: Namespace, chunk: Chunk, due: Due) -> tuple[Flaw | None, Sparse]:
+        """Add a gradient up of which only rows are there; return what is not finite, and the sum."""
+        rows = due.sum.gathered()
+        return self._flaw(due, count_nonfinite(rows.joined().to(self._kept_as(space, chunk)))), rows
+
+    def _kept_as(self, space: Namespace, chunk: Chunk) -> torch.dtype:
+        """Return the type in which a sum has to be finite."""
+        # Without an optimizer the sum is what the key becomes, and there it may overflow.
+        is_half = BY_NAME[chunk.dtype].kind == "half"
+        return TORCH[chunk.dtype] if is_half and space.updater is None else _summed_in(chunk)
+
+    def _flaw(self, due: Due, count: int) -> Flaw | None:
+        """Return the flaw of a gradient of which so many values are not finite."""
         if not count:
             return None
         culprits: set[int] = set()
@@ -360,7 +445,10 @@ class Engine:
         norms: torch.Tensor | None = None,
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
-        if space.updater is None:
+        if chunk.embedding is not None:
+            row_bytes = chunk.embedding.row_bytes
+            self.chunks.weight_bytes += by_ids.update(chunk, span, due) * row_bytes
+        elif space.updater is None:
             self._assign(chunk, span, due)
         else:
             span.step += 1
@@ -379,6 +467,9 @@ class Engine:
                 total.into(part, begin, begin + len(part))
                 rest[begin : begin + len(part)].add_(part)
             self._publish(chunk, back, span, due, None)
+            return
+        if total.is_sparse:
+            tables.assign(chunk, span, total.gathered())
             return
         target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
         for begin in range(0, len(target), self._block_count):
@@ -405,15 +496,22 @@ class Engine:
         due: Due,
         norms: torch.Tensor | None,
     ) -> None:
+        back = chunk.back_of(span, is_wanted=due.back is not None)
+        if due.sum.is_sparse and may_be_lazy(updater):
+            if back is not None:  # a step is of all of a piece
+                back.settle(chunk.writable(), span.start, span.stop)
+            tables.update(space, chunk, span, due.sum.gathered(), due.rank)
+            return
+        _spread(due)
         weight, state = chunk.writable(), space.state_of(chunk)
         scratch = self._scratch_for(_summed_in(chunk))
-        back = chunk.back_of(span, is_wanted=due.back is not None)
         rest = None if back is None else back.own_rest()
         for first, last, lr, weight_decay in self._segments(space, chunk, span):
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
                 if due.is_own:
-                    gradient = due.sum.parts[0].within(start - span.start, stop - span.start)
+                    whole = due.sum.parts[0].joined()
+                    gradient = whole[start - span.start : stop - span.start]
                 else:
                     gradient = scratch[: stop - start]
                     due.sum.into(gradient, start - span.start, stop - span.start)
@@ -479,6 +577,7 @@ class Engine:
         self, space: Namespace, updater: Updater, chunk: Chunk, span: Span, due: Due
     ) -> torch.Tensor:
         """Return the sums of squares of a piece that the store's rule needs."""
+        _spread(due)
         ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
         state = space.state_of(chunk)
         return updater.partial_norms(
@@ -543,7 +642,7 @@ class Engine:
         if space.ordered is not (rank is None):
             raise ProtocolError(f"store {space.name!r} is {space.opened.mode}, update {number}")
         piece = shard.pieces[0]
-        span = next(self.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
+        span = self.span_at(piece)
         return span.version if rank is None else span.applied(rank)
 
     def _settle(self, space: Namespace, norm: Norm) -> Iterator[Reading]:
@@ -611,6 +710,12 @@ class Engine:
 def _drops(space: Namespace, dtype: str) -> bool:
     """Whether updates of such elements are dropped that are not finite."""
     return space.drops is not None and BY_NAME[dtype].kind != "int"
+
+
+def _spread(due: Due) -> None:
+    """Make of a sum that is all rows one of all elements, for a rule that wants these."""
+    if due.sum.is_sparse:
+        due.sum, due.is_own = Sum((Strip([due.sum.whole()]),)), True
 
 
 def _summed_in(chunk: Chunk) -> torch.dtype:

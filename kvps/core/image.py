@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kvps.core.hyper import Hyper
+from kvps.core.recipe import Recipe
 from kvps.messages import Open
 from kvps.specs import Spec
 
@@ -61,6 +62,38 @@ class KeyImage:
     """In order; none overlaps another."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowsImage:
+    """Rows of an embedding table, as one server had them."""
+
+    ids: torch.Tensor
+    """int64 [n]; of rows whose stamp is 0 they say nothing."""
+    stamps: torch.Tensor
+    """int64 [n]: the version that each row's last push made; 0 where there is no row."""
+    columns: dict[str, tuple[torch.Tensor, ...]]
+    """``weight`` and the optimizer's states: tensors [_, dim] that have n rows together."""
+    counts: torch.Tensor
+    """uint8 [depth, width], of pushes of ids without a row; [0, 0] where those are not counted."""
+    counted: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableImage:
+    """What one server holds of one embedding table, or what all hold who took part in a cut."""
+
+    key: str
+    recipe: Recipe
+    history: History
+    parts: tuple[RowsImage, ...]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors."""
+        for part in self.parts:
+            yield from (part.ids, part.stamps, part.counts)
+            for column in part.columns.values():
+                yield from column
+
+
 class JoinsImage(NamedTuple):
     """Who had run out of batches; as :class:`~kvps.core.joins.Joins` has it."""
 
@@ -89,6 +122,7 @@ class StoreImage:
     rate_after: int = 0
     """After how many rounds the last of these calls came."""
     joins: JoinsImage = NO_JOINS
+    tables: tuple[TableImage, ...] = ()
 
     @property
     def name(self) -> str:
@@ -99,6 +133,7 @@ class StoreImage:
     def versions(self) -> tuple[int, int]:
         """The lowest and the highest version among the elements; zeros where there is none."""
         found = [portion.history.version for key in self.keys for portion in key.portions]
+        found += [table.history.version for table in self.tables]
         return min(found, default=0), max(found, default=0)
 
 
@@ -114,6 +149,8 @@ class Image:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, in one order: of each portion the weight, then its state."""
         for store in self.stores:
+            for table in store.tables:
+                yield from table.tensors()
             for key in store.keys:
                 for portion in key.portions:
                     yield portion.weight

@@ -12,10 +12,12 @@ from itertools import groupby
 
 import torch
 
+from kvps.core import table_imaging
 from kvps.core.image import History, JoinsImage, KeyImage, Portion, StoreImage
 from kvps.core.namespace import Namespace, Shard
-from kvps.core.rounds import Span
+from kvps.core.placement import EMBEDDING
 from kvps.core.slab import Chunks
+from kvps.core.table_imaging import history_of
 from kvps.core.updaters import create
 from kvps.errors import Mismatch, StorageError
 from kvps.messages import Piece
@@ -32,7 +34,7 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
     keys = [
         KeyImage(name, shard.spec, shard.call, _portions(shard, chunks, histories))
         for name, shard in space.shards.items()
-        if shard.ready
+        if shard.ready and not name.startswith(EMBEDDING)
     ]
     return StoreImage(
         space.opened,
@@ -45,6 +47,13 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
         space.optimize_after,
         space.rate_after,
         JoinsImage(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
+        tuple(
+            [
+                table_imaging.image_of(shard, chunks.by_number[shard.pieces[0].chunk])
+                for name, shard in space.shards.items()
+                if name.startswith(EMBEDDING)
+            ]
+        ),
     )
 
 
@@ -56,7 +65,7 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tu
         span = next(chunk.spans_in(piece.start, stop))
         history = histories.get(id(span))
         if history is None:
-            history = histories[id(span)] = _history(span)
+            history = histories[id(span)] = history_of(span)
         state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
         if chunk.back is not None and chunk.back.owes(piece.start, stop):
             state[REST] = chunk.back.rest[piece.start : stop]
@@ -66,22 +75,23 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tu
     return tuple(portions)
 
 
-def _history(span: Span) -> History:
-    return History(span.version, span.step, dict(span.pushed), dict(span.head_start))
-
-
-def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
+def revive(
+    space: Namespace, chunks: Chunks, image: StoreImage, server: int = 0, servers: int = 1
+) -> list[Piece]:
     """Give a store the keys of ``image``, and its optimizer if it has none; return their pieces.
 
-    Keys that the store has and the image has not are left as they are.
+    Keys that the store has and the image has not are left as they are. Of tables this server takes the
+    rows whose ids are its own.
 
     Raises:
-        Mismatch: if a key or the optimizer is another here; nothing is changed.
+        Mismatch: if a key, a table or the optimizer is another here; nothing is changed.
         StorageError: if a key cannot be put where it lies; nothing is changed.
         Overload: if there is no room; nothing is changed.
     """
     for key in image.keys:
         _check(space, key)
+    for table in image.tables:
+        table_imaging.check(space, table)
     new = [key for key in image.keys if key.name not in space.shards]
     space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
     if image.hyper is not None:
@@ -96,6 +106,8 @@ def revive(space: Namespace, chunks: Chunks, image: StoreImage) -> list[Piece]:
         shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), set()
         _fill(space, chunks, shard, key)
         written += shard.pieces
+    for table in image.tables:
+        written.append(table_imaging.revive(space, table, server, servers))
     return written
 
 
@@ -139,7 +151,7 @@ def _optimize(space: Namespace, image: StoreImage) -> None:
 def _place(space: Namespace, key: KeyImage) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
     sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
-    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes)
+    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
     first = key.portions[0].start if key.portions else 0
     space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.core.drops import ACTIONS, Drops
+from kvps.core.embedding import Embedding
 from kvps.core.hyper import Hyper
 from kvps.core.joins import Joins
 from kvps.core.rules import MASTER, State
@@ -264,7 +265,7 @@ class Namespace:
 
     def _place(self, entry: Entry, call: int) -> None:
         spec = _spec(entry)
-        pieces = self.slab(spec.dtype).place(entry.key, entry.size)
+        pieces = self.slab(spec.dtype).place(entry.key, entry.size, width=spec.width)
         shard = Shard(entry.key, spec, entry.start, entry.size, pieces, born=call)
         self.shards[entry.key] = shard
 
@@ -286,6 +287,16 @@ class Namespace:
             shard.call = call
         return Place(True, shard.pieces)
 
+    def chunk_at(self, piece: Piece) -> Chunk:
+        """Return the chunk in which a piece of one of these keys lies."""
+        return self._chunks.by_number[piece.chunk]
+
+    def embedding_at(self, piece: Piece) -> Embedding:
+        """Return the table whose element here a piece is."""
+        rows = self.chunk_at(piece).embedding
+        assert rows is not None, piece
+        return rows
+
     # --- the optimizer ----------------------------------------------------------------------
 
     def optimize(self, hyper: Hyper) -> None:
@@ -296,7 +307,8 @@ class Namespace:
         """
         updater = create(hyper)
         same = self.hyper is not None and self.hyper.name == hyper.name
-        chunks = self._chunks.of_store(self.name)
+        # A table has an optimizer of its own.
+        chunks = [one for one in self._chunks.of_store(self.name) if one.embedding is None]
         adopted = {}
         for chunk in chunks:
             if same and chunk.state is not None:

@@ -2,15 +2,24 @@
 
 A key below the bound lives on one server, its *home*, chosen by a stable hash of its name. A
 larger one is cut into near-equal parts, one for each server. Every process computes the same
-answer from the same four values, so nobody has to be asked, and the order of ``init`` calls does
+answer from the same five values, so nobody has to be asked, and the order of ``init`` calls does
 not matter. Python's own ``hash`` is not stable between processes; BLAKE2 is.
+
+A tensor of two or more dimensions is cut between *rows*, what one index of its first dimension
+holds, so that some rows of it can be pushed and pulled without the others. So are the pieces of a
+part that is larger than a chunk. Where a row is too long for that, they are cut anywhere, and
+such a key is pushed and pulled as a whole (:func:`lies_by_rows`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
+
+from kvps.specs import Spec
 
 BIGARRAY_BOUND = 100_000
 """Elements from which a key is cut: with ResNet-50 on 4 servers the fullest one then carries
@@ -21,6 +30,10 @@ ALIGN = 16
 PAGE = 1024
 PAGES_MIN = 32
 """Parts of so many pages of float32 begin at one, so that they can be mapped side by side."""
+
+EMBEDDING = "kvps.embedding:"
+"""What the keys of embedding tables begin with, and no other's: each has one element on every server,
+which says how many rows of the table are there."""
 
 
 class Part(NamedTuple):
@@ -41,20 +54,70 @@ def home(key: str, servers: int) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") % servers
 
 
-def parts(key: str, count: int, servers: int, bound: int = BIGARRAY_BOUND) -> tuple[Part, ...]:
+def parts(
+    key: str, count: int, servers: int, bound: int = BIGARRAY_BOUND, width: int = 1
+) -> tuple[Part, ...]:
     """Return where the ``count`` elements of ``key`` lie, in the order of the elements.
 
     A key is cut only if every server gets some of it: then each of them knows the key, and knows
     that all the others do.
 
+    Args:
+        key: its name.
+        count: elements, a multiple of ``width``.
+        servers: how many there are.
+        bound: elements from which a key is cut.
+        width: elements of a row; parts are whole rows if every server can have some.
+
     Example:
         >>> parts("weight", 100, servers=2, bound=64)
         (Part(server=0, start=0, size=48), Part(server=1, start=48, size=52))
+        >>> parts("table", 99, servers=2, bound=64, width=9)
+        (Part(server=0, start=0, size=45), Part(server=1, start=45, size=54))
     """
+    if key.startswith(EMBEDDING):
+        return tuple(Part(server, server, 1) for server in range(servers))
     if servers == 1 or count < max(bound, servers * ALIGN):
         return (Part(home(key, servers), 0, count),)
-    align = PAGE if count >= servers * PAGES_MIN * PAGE else ALIGN
-    cuts = [count * i // servers // align * align for i in range(servers)] + [count]
+    if count < servers * width:
+        width = 1
+    least = count // (servers * PAGES_MIN)
+    unit = (
+        whole(width, PAGE, least) or whole(width, ALIGN, least) or (width if width > 1 else ALIGN)
+    )
+    cuts = [count * i // servers // unit * unit for i in range(servers)] + [count]
     return tuple(
         Part(server, start, stop - start) for server, (start, stop) in enumerate(pairwise(cuts))
     )
+
+
+def whole(width: int, align: int, most: int) -> int:
+    """Return what is whole rows and whole ``align``, the least there is; 0 if it is over ``most``.
+
+    Example:
+        >>> whole(48, 1024, 4096), whole(49, 1024, 4096)
+        (3072, 0)
+    """
+    unit = lcm(width, align)
+    return unit if unit <= most else 0
+
+
+def lies_by_rows(spec: Spec, pieces: Iterable[tuple[int, int]]) -> bool:
+    """Whether some rows of a key can be pushed and pulled without the others.
+
+    The workers and the servers ask this of what there is, as chunks may be of any size, and keys
+    that come from a checkpoint may have been cut for other servers.
+
+    Args:
+        spec: what the key is.
+        pieces: where each piece begins in the key, and its size.
+
+    Example:
+        >>> table = Spec("float32", (3, 4))
+        >>> lies_by_rows(table, [(0, 8), (8, 4)]), lies_by_rows(table, [(0, 6), (6, 6)])
+        (True, False)
+    """
+    width = spec.width
+    if len(spec.shape) < 2 or not spec.count:
+        return False
+    return all(not (start % width or size % width) for start, size in pieces)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,13 @@ turns. More would cost 670 bytes for each key and place where every message lies
 
 Numbers = int | Sequence[int]
 """One number for each key of a plan; or one for all, so that nobody has to look at each."""
+
+
+class Given(Protocol):
+    """The values of a list of keys, looked up when they are read."""
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return that of one key."""
 
 
 class Held(NamedTuple):
@@ -150,9 +157,7 @@ class Share:
             return priorities
         return max([priorities[segment.key] for segment in self.segments])
 
-    def gather(
-        self, rows: Sequence[torch.Tensor], memory: Memory, route: str
-    ) -> tuple[torch.Tensor, ...]:
+    def gather(self, rows: Given, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
         They are copied into ``memory``, unless they lie where the peer along ``route`` can read
@@ -189,7 +194,7 @@ class Share:
             return _one_storage(parts)
         return _joined(parts, begins)
 
-    def _parts(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _parts(self, rows: Given) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
         return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
 

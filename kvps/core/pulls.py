@@ -34,7 +34,7 @@ def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> b
         reading.index, reading.at = index, max(reading.at, ask.start)
         for span in chunk.spans_in(reading.at, ask.start + ask.size):
             reading.at = max(reading.at, span.start)
-            if _lack(space, span, ask, reading, quorum):
+            if lack(space, span, ask, reading, quorum):
                 return False
     chunk.validate(reading.asks)
     return True
@@ -51,11 +51,11 @@ def why(
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     ask = reading.asks[reading.index]
-    lack = _lack(space, span, ask, reading, quorum, describe)
-    return f"key {key[:64]!r}: {lack}"
+    missing = lack(space, span, ask, reading, quorum, describe)
+    return f"key {key[:64]!r}: {missing}"
 
 
-def _lack(
+def lack(
     space: Namespace,
     span: Span,
     ask: Ask,

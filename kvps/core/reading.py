@@ -133,6 +133,11 @@ def sink_for(sinks: Sinks, plan: Plan) -> Sink | None:
     return Rows(sinks)
 
 
+def own_sink(group: Group, sink: Sink) -> Sink:
+    """Return the sink of those keys of a call that are in ``group``."""
+    return sink if group.indices is None else sink.only(group.indices)
+
+
 @dataclass(slots=True)
 class Tally:
     """How the parts of the keys of a plan stood when they were read."""
@@ -242,7 +247,7 @@ def read(
     parts = []
     for group in book.coding.groups(plan, book.rank):
         part = group.plan, group.numbers(after), group.numbers(priority)
-        tally, own = Tally(group.plan), sink.only(group.indices)
+        tally, own = Tally(group.plan), own_sink(group, sink)
         requests += _asked(book, part[0], tally, own, part[1], group.numbers(least), part[2], group)
         parts.append((tally, own, part[1], part[2]))
     yield requests

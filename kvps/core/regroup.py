@@ -13,7 +13,15 @@ from operator import attrgetter
 
 import torch
 
-from kvps.core.image import Image, JoinsImage, KeyImage, Portion, StoreImage
+from kvps.core.image import (
+    History,
+    Image,
+    JoinsImage,
+    KeyImage,
+    Portion,
+    StoreImage,
+    TableImage,
+)
 from kvps.core.namespace import AGREED
 from kvps.core.placement import Part, parts
 from kvps.errors import StorageError
@@ -116,7 +124,45 @@ def _gathered_store(some: Sequence[tuple[int, StoreImage]]) -> StoreImage:
     for key in keys.values():
         _demand_all(first, key, 0, key.spec.count)
     return replace(
-        first, keys=tuple(keys.values()), joins=_joined([store.joins for _, store in some])
+        first,
+        keys=tuple(keys.values()),
+        joins=_joined([store.joins for _, store in some]),
+        tables=_gathered_tables([store for _, store in some]),
+    )
+
+
+def _gathered_tables(some: Sequence[StoreImage]) -> tuple[TableImage, ...]:
+    """Return each table with the rows of all servers; who takes them looks which are its own.
+
+    Rows move between servers with one history for all. At a cut they agree, unless a worker was lost in
+    the middle of a push; then the push counts as made: its rows are not updated twice.
+    """
+    tables: dict[str, TableImage] = {}
+    for store in some:
+        for table in store.tables:
+            known = tables.get(table.key)
+            if known is None:
+                tables[table.key] = table
+                continue
+            if difference := known.recipe.difference(table.recipe):
+                raise StorageError(
+                    f"table {table.key!r} of store {store.name!r} has another {difference} on another "
+                    "server; these images are not of one cut"
+                )
+            history = _later(known.history, table.history)
+            tables[table.key] = replace(known, history=history, parts=known.parts + table.parts)
+    return tuple(tables.values())
+
+
+def _later(one: History, other: History) -> History:
+    def highest(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+        return {rank: max(left.get(rank, 0), right.get(rank, 0)) for rank in left | right}
+
+    return History(
+        max(one.version, other.version),
+        max(one.step, other.step),
+        highest(one.pushed, other.pushed),
+        highest(one.head_start, other.head_start),
     )
 
 
@@ -168,7 +214,8 @@ def _share(store: StoreImage, server: int, servers: int) -> StoreImage:
 
 
 def _part(store: StoreImage, key: KeyImage, server: int, servers: int) -> Part | None:
-    placed = parts(key.name, key.spec.count, servers, store.opened.bigarray_bound)
+    bound = store.opened.bigarray_bound
+    placed = parts(key.name, key.spec.count, servers, bound, key.spec.width)
     return next((part for part in placed if part.server == server), None)
 
 

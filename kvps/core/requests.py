@@ -14,7 +14,7 @@ import torch
 
 from kvps import codes
 from kvps.codecs import decode
-from kvps.core import imaging, pulls
+from kvps.core import by_ids, imaging, pulls, rowreads
 from kvps.core.effects import Effects, Send
 from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
@@ -26,10 +26,12 @@ from kvps.core.norms import Norm, NormId, Told
 from kvps.core.presence import quiet_in_words, ranks_in_words
 from kvps.core.quorum import Quorum
 from kvps.core.rounds import Span, Verdict
-from kvps.core.sessions import Describe, Reading, Session, Waiting
+from kvps.core.rowreads import RowReading
+from kvps.core.sessions import Describe, IdReading, Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
 from kvps.core.strip import Strip
+from kvps.core.tables import Table
 from kvps.errors import (
     ConfigError,
     KeyNotFound,
@@ -45,7 +47,9 @@ from kvps.messages import (
     Declare,
     Declared,
     Done,
+    Embed,
     Error,
+    Export,
     Field,
     Find,
     Found,
@@ -68,7 +72,12 @@ from kvps.messages import (
     Probed,
     Pull,
     Pulled,
+    PulledIds,
+    PullIds,
+    PullRows,
     Push,
+    PushIds,
+    PushRows,
     Rate,
     Receipt,
     Return,
@@ -78,6 +87,7 @@ from kvps.messages import (
     Status,
     StatusIs,
     Steps,
+    rows_in_frame,
 )
 from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -137,6 +147,19 @@ class Requests:
                 yield from self._push(session, seq, message, packet, now)
             case Pull():
                 yield from self._pull(session, seq, message)
+            case PushIds():
+                yield from self._push_ids(session, seq, message, packet, now)
+            case PullIds():
+                yield from self._pull_ids(session, seq, message, packet)
+            case Embed():
+                yield self._send(session, self._embed(seq, message))
+                yield from self._retry()
+            case Export():
+                yield self._export(session, seq, message)
+            case PushRows():
+                yield from self._push_rows(session, seq, message, packet, now)
+            case PullRows():
+                yield from self._pull_rows(session, seq, message, packet)
             case Load():
                 yield from self._load(session, seq, message, packet)
             case Declare():
@@ -213,7 +236,9 @@ class Requests:
         for store in image.stores:
             self._open_store(store.opened)
             space = self.spaces[store.name]
-            imaging.revive(space, self.engine.chunks, store)
+            imaging.revive(
+                space, self.engine.chunks, store, self.engine.server, self.engine.servers
+            )
             over, last, made = store.joins
             space.joins = Joins(over, dict(last), dict(made))
 
@@ -231,7 +256,9 @@ class Requests:
                 "name="
             )
         space = self._space(image.name)
-        pieces = imaging.revive(space, self.engine.chunks, image)
+        pieces = imaging.revive(
+            space, self.engine.chunks, image, self.engine.server, self.engine.servers
+        )
         self.engine.forget(space, [space.shards[key.name] for key in image.keys])
         for piece in pieces:
             chunk = self.engine.chunk(piece.chunk)
@@ -302,9 +329,73 @@ class Requests:
         session.pending[seq] = reading
         yield from self._read(reading)
 
+    def _push_ids(
+        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
+    ) -> Effects:
+        space = self._space_of(message.chunk)
+        chunk = self.engine.chunk(message.chunk)
+        server, servers = self.engine.server, self.engine.servers
+        gradient = by_ids.gradient_of(chunk, message, packet.payload, server, servers)
+        verdict, woken = self.engine.push_ids(space, message, gradient, self._quorum(space), now)
+        if verdict is Verdict.EARLY:
+            return  # as with any push
+        yield from self._wake(woken)
+        (span,) = chunk.spans
+        yield self._send(session, Ack((Receipt(seq, span.version),)))
+
+    def _pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> Effects:
+        space = self._space_of(message.chunk)
+        chunk = self.engine.chunk(message.chunk)
+        by_ids.embedding_of(chunk)
+        ids = by_ids.asked_ids(message, packet.payload, self.engine.server, self.engine.servers)
+        asks = (Ask(0, 1, message.after, message.least),)
+        reading = IdReading(session, seq, space.name, chunk.number, True, asks, ids=ids)
+        session.pending[seq] = reading
+        yield from self._read(reading)
+
+    def _push_rows(
+        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
+    ) -> Effects:
+        space = self._space(message.store)
+        table = Table.of(space, message.key)
+        gradient = table.gradient(message, packet.payload)
+        verdict, woken = self.engine.push_rows(
+            space, table, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
+        )
+        if verdict is Verdict.EARLY:
+            return  # as a PUSH
+        yield from self._wake(woken)
+        yield from self._tell_norms()
+        spans = [self.engine.span_at(piece) for piece in table.shard.pieces]
+        version = min([span.version for span in spans])
+        yield self._send(session, Ack((Receipt(seq, version),)))
+
+    def _pull_rows(self, session: Session, seq: int, message: PullRows, packet: Packet) -> Effects:
+        space = self._space(message.store)
+        table = Table.of(space, message.key)
+        ids = table.ids(packet.payload[0] if packet.payload else None)
+        reading = RowReading.of(session, seq, message, table, ids)
+        session.pending[seq] = reading
+        yield from self._read(reading)
+
+    def _read_rows(self, reading: RowReading) -> Effects:
+        """Answer a request for rows, or let it wait at the first piece that lacks something."""
+        space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
+        if not rowreads.holds(space, chunks, reading, self._quorum(space)):
+            chunks.by_number[reading.chunk].wait(reading)
+            return
+        del session.pending[reading.seq]
+        answer, rows = rowreads.read(space, chunks, reading)
+        each = rows_in_frame(answer.dtype, answer.width) * answer.width
+        payload = tuple([to_frame(one) for one in torch.split(rows, each)]) if len(rows) else ()
+        yield Send(session.route, Packet(self.member.envelope(), answer, payload))
+
     def _read(self, reading: Reading) -> Effects:
         """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
         if not reading.is_pending:
+            return
+        if isinstance(reading, RowReading):
+            yield from self._read_rows(reading)
             return
         space, session = self.spaces[reading.store], reading.session
         try:
@@ -316,6 +407,9 @@ class Requests:
             yield self._refuse(session, reading.seq, error)
             return
         del session.pending[reading.seq]
+        if isinstance(reading, IdReading):
+            yield self._rows(space, chunk, reading)
+            return
         stands, values, hold = pulls.read(space, chunk, reading)
         steps: tuple[Steps, ...] = ()
         adds = False
@@ -341,6 +435,27 @@ class Requests:
     def _is_lent_to(self, session: Session, values: torch.Tensor) -> bool:
         """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
         return self.engine.memory.lends(session.route, (values,))
+
+    def _rows(self, space: Namespace, chunk: Chunk, reading: IdReading) -> Send:
+        """Answer a request for rows."""
+        rows, (span,) = by_ids.embedding_of(chunk), chunk.spans
+        recipe, count = rows.recipe, len(reading.ids)
+        owed = span.owed(reading.session.rank, space.ordered)
+        answer = PulledIds(
+            reading.seq, BY_NAME[recipe.dtype].id, recipe.dim, count, span.version, owed
+        )
+        payload = (to_frame(rows.pull(reading.ids).view(-1)),) if count else ()
+        return Send(reading.session.route, Packet(self.member.envelope(), answer, payload))
+
+    def _embed(self, seq: int, message: Embed) -> Message:
+        space = self._space(message.store)
+        recipe = by_ids.recipe_of(message)
+        piece = by_ids.embed(space, message.key, recipe, self.engine.server, self.engine.servers)
+        return Declared(seq, (Place(False, (piece,)),))
+
+    def _export(self, session: Session, seq: int, message: Export) -> Send:
+        answer, payload = by_ids.exported(seq, self.engine.chunk(message.chunk), message)
+        return Send(session.route, Packet(self.member.envelope(), answer, payload))
 
     def _wake(self, woken: Iterable[Reading]) -> Effects:
         """Look again at those who waited for what has moved."""
@@ -687,7 +802,7 @@ class Requests:
         pulls.check_held(message.held, message.runs)
         if message.code is None:
             return Strip.of(packet.payload, message.dtype)
-        if "float32" not in (chunk.dtype, BY_ID[message.dtype].name):
+        if chunk.dtype != "float32":
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
             )

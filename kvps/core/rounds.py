@@ -30,11 +30,9 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from kvps.codes import Code
 from kvps.core.drops import Flaw
-from kvps.core.strip import Strip, Sum
+from kvps.core.strip import Part, Strip, Sum
 from kvps.tensors import accumulator
 
 WINDOW = 64
@@ -62,20 +60,21 @@ class Round:
     They are added up when the round closes: then the sum goes where it is needed, in one pass. Those
     that came in frames are added to the first before that, so that a round of many ranks needs no
     more memory than one of two; those that lie in their senders' memory are left there, up to
-    :data:`LENT_MAX`. Where sums must be taken in rank order, all are kept.
+    :data:`LENT_MAX`, and so are those of which only some rows are there. Where sums must be taken in
+    rank order, all are kept.
     """
 
     number: int
     opened_at: float
     ranks: set[int] = field(default_factory=set)
-    total: torch.Tensor | None = None
+    total: Part | None = None
     """What is added up so far."""
-    kept: dict[tuple[int, ...], Strip] = field(default_factory=dict)
+    kept: dict[tuple[int, ...], Part] = field(default_factory=dict)
     """What is not, as it came, by the ranks whose it is."""
     backs: set[Code | None] = field(default_factory=set)
     """How its pushes want what comes of it to be written."""
 
-    def add(self, ranks: tuple[int, ...], gradient: Strip, *, lent: bool, keep: bool) -> None:
+    def add(self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool) -> None:
         """Count ``ranks`` in.
 
         Args:
@@ -85,26 +84,28 @@ class Round:
             keep: sums must be taken in rank order.
         """
         self.ranks.update(ranks)
-        if not keep and not lent and self.total is None and not self.kept:
-            self.total = accumulator(gradient.joined())
+        is_whole = isinstance(gradient, Strip)
+        if is_whole and not keep and not lent and self.total is None and not self.kept:
+            self.total = Strip([accumulator(gradient.joined())])
             return
-        if not keep and len(self.kept) >= (LENT_MAX if lent else 1):
+        if not keep and len(self.kept) >= (LENT_MAX if lent or not is_whole else 1):
             self._add_up()
         self.kept[tuple(sorted(ranks))] = gradient
 
     def _add_up(self) -> None:
         """Add what is kept to the total."""
         total = self.sum()
-        if self.total is None:
-            self.total = total.whole()
+        if total.is_sparse:
+            self.total = total.gathered()
+        elif isinstance(self.total, Strip):
+            total.into(self.total.joined(), 0, len(total))
         else:
-            total.into(self.total, 0, len(self.total))
+            self.total = Strip([total.whole()])
         self.kept.clear()
 
     def sum(self) -> Sum:
-        """Return the sum; in rank order where all pushes were kept."""
-        kept = [self.kept[ranks] for ranks in sorted(self.kept)]
-        return Sum((*([] if self.total is None else [Strip([self.total])]), *kept))
+        """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
+        return Sum(tuple([part for _, part in self._parts()]))
 
     def mean(self) -> Sum:
         """Return the sum, divided by how many ranks are in it."""
@@ -117,15 +118,21 @@ class Round:
 
     def whose(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each part of the sum."""
-        kept = sorted(self.kept)
-        added_up = self.ranks.difference(*kept)
-        return (*([] if self.total is None else [tuple(sorted(added_up))]), *kept)
+        return tuple([ranks for ranks, _ in self._parts()])
+
+    def _parts(self) -> list[tuple[tuple[int, ...], Part]]:
+        """Return the parts of the sum and whose they are, strips first."""
+        parts = [(ranks, self.kept[ranks]) for ranks in sorted(self.kept)]
+        if self.total is not None:
+            parts.insert(0, (tuple(sorted(self.ranks.difference(*self.kept))), self.total))
+        return sorted(parts, key=lambda one: not isinstance(one[1], Strip))
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
         right = Round(self.number, self.opened_at, set(self.ranks), backs=set(self.backs))
         if self.total is not None:
-            self.total, right.total = self.total[:at], self.total[at:]
+            whole = self.total
+            self.total, right.total = whole.part(0, at), whole.part(at, len(whole))
         for ranks, gradient in self.kept.items():
             self.kept[ranks] = gradient.part(0, at)
             right.kept[ranks] = gradient.part(at, len(gradient))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvps.core.effects import Route
+from kvps.core.ids import Ids
 from kvps.messages import Ask, Message
 
 Describe = Callable[[int], str]
@@ -56,3 +59,10 @@ class Reading:
     def is_pending(self) -> bool:
         """Whether it is still to be answered."""
         return self.session.pending.get(self.seq) is self
+
+
+@dataclass(slots=True, eq=False)
+class IdReading(Reading):
+    """A request for rows of an embedding table."""
+
+    ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))

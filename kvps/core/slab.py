@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kvps.core.embedding import Embedding, Kept
+from kvps.core.placement import whole
 from kvps.core.rounds import Span
 from kvps.core.sessions import Reading
 from kvps.core.steps import Back
@@ -78,6 +80,10 @@ class Chunk:
         self.state: State | None = None
         self._kept_state: State | None = None
         """The state as an image has it: nobody writes to that."""
+        self.embedding: Embedding | None = None
+        """The rows of the table whose only element here this is, if it is one's."""
+        self.kept: Kept | None = None
+        """The table as an image has it."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
         """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
@@ -88,6 +94,8 @@ class Chunk:
         """Where pieces begin that no value was loaded into yet."""
         self._retired: list[int] = []
         """Where pieces begin that their keys gave up, in order."""
+        self.filled_rows: dict[int, torch.Tensor] = {}
+        """By where a piece begins, those of its rows that may not be 0, where that is known."""
         self._waiting: dict[int, list[Reading]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
@@ -124,6 +132,7 @@ class Chunk:
         self._blank.discard(piece.start)
         if self.back is not None:
             self.back.forget(piece.start, stop)
+        self.filled_rows.pop(piece.start, None)
         insort(self._retired, piece.start)
         return self.woken(piece.start, stop)
 
@@ -221,6 +230,11 @@ class Chunk:
 
     def writable(self) -> torch.Tensor:
         """Return the current values for writing; a copy if someone still reads them."""
+        self.filled_rows.clear()
+        return self.touchable()
+
+    def touchable(self) -> torch.Tensor:
+        """Return the current values for writing by one who keeps :attr:`filled_rows` true."""
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[: self.used].copy_(old[: self.used])
@@ -228,6 +242,8 @@ class Chunk:
 
     def overwritable(self, start: int, stop: int) -> torch.Tensor:
         """Return the current values, of which those from ``start`` to ``stop`` will be replaced."""
+        for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
+            del self.filled_rows[begin]
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[:start].copy_(old[:start])
@@ -242,15 +258,18 @@ class Chunk:
 
     def keep(self) -> Callable[[], None]:
         """Let nobody write to the present values and state until what is returned was called."""
-        buffer, self._kept_state, back = self.buffer.hold(), self.state, self.back
-        if back is not None:
-            back.keep()
+        buffer, self._kept_state = self.buffer.hold(), self.state
+        releases = [buffer.release]
+        if self.back is not None:
+            releases.append(self.back.keep())
+        if self.embedding is not None:
+            self.kept, release_rows = self.embedding.keep()
+            releases.append(release_rows)
 
         def release() -> None:
-            buffer.release()
-            self._kept_state = None
-            if back is not None:
-                back.let_go()
+            self._kept_state = self.kept = None
+            for one in releases:
+                one()
 
         return release
 
@@ -309,7 +328,8 @@ class Chunks:
     """All chunks of a server, by their number."""
 
     def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
-        self._memory = memory
+        self.memory = memory
+        """Where values lie that others read."""
         self._server = server
         self._servers = servers
         self.by_number: dict[int, Chunk] = {}
@@ -321,7 +341,7 @@ class Chunks:
         """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1
         number = self._made * self._servers + self._server
-        chunk = Chunk(number, store, dtype, capacity, self._memory)
+        chunk = Chunk(number, store, dtype, capacity, self.memory)
         self.by_number[chunk.number] = chunk
         return chunk
 
@@ -361,10 +381,13 @@ class Slab:
         """Be told how many elements will be placed next."""
         self._before, self._expected = self._count, self._count + count
 
-    def place(self, key: str, count: int, sizes: Sequence[int] = ()) -> tuple[Piece, ...]:
+    def place(
+        self, key: str, count: int, sizes: Sequence[int] = (), width: int = 1
+    ) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk.
 
-        With ``sizes``, several of these sizes, none of which is larger than a chunk.
+        With ``sizes``, several of these sizes, none of which is larger than a chunk. Several are
+        whole rows of ``width`` elements, and whole pages if they can be both.
         """
         self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
         room = max(self._expected - self._count, self._before)
@@ -373,8 +396,10 @@ class Slab:
             return tuple([self._new(size).append(key, size) for size in sizes])
         if count <= self._chunk_count:
             return (self._with_room(count, room).append(key, count),) if count else ()
-        share = -(-count // -(-count // self._chunk_count))
-        step = -(-share // self._page_count) * self._page_count
+        units = (whole(one, self._page_count, self._chunk_count) for one in (width, 1))
+        unit = next(units) or whole(width, 1, self._chunk_count) or next(units)
+        number = -(-count // (self._chunk_count // unit * unit))
+        step = -(-count // (number * unit)) * unit
         sizes = [min(step, count - start) for start in range(0, count, step)]
         return tuple(self._new(size).append(key, size) for size in sizes)
 

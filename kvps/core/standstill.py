@@ -35,6 +35,7 @@ PATIENCE_S = 1.0
 
 CREATING = (
     calls.Init,
+    calls.Embed,
     calls.Broadcast,
     calls.SetOptimizer,
     calls.SetRate,
@@ -99,7 +100,7 @@ class Standstill:
             return False
         if any(one.call.store == call.store for one in self.held):
             return True
-        if isinstance(call, calls.PushValues):
+        if isinstance(call, calls.PUSHES):
             limit = self._limits.get(call.store, 0) if book.ordered else 0
             return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
         is_creating = creates(book.rank, call) and not _is_known(book, call)
@@ -161,6 +162,8 @@ class Standstill:
 
 def _is_known(book: Catalogue, call: calls.Call) -> bool:
     """Whether it is an init of keys that are there, which changes nothing."""
+    if isinstance(call, calls.Embed):
+        return call.key in book.keys
     return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
 
 

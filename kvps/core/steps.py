@@ -16,6 +16,7 @@ together they are smaller than the values.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -78,13 +79,14 @@ class Back:
             self.rest = self.rest.clone()
         return self.rest
 
-    def keep(self) -> None:
-        """Let nobody write to the present rests until :meth:`let_go`."""
+    def keep(self) -> Callable[[], None]:
+        """Let nobody write to the present rests until what is returned was called."""
         self._kept = self.rest
 
-    def let_go(self) -> None:
-        """The image is done with."""
-        self._kept = None
+        def release() -> None:
+            self._kept = None
+
+        return release
 
     def forget(self, start: int, stop: int) -> None:
         """The values from ``start`` to ``stop`` are new: they lack nothing, and no step leads there."""
@@ -92,6 +94,11 @@ class Back:
         for begin in [one for one in self._owing if start <= one < stop]:
             self._owing.remove(begin)
             self.trails.pop(begin, None)
+
+    def settle(self, values: torch.Tensor, start: int, stop: int) -> None:
+        """Let the values from ``start`` to ``stop`` lack nothing: add to them what they do."""
+        values[start:stop] += self.rest[start:stop]
+        self.forget(start, stop)
 
     def owes(self, start: int, stop: int) -> bool:
         """Whether values from ``start`` to ``stop`` lack something."""

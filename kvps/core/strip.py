@@ -3,6 +3,9 @@
 A gradient that came in a frame is one piece. One that is lent lies where its sender's tensors lie:
 several pieces, one for each run of tensors that happen to be neighbours in memory, too. What is
 done with gradients (:class:`Sum`) goes from edge to edge.
+
+A gradient of a table may also be :class:`~kvps.core.sparse.Sparse`. A sum of such ones alone stays so;
+one of both kinds is taken as if all were strips.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from kvps.core.sparse import Sparse, added
 from kvps.specs import BY_ID
 from kvps.tensors import accumulator, from_frame
 
@@ -66,12 +70,28 @@ class Strip:
         return self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
 
 
+Part = Strip | Sparse
+"""A gradient: all of its elements, or some rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Gradients that are to be added up, in this order, and divided by a number if it is not 1."""
+    """Gradients that are to be added up, in this order, and divided by a number if it is not 1.
 
-    parts: tuple[Strip, ...]
+    Where both kinds are among them, the strips come first.
+    """
+
+    parts: tuple[Part, ...]
     divisor: int = 1
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only some rows of all parts together are there."""
+        return all(isinstance(part, Sparse) for part in self.parts)
+
+    def gathered(self) -> Sparse:
+        """Return a sum that is sparse as one part, in memory of its own."""
+        return added([part for part in self.parts if isinstance(part, Sparse)], self.divisor)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -81,11 +101,15 @@ class Sum:
 
         ``out`` is of the type that sums are taken in.
         """
-        edges = {edge for part in self.parts for edge in part.edges if start < edge < stop}
+        strips = [part for part in self.parts if isinstance(part, Strip)]
+        edges = {edge for part in strips for edge in part.edges if start < edge < stop}
         begin = start
         for end in (*sorted(edges), stop):
-            _add([part.within(begin, end) for part in self.parts], out[begin - start : end - start])
+            _add([part.within(begin, end) for part in strips], out[begin - start : end - start])
             begin = end
+        for part in self.parts:
+            if isinstance(part, Sparse):
+                part.add_to(out, start, stop)
         if self.divisor != 1:
             out.div_(self.divisor)
 
@@ -103,6 +127,9 @@ class Sum:
 
 
 def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    if not parts:
+        out.zero_()
+        return
     first, *others = parts
     if others and first.dtype == others[0].dtype == out.dtype:
         torch.add(first, others.pop(0), out=out)

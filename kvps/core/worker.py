@@ -67,6 +67,7 @@ from kvps.messages import (
     Done,
     Envelope,
     Error,
+    Exported,
     FoundAll,
     Halt,
     Halted,
@@ -79,7 +80,11 @@ from kvps.messages import (
     Proceed,
     Proceeding,
     Pulled,
+    PulledIds,
+    PulledRows,
     Push,
+    PushIds,
+    PushRows,
     Released,
     Resumed,
     Return,
@@ -96,7 +101,20 @@ HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
-ANSWERS = (Declared, FoundAll, Pulled, Done, StateIs, StatusIs, Joined, HistoryIs, Revived)
+ANSWERS = (
+    Declared,
+    FoundAll,
+    Pulled,
+    PulledRows,
+    PulledIds,
+    Exported,
+    Done,
+    StateIs,
+    StatusIs,
+    Joined,
+    HistoryIs,
+    Revived,
+)
 """What a server may answer besides ACK; each carries the request's number."""
 LAG_MAX_S = 10.0
 """How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
@@ -217,7 +235,7 @@ class Worker:
                 bool(self.losses.workers),
             )
         rows: list[torch.Tensor] = []
-        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues):
+        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushRows):
             rows.extend(call.rows)
         talk = Talk(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
         self._talks[ticket] = talk
@@ -543,7 +561,7 @@ class Worker:
                 self._asked[request.seq] = request
                 yield from self._ask_scheduler(request, now)
                 continue
-            if isinstance(request.message, Push):
+            if isinstance(request.message, Push | PushRows | PushIds):
                 unacked[request] = None
                 talk.has_pushed = True
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
@@ -553,7 +571,7 @@ class Worker:
             else:
                 self.links[request.server].queue(request)
         talk.is_asking = False
-        eager = isinstance(talk.call, calls.PushValues) and talk.call.eager
+        eager = isinstance(talk.call, calls.PUSHES) and talk.call.eager
         if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
             yield Copied(talk.ticket)
         yield from self._flow(now)
@@ -603,7 +621,7 @@ class Worker:
         if isinstance(request.owner, Bundle):
             yield from self.neighbours.taken_in(request.owner, now)
             return
-        if not isinstance(request.message, Push):
+        if not isinstance(request.message, Push | PushRows | PushIds):
             return
         self._unacked[_talk_of(request).call.store].pop(request, None)
         for talk in [one for one in self._draining if request in one.waiting]:
@@ -642,7 +660,7 @@ class Worker:
             return
         rank = self.member.rank
         for talk in self._talks.values():
-            is_pushing = isinstance(talk.call, calls.PushValues) and not talk.has_pushed
+            is_pushing = isinstance(talk.call, calls.PUSHES) and not talk.has_pushed
             if is_pushing or creates(rank, talk.call):
                 return
         is_at_rest = any(

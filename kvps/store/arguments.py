@@ -17,6 +17,7 @@ from operator import attrgetter
 
 import torch
 
+from kvps.core.placement import EMBEDDING
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.messages import KEY_MAX
 from kvps.specs import Spec
@@ -103,6 +104,11 @@ def _name(key: object) -> str:
     name = str(key)
     if not 1 <= len(name) <= KEY_MAX or not name.isprintable():
         raise ConfigError(f"a key is 1 to {KEY_MAX} printable characters, got {name[:40]!r}")
+    if name.startswith(EMBEDDING):
+        raise ConfigError(
+            f"key {name[:40]!r}: {EMBEDDING!r} begins the keys of embedding tables; choose another "
+            "name, or call embedding(...) for a table"
+        )
     return name
 
 
@@ -237,11 +243,16 @@ def targets_for(
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
     return [
-        [_target(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
+        [target_of(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
     ]
 
 
-def _target(name: str, out: Array) -> torch.Tensor:
+def target_of(name: str, out: Array) -> torch.Tensor:
+    """Return an output of the user's as a tensor that shares its memory.
+
+    Raises:
+        Mismatch: if it cannot be written to.
+    """
     if not isinstance(out, torch.Tensor) and not out.flags.writeable:
         raise Mismatch(f"key {name!r}: the output array is read-only")
     if not isinstance(out, torch.Tensor) and any(stride < 0 for stride in out.strides):

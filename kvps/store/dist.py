@@ -16,15 +16,19 @@ from kvps.core import calls
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part, parts
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
 from kvps.store import states
 from kvps.store.arguments import names_of, reduce, tag_of
+from kvps.store.dist_embedding import DistEmbedding
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
+from kvps.store.rows import Rows
 from kvps.store.session import Session
 from kvps.store.staging import ready_on_device
 from kvps.tensors import Array
@@ -187,7 +191,10 @@ class DistStore(KVStore):
         """
         servers = len(self._session.core.links)
         bound = self._opened.bigarray_bound
-        return {name: parts(name, spec.count, servers, bound) for name, spec in self._specs.items()}
+        return {
+            name: parts(name, spec.count, servers, bound, spec.width)
+            for name, spec in self._specs.items()
+        }
 
     def staleness(self) -> dict[str, int]:
         """Return for each key by how many pushes this rank is ahead of the slowest live one."""
@@ -333,6 +340,29 @@ class DistStore(KVStore):
         call = calls.PullValues(self._name, names, sinks, priority, least)
         return self._session.call(call, limit_s)
 
+    def _push_rows(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[Rows, ...],
+        priority: Numbers,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        self._step.push(names)
+        values = tuple([one for pair in rows for one in pair])
+        return self._session.call(
+            calls.PushRows(self._name, names, values, priority, eager), limit_s
+        )
+
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        return self._session.call(calls.PullRows(self._name, names, ids, priority), limit_s)
+
     def _broadcast(
         self,
         keys: tuple[tuple[str, Spec], ...],
@@ -376,6 +406,11 @@ class DistStore(KVStore):
             self._call(calls.Flush(self._name), self._timeout_s)
         except KvpsError as error:
             self._later.append(error)
+
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        table = DistEmbedding(self, name, recipe)
+        table.make(limit_s)
+        return table
 
     # --- small things -------------------------------------------------------------------------------
 

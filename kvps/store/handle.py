@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvps.errors import EpochChanged, KvpsError
 
@@ -99,8 +99,12 @@ class Handle:
         >>> handle.wait()  # doctest: +SKIP
     """
 
-    def __init__(self, ticket: Ticket, result: Callable[[], object]) -> None:
+    def __init__(
+        self, ticket: Ticket, result: Callable[[], object], before: Sequence[Ticket] = ()
+    ) -> None:
+        """Wait for ``ticket``, and for those ``before`` it; return ``result``."""
         self._ticket = ticket
+        self._before = tuple(before)
         self._result = result
         self._lock = threading.Lock()
         self._value: object = None
@@ -108,7 +112,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._ticket.is_over
+        return self._ticket.is_over and all(one.is_over for one in self._before)
 
     def when_over(self, tell: Callable[[], object]) -> None:
         """Have ``tell`` called when :meth:`wait` would return at once: now, or by the loop's thread.
@@ -123,6 +127,8 @@ class Handle:
         Raises:
             KvpsError: if it failed; Timeout if its ``timeout`` passed.
         """
+        for one in self._before:
+            one.wait()
         self._ticket.wait()
         with self._lock:
             if not self._is_taken:

@@ -14,9 +14,11 @@ import torch
 from kvps import __version__, config
 from kvps.checkpoint.manifest import ImageFile, Manifest, holdings, image_name, now_in_words
 from kvps.checkpoint.shelf import Shelf
+from kvps.core.embedding import Embedding
 from kvps.core.hyper import Hyper
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
-from kvps.core.placement import BIGARRAY_BOUND
+from kvps.core.image import History, Image, KeyImage, Portion, StoreImage, TableImage
+from kvps.core.placement import BIGARRAY_BOUND, EMBEDDING
+from kvps.core.table_imaging import rows_of
 from kvps.errors import ConfigError, Mismatch, StorageError
 from kvps.messages import Open
 from kvps.specs import Spec
@@ -48,7 +50,13 @@ def shelf() -> Shelf:
     return Shelf(folder, server=0)
 
 
-def keep(name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tag: str) -> int:
+def keep(
+    name: str,
+    hyper: Hyper | None,
+    keys: Mapping[str, Kept],
+    tag: str,
+    tables: tuple[TableImage, ...] = (),
+) -> int:
     """Write a store as a checkpoint of its own; return its number.
 
     Raises:
@@ -56,7 +64,7 @@ def keep(name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tag: str) -> 
     """
     place = shelf()
     cut = place.highest() + 1
-    image = Image(0, 1, (_store_image(name, hyper, keys),))
+    image = Image(0, 1, (_store_image(name, hyper, keys, tables),))
     written = place.write(cut, image)
     try:
         place.commit(
@@ -78,11 +86,14 @@ def keep(name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tag: str) -> 
     return cut
 
 
-def _store_image(name: str, hyper: Hyper | None, keys: Mapping[str, Kept]) -> StoreImage:
+def _store_image(
+    name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tables: tuple[TableImage, ...]
+) -> StoreImage:
     opened = Open(name, "sync", 0, True, "wait", BIGARRAY_BOUND)
     rate = hyper.number("lr") if hyper is not None else 0.0
     images = tuple([_key_image(key, one) for key, one in keys.items()])
-    return StoreImage(opened, hyper, hyper, rate, int(hyper is not None), 0, images)
+    calls = int(hyper is not None)
+    return StoreImage(opened, hyper, hyper, rate, calls, 0, images, tables=tables)
 
 
 def _key_image(name: str, one: Kept) -> KeyImage:
@@ -92,7 +103,17 @@ def _key_image(name: str, one: Kept) -> KeyImage:
     return KeyImage(name, one.spec, 0, portions)
 
 
-def read(name: str, tag: str | None) -> tuple[int, Hyper | None, dict[str, Kept]]:
+def table_image(name: str, rows: Embedding, pushes: int) -> TableImage:
+    """Return a table that has had so many pushes."""
+    kept, release = rows.keep()
+    release()  # nobody pushes before this process has written it
+    history = History(pushes, pushes, {0: pushes}, {})
+    return TableImage(EMBEDDING + name, rows.recipe, history, (rows_of(rows, kept),))
+
+
+def read(
+    name: str, tag: str | None
+) -> tuple[int, Hyper | None, dict[str, Kept], dict[str, TableImage]]:
     """Return the number of the newest checkpoint (of ``tag``), and what this store was in it.
 
     Raises:
@@ -106,7 +127,8 @@ def read(name: str, tag: str | None) -> tuple[int, Hyper | None, dict[str, Kept]
     if found is None:
         names = ", ".join(repr(one.name) for one in image.stores) or "none"
         raise StorageError(f"checkpoint {manifest} has no store {name!r}; it has {names}")
-    return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}
+    tables = {one.key.removeprefix(EMBEDDING): one for one in found.tables}
+    return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}, tables
 
 
 def _kept(key: KeyImage) -> Kept:

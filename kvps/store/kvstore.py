@@ -18,10 +18,12 @@ import torch
 from kvps.compression import OFF, Rules, rules_of
 from kvps.core.calls import Sinks, Views
 from kvps.core.hyper import Hyper, resolve
-from kvps.core.placement import Part
-from kvps.core.plan import Numbers, alike
+from kvps.core.placement import EMBEDDING, Part
+from kvps.core.plan import Numbers, alike, of_key
+from kvps.core.recipe import Recipe, recipe_of
 from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
+from kvps.messages import KEY_MAX
 from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
@@ -33,8 +35,11 @@ from kvps.store.arguments import (
     values_of,
 )
 from kvps.store.base import KVStoreBase
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle, Ticket
 from kvps.store.names import Kind
+from kvps.store.rows import Rows, are_rows, dense_of, picks_of
+from kvps.store.rows import rows_of as row_values
 from kvps.store.states import States
 from kvps.tensors import Array, spec_of
 
@@ -95,6 +100,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._forms: dict[tuple[str, ...], Form] = {}
         self._hyper: Hyper | None = None
         self._compression = OFF
+        self._tables: dict[str, EmbeddingTable] = {}
         self._is_closed = False
         self._later: list[KvpsError] = []
 
@@ -206,9 +212,14 @@ class KVStore(KVStoreBase, abc.ABC):
         Returns when the values are copied, so that the caller may reuse them. With ``async_op``
         returns a handle at once; the values may be reused when its ``wait()`` has returned.
 
+        Of a key of two or more dimensions some rows can be pushed: as a ``torch.sparse_coo`` tensor
+        of the key's shape, or as a tuple ``(row_ids, rows)`` of whole numbers in one dimension and
+        as many rows. Rows named twice are summed. If nobody pushes more than rows, the optimizer
+        updates these and no others: their momenta and weights do not decay.
+
         Args:
             key: a str or int, or a list of them.
-            value: for each key a tensor or array, or a list of them.
+            value: for each key a tensor or array, or rows; or a list of either, one per device.
             priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: do not wait for the copy.
             timeout: seconds until the call fails with Timeout, instead of the store's.
@@ -227,14 +238,13 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         names, is_many = self._names_of(key)
-        rows = self._rows(names, is_many, value, timeout)
-        ticket = self._push(
-            names, rows, None, _priority_of(names, priority), not async_op, self._limit(timeout)
-        )
+        tickets = self._pushes(names, is_many, value, priority, not async_op, timeout)
         if async_op:
-            return Handle(ticket, lambda: None)
-        ticket.on_error(self._later.append)
-        ticket.wait_copied()
+            return Handle(tickets[-1], lambda: None, tickets[:-1])
+        for ticket in tickets:
+            ticket.on_error(self._later.append)
+        for ticket in tickets:
+            ticket.wait_copied()
         return None
 
     def pull(
@@ -291,15 +301,83 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Push, and pull what comes of it, in one round trip; see :meth:`push`, :meth:`pull`."""
+        """Push, and pull what comes of it, in one round trip; see :meth:`push`, :meth:`pull`.
+
+        If some of the values are rows it is a push and then a pull, of whole keys.
+        """
         self._begin()
         names, is_many = self._names_of(key)
+        self._know(names, timeout)
+        if self._have_rows(names, is_many, value):
+            wanted = self._wanted(names, is_many, out, copy)
+            pushes = self._pushes(names, is_many, value, priority, False, timeout)
+            urgency = _priority_of(names, priority)
+            ticket = self._pull(names, wanted.rows, urgency, 0, self._limit(timeout))
+            return self._result(ticket, wanted, async_op, pushes)
         rows = self._rows(names, is_many, value, timeout)
         wanted = self._wanted(names, is_many, out, copy)
         ticket = self._push(
             names, rows, wanted.rows, _priority_of(names, priority), False, self._limit(timeout)
         )
         return self._result(ticket, wanted, async_op)
+
+    def row_sparse_pull(
+        self,
+        key: object,
+        out: object = None,
+        row_ids: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return some rows of a key after this rank's own pushes; only they travel.
+
+        Each row is of one version, and all of a key's are of the same.
+
+        Args:
+            key: a str or int, or a list of them, each of two or more dimensions.
+            out: None returns a new tensor. One of the key's shape: those of its rows are written that
+                are pulled. One of the shape of the rows: they are written in the order of
+                ``row_ids``. Or a list of either, one per device; for a list of keys, a list of these.
+            row_ids: numbers of rows, a tensor, an array or a list, in any order and shape, repeats
+                allowed; for a list of keys, a list of these.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            The rows in the order of ``row_ids``, as a tensor of its shape with the further
+            dimensions of the key behind it; or ``out``.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for a number that is no row of the key, or an output that does not fit.
+            ConfigError: without ``row_ids``. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(4, 2))
+            >>> kv.push("table", ([2, 0, 2], torch.ones(3, 2)))
+            >>> kv.row_sparse_pull("table", row_ids=[2, 1])
+            tensor([[2., 2.],
+                    [0., 0.]])
+        """
+        self._begin()
+        names, is_many = self._names_of(key)
+        self._know(names, timeout)
+        self._demand_known(names)
+        picks = picks_of(names, is_many, self._specs, row_ids, out)
+        ids = tuple([one.ids for one in picks])
+        ticket = self._pull_rows(names, ids, _priority_of(names, priority), self._limit(timeout))
+
+        def deliver(found: object) -> object:
+            rows = self._picked(found, names, ids)
+            results = [pick.deliver(one) for pick, one in zip(picks, rows, strict=True)]
+            return (out if out is not None else results) if is_many else results[0]
+
+        return self._result(ticket, Wanted(None, deliver), async_op)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
         """Return a tensor like the key, contents undefined, that is pushed without a copy.
@@ -328,12 +406,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         names, is_many = self._names_of(key)
         self._know(names, timeout)
-        for name in names:
-            if name not in self._specs:
-                raise KeyNotFound(
-                    f"key {name!r} was never initialised; call init({name!r}, value) on every "
-                    "worker first"
-                )
+        self._demand_known(names)
         found = self._allocate(names, self._limit(timeout))
         return found if is_many else found[0]
 
@@ -360,6 +433,76 @@ class KVStore(KVStoreBase, abc.ABC):
         self._specs.update(specs)
         self._forms.clear()
         return self._result(ticket, Wanted(sinks.rows, lambda _: sinks.deliver()), async_op=False)
+
+    # --- tables that grow ---------------------------------------------------------------------------
+
+    def embedding(
+        self,
+        name: str,
+        dim: int,
+        *,
+        init: str | tuple[str, float] = "normal",
+        optimizer: str | torch.optim.Optimizer = "adagrad",
+        admit: int = 1,
+        evict: Mapping[str, int] | None = None,
+        dtype: torch.dtype | str = "float32",
+        seed: int | None = None,
+        timeout: float | None = None,
+        **hyper: Any,
+    ) -> EmbeddingTable:
+        """Return a table of rows by 64-bit ids, which makes a row when it is first pushed to.
+
+        Every worker calls, with the same arguments; the table is there as soon as one has. It has an
+        optimizer of its own, which updates the rows that a push names and leaves the others alone.
+
+        Args:
+            name: of the table, which is none of the store's keys.
+            dim: elements of a row.
+            init: how rows begin: ``"zeros"``, ``("normal", standard deviation)``,
+                ``("uniform", bound)``; a kind alone has 0.01 and 0.05.
+            optimizer: a name with its numbers in ``hyper`` (``lr=0.1``), or a torch optimizer; one
+                that goes element by element (no ``lars``, ``lamb``, ``dcasgd``).
+            admit: at which push an id gets its row, 1 to 255; the gradients before are dropped.
+                Ids without a row are counted in 4 MiB on each server, so that some come sooner; and
+                what counts is how often an id came lately, among some 500,000 others.
+            evict: which rows go: ``{"age": versions}`` those without a push for so long,
+                ``{"rows": n}`` the oldest where there are more than n; or both.
+            dtype: of the rows: float32, float64, or a half type, whose gradients are summed in
+                float32.
+            seed: of the first values; None takes one from the name.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: naming the argument that cannot be.
+            Mismatch: if the table exists and is another.
+
+        Example:
+            >>> import kvps
+            >>> kv = kvps.create("local")
+            >>> users = kv.embedding("users", 16, init=("uniform", 0.1), optimizer="adam", lr=0.001)
+            >>> users.pull([2**40, 17]).shape
+            torch.Size([2, 16])
+        """
+        self._begin()
+        (title,), _ = names_of(name)
+        if title != name or len(title) > KEY_MAX - len(EMBEDDING):
+            raise ConfigError(
+                f"a table's name is a str of 1 to {KEY_MAX - len(EMBEDDING)} characters, got "
+                f"{name!r:.60}"
+            )
+        recipe = recipe_of(name, dim, init, optimizer, admit, evict, dtype, seed, **hyper)
+        known = self._tables.get(name)
+        if known is not None and (difference := known.recipe.difference(recipe)):
+            raise Mismatch(
+                f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
+                "same arguments, or the second table another name"
+            )
+        found = self._embedding(name, recipe, self._limit(timeout))
+        return self._tables.setdefault(name, found)
+
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
+        raise ConfigError(f"a store of type {self.type!r} has no tables; use dist_* or local")
 
     # --- the optimizer ----------------------------------------------------------------------------
 
@@ -547,6 +690,63 @@ class KVStore(KVStoreBase, abc.ABC):
         if unknown:
             self._specs.update(self._lookup(unknown, self._limit(timeout)))
 
+    def _demand_known(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in self._specs:
+                raise KeyNotFound(
+                    f"key {name!r} was never initialised; call init({name!r}, value) on every "
+                    "worker first"
+                )
+
+    def _pushes(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        value: object,
+        priority: object,
+        eager: bool,
+        timeout: float | None,
+    ) -> list[Ticket]:
+        """Push dense values in one call, and rows, if there are any, in another."""
+        urgency, limit_s = _priority_of(names, priority), self._limit(timeout)
+        self._know(names, timeout)
+        if not self._have_rows(names, is_many, value):
+            rows = self._rows(names, is_many, value, timeout)
+            return [self._push(names, rows, None, urgency, eager, limit_s)]
+        given = value if is_many else [value]
+        assert isinstance(given, list | tuple)
+        if len(given) != len(names):
+            raise ConfigError(f"{len(names)} keys need as many values, got {len(given)}")
+        self._demand_known(names)
+        some: list[tuple[int, Rows]] = []
+        dense: list[int] = []
+        for index, (name, one) in enumerate(zip(names, given, strict=True)):
+            if are_rows(one, self._specs[name]):
+                some.append((index, row_values(name, self._specs[name], one)))
+            else:
+                dense.append(index)
+        tickets = []
+        if dense:
+            whole = tuple([names[index] for index in dense])
+            values = self._rows(whole, True, [given[index] for index in dense], timeout)
+            each = alike([of_key(urgency, index) for index in dense])
+            tickets.append(self._push(whole, values, None, each, eager, limit_s))
+        pushed = tuple([names[index] for index, _ in some])
+        each = alike([of_key(urgency, index) for index, _ in some])
+        found = tuple([rows for _, rows in some])
+        tickets.append(self._push_rows(pushed, found, each, eager, limit_s))
+        return tickets
+
+    def _have_rows(self, names: tuple[str, ...], is_many: bool, value: object) -> bool:
+        """Whether some of the values of these keys are rows; quick where they are plain tensors."""
+        given = value if is_many else [value]
+        form = self._form(names)
+        if (form is not None and form.fits(given)) or not isinstance(given, list | tuple):
+            return False
+        return any(
+            are_rows(one, self._specs.get(name)) for name, one in zip(names, given, strict=False)
+        )
+
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
     ) -> tuple[torch.Tensor, ...]:
@@ -601,8 +801,10 @@ class KVStore(KVStoreBase, abc.ABC):
                 self._forms[names] = form
         return form
 
-    def _result(self, ticket: Ticket, wanted: Wanted, async_op: bool) -> Any:
-        handle = Handle(ticket, lambda: wanted.result(ticket.value))
+    def _result(
+        self, ticket: Ticket, wanted: Wanted, async_op: bool, before: Sequence[Ticket] = ()
+    ) -> Any:
+        handle = Handle(ticket, lambda: wanted.result(ticket.value), before)
         return handle if async_op else handle.wait()
 
     # --- hooks --------------------------------------------------------------------------------------
@@ -622,6 +824,35 @@ class KVStore(KVStoreBase, abc.ABC):
         eager: bool,
         limit_s: float,
     ) -> Ticket: ...
+
+    def _push_rows(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[Rows, ...],
+        priority: Numbers,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        """Push some rows of each key; in a store that knows no rows, as dense values."""
+        dense = [dense_of(self._specs[name], one) for name, one in zip(names, rows, strict=True)]
+        return self._push(names, tuple(dense), None, priority, eager, limit_s)
+
+    @abc.abstractmethod
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        """Finish with something of which :meth:`_picked` makes these rows."""
+
+    def _picked(
+        self, found: Any, names: tuple[str, ...], ids: tuple[torch.Tensor, ...]
+    ) -> list[torch.Tensor]:
+        """Return the rows of each key, [k, width], on the CPU; ``found`` is what a pull finished with."""
+        rows: list[torch.Tensor] = found
+        return rows
 
     @abc.abstractmethod
     def _pull(

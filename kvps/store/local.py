@@ -19,16 +19,21 @@ from kvps.compression import Rules as Compression
 from kvps.core.calls import Sinks, Views
 from kvps.core.drops import ACTIONS, count_nonfinite
 from kvps.core.hyper import Hyper
+from kvps.core.lazy import assign_rows
 from kvps.core.placement import Part
 from kvps.core.plan import Numbers
+from kvps.core.recipe import Recipe
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store import keeping
 from kvps.store.arguments import check_values, names_of, rows_of, tag_of, values_of
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
+from kvps.store.rows import Rows
 from kvps.store.states import States
 from kvps.tensors import Array, as_tensor
 
@@ -51,6 +56,8 @@ class LocalStore(KVStore):
         self._rules: Rules | None = None
         self._left: dict[str, torch.Tensor] = {}
         """By key, what compression left out of its gradients so far."""
+        self._local_tables: dict[str, LocalEmbedding] = {}
+        """All that there are, also of a checkpoint and not asked for yet."""
 
     @property
     def rank(self) -> int:
@@ -142,15 +149,19 @@ class LocalStore(KVStore):
             self._hyper,
             {name: self._kept(name) for name in self._rows_by_key},
             tag_of(tag),
+            tuple([one.image() for one in self._local_tables.values()]),
         )
 
     def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
         """Give the store's keys the values of a checkpoint; return the checkpoint's number."""
         self._begin()
-        cut, hyper, keys = keeping.read(self._name, tag_of(tag) or None)
+        cut, hyper, keys, tables = keeping.read(self._name, tag_of(tag) or None)
         for name, one in keys.items():
             if name in self._specs:
                 keeping.demand_same(self._name, name, self._specs[name], one.spec)
+        for title, table in tables.items():
+            if title in self._local_tables:
+                self._local_tables[title].demand_recipe(table.recipe)
         if hyper is not None and self._hyper is not None and hyper.name != self._hyper.name:
             raise Mismatch(
                 f"store {self._name!r} has optimizer {self._hyper.name!r}, and the checkpoint "
@@ -161,6 +172,10 @@ class LocalStore(KVStore):
             self._hyper = hyper
         for name, one in keys.items():
             self._restore(name, one)
+        for title, table in tables.items():
+            if title not in self._local_tables:
+                self._local_tables[title] = LocalEmbedding(self, title, table.recipe)
+            self._local_tables[title].restore(table)
         return cut
 
     def _kept(self, name: str) -> keeping.Kept:
@@ -235,10 +250,39 @@ class LocalStore(KVStore):
         else:
             for name, sink in zip(names, sinks or (), strict=True):
                 sink.copy_(self._shaped(name))
-        untold = [text for name in names if (text := self._untold.pop(name, ""))]
-        if untold:
-            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
-            raise NonFinite(untold[0] + more)
+        self._raise_untold(names)
+        return _over(found)
+
+    @torch.no_grad()
+    def _push_rows(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[Rows, ...],
+        priority: Numbers,
+        eager: bool,
+        limit_s: float,
+    ) -> Ticket:
+        for name in names:
+            self._check_update(name)
+        for name, one in zip(names, rows, strict=True):
+            if self._on_nonfinite == ACTIONS[0] or self._is_finite(name, one.rows.view(-1)):
+                self._update_rows(name, one)
+            self._versions[name] += 1
+        return _over()
+
+    @torch.no_grad()
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        found = []
+        for name, some in zip(names, ids, strict=True):
+            table = self._table(name)
+            found.append(table.index_select(0, some.to(table.device)).cpu())
+        self._raise_untold(names)
         return _over(found)
 
     def _broadcast(
@@ -309,13 +353,37 @@ class LocalStore(KVStore):
             found.append(decode(code, octets, torch.empty_like(flat)).view(self._specs[name].shape))
         return found
 
+    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+        if self._on_nonfinite != ACTIONS[0]:
+            raise ConfigError(
+                f"store {self._name!r} looks whether gradients are finite, which tables do not; "
+                f"create one with on_nonfinite={ACTIONS[0]!r} for table {name!r}"
+            )
+        known = self._local_tables.get(name)
+        if known is None:
+            known = self._local_tables[name] = LocalEmbedding(self, name, recipe)
+        known.demand_recipe(recipe)  # one that came from a checkpoint may be another
+        return known
+
     def _close(self) -> None:
         self._rows_by_key.clear()
+        self._tables.clear()
+        self._local_tables.clear()
 
     # --- small things -------------------------------------------------------------------------------
 
     def _shaped(self, name: str) -> torch.Tensor:
         return self._rows_by_key[name].view(self._specs[name].shape)
+
+    def _table(self, name: str) -> torch.Tensor:
+        """Return a key's values as rows."""
+        return self._rows_by_key[name].view(-1, self._specs[name].width)
+
+    def _raise_untold(self, names: tuple[str, ...]) -> None:
+        untold = [text for name in names if (text := self._untold.pop(name, ""))]
+        if untold:
+            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
+            raise NonFinite(untold[0] + more)
 
     def _like(self, name: str) -> torch.Tensor:
         return torch.empty_like(self._shaped(name))
@@ -359,6 +427,14 @@ class LocalStore(KVStore):
             self._rows_by_key[name].copy_(row)
         else:
             self._rules.update(name, self._rows_by_key[name], row)
+
+    def _update_rows(self, name: str, one: Rows) -> None:
+        table = self._table(name)
+        ids, rows = one.ids.to(table.device), one.inorder.to(table.device)
+        if self._rules is None:
+            assign_rows(table, ids, rows, before=None)
+        else:
+            self._rules.update_rows(name, table, ids, rows)
 
 
 def _over(value: object = None) -> Ticket:

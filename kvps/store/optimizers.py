@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvps.core.hyper import Hyper, resolve
+from kvps.core.lazy import may_be_lazy, update_rows
 from kvps.core.updaters import State, create
 from kvps.errors import ConfigError, Mismatch, StorageError
 from kvps.specs import Spec
@@ -76,6 +77,33 @@ class Rules:
             )
         self._updater.apply(
             weight, ready, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
+        )
+
+    def update_rows(
+        self, key: str, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Update the rows ``ids`` of ``table`` in place by ``rows``, which are only read.
+
+        Where the rule needs norms of the whole table, the other rows count as gradients of 0.
+        """
+        if not may_be_lazy(self._updater):
+            dense = torch.zeros_like(table, dtype=rows.dtype).index_copy_(0, ids, rows)
+            self.update(key, table.view(-1), dense.view(-1))
+            return
+        if key not in self._states:
+            self._states[key] = self._updater.new_state(table.view(-1))
+        self._steps[key] = step = self._steps.get(key, 0) + 1
+        lr, weight_decay = self.hyper.for_key(key)
+        ready = accumulator(rows)
+        update_rows(
+            table,
+            {name: one.view(table.shape) for name, one in self._states[key].items()},
+            ids,
+            ready.clone() if ready is rows else ready,
+            self._updater,
+            step=step,
+            lr=lr,
+            weight_decay=weight_decay,
         )
 
     def state_of(self, key: str) -> tuple[int, State]:

@@ -6,16 +6,18 @@ refused, with what to do instead and the name of the store that can.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from kvps.compression import Rules
 from kvps.core.hyper import Hyper
 from kvps.core.placement import Part
+from kvps.core.plan import Numbers
 from kvps.errors import ConfigError
 from kvps.specs import Spec
 from kvps.store.base import KVStoreBase
+from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
 from kvps.store.states import States
 
@@ -43,6 +45,24 @@ class Serverless(KVStore):
     def dropped_rounds(self) -> dict[str, int]:
         """Return an empty map: every sum is taken as it is."""
         return {}
+
+    def _pull_rows(
+        self,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        priority: Numbers,
+        limit_s: float,
+    ) -> Ticket:
+        return self._pull(names, (), priority, 0, limit_s)
+
+    def _picked(
+        self, found: Any, names: tuple[str, ...], ids: tuple[torch.Tensor, ...]
+    ) -> list[torch.Tensor]:
+        each = []
+        for name, values, some in zip(names, found, ids, strict=True):
+            table = values.view(-1, self._specs[name].width)
+            each.append(table.index_select(0, some.to(table.device)).cpu())
+        return each
 
     def save_optimizer_states(self, path: str) -> None:
         """Is refused: the optimizer, if there is one, is in the script."""

@@ -10,6 +10,7 @@ from kvps.torch.broadcasts import (
     broadcast_parameters,
 )
 from kvps.torch.comm_hook import CommState, comm_hook
+from kvps.torch.embedding import Embedding
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.rendezvous import register as _register
@@ -20,6 +21,7 @@ _register()
 __all__ = [
     "CommState",
     "DistributedOptimizer",
+    "Embedding",
     "Sharded",
     "SyncBatchNorm",
     "average",

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 import kvps
-from examples import digits, gluon_digits, gpt, horovod_digits, recommender
+from examples import digits, gluon_digits, gpt, horovod_digits, recommender, word_vectors
 from tests.integration.processes import BIN, ROOT, Processes
 
 TABLE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
@@ -125,6 +125,22 @@ def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> Non
     assert "below 1.01" in process.err
 
 
+def test_word_vectors_beat_frequency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = word_vectors.load()
+    monkeypatch.setattr(word_vectors, "load", lambda: loaded)
+    path = tmp_path / "vectors.safetensors"
+    assert run(word_vectors, "--seconds", "6", "--export", str(path), "--min-gain", "0")[0] == 0
+    printed = capsys.readouterr().out
+    assert sorted(re.findall(r"worker (\d): [1-9]\d* steps", printed)) == ["0", "1"]
+    found = re.search(r"([\d,]+) of ([\d,]+) words have a vector", printed)
+    assert found
+    vectors = load_file(path)
+    assert len(vectors["ids"]) == int(found[1].replace(",", "")) > 1000
+    assert word_vectors.id_of("file") in vectors["ids"].tolist()
+
+
 # --- as the table says --------------------------------------------------------------------------------
 
 SEEN = {
@@ -137,6 +153,7 @@ SEEN = {
     "compressed_digits.py": (r"(?s)randomk, both ways: 0\.9[789].*1bit has a learning rate", 300.0),
     "gpt.py": (r"test loss [12]\.\d+", 600.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
+    "word_vectors.py": (r"ranked right: 0\.[67]", 300.0),
     "sharded_mlp.py": (r"accuracy 0\.9", 300.0),
 }
 """What each example prints at its end, and within how many seconds even a busy machine gets there."""

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from kvps.compression import Rules
 from kvps.core import calls
 from kvps.core.effects import Copied, Finish, Save
 from kvps.core.hyper import resolve
+from kvps.core.id_calls import split
+from kvps.core.ids import Ids
 from kvps.core.member import JOIN_MAX_S, Identity
+from kvps.core.recipe import Recipe
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
 from kvps.core.worker import Worker
@@ -118,6 +122,9 @@ class Store:
     def set_rate(self, lr: float) -> Script:
         yield self._do(calls.SetRate(self.name, lr))
 
+    def compress(self, rules: Rules) -> Script:
+        yield self._do(calls.Compress(self.name, rules))
+
     def resume(self, keys: Sequence[str]) -> Script:
         return (yield self._do(calls.Resume(self.name, tuple(keys))))
 
@@ -132,6 +139,26 @@ class Store:
 
     def restore(self, tag: str = "") -> Script:
         return (yield self._do(calls.RestoreCheckpoint(self.name, tag)))
+
+    def embed(self, key: str, recipe: Recipe, rank: int) -> Script:
+        yield self._do(calls.Embed(self.name, key, recipe, rank))
+
+    def push_ids(self, key: str, ids: Ids, rows: torch.Tensor, servers: int) -> Script:
+        """Push rows; return when they are copied."""
+        parts = tuple(
+            (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)])
+            for some in split(ids, servers)
+        )
+        call = calls.PushIds(self.name, (key,), (), None, 0, True, rows.shape[1], parts)
+        yield self._do(call, "copied")
+
+    def pull_ids(self, key: str, recipe: Recipe, ids: Ids) -> Script:
+        return (yield self._do(calls.PullIds(self.name, (key,), recipe, ids)))
+
+    def block(self, key: str, server: int, start: int) -> Script:
+        """Return some of the rows that one server has."""
+        call = calls.ExportBlock(self.name, key, server, start, 3, 0, with_state=True)
+        return (yield self._do(call))
 
     def barrier(self, name: str | None = None) -> Script:
         yield self._do(calls.Stand(self.name, name))

@@ -25,7 +25,7 @@ from kvps.core.disk import (
     Write,
     Written,
 )
-from kvps.core.image import Image
+from kvps.core.image import Image, RowsImage
 from kvps.core.regroup import regroup
 from kvps.errors import StorageError
 from kvps.messages import Commit
@@ -55,9 +55,25 @@ def copy_of(image: Image) -> Image:
                     )
                     for key in store.keys
                 ),
+                tables=tuple(replace(one, parts=_copies(one.parts)) for one in store.tables),
             )
             for store in image.stores
         ),
+    )
+
+
+def _copies(parts: tuple[RowsImage, ...]) -> tuple[RowsImage, ...]:
+    return tuple(
+        replace(
+            one,
+            ids=one.ids.clone(),
+            stamps=one.stamps.clone(),
+            columns={
+                name: tuple([row.clone() for row in rows]) for name, rows in one.columns.items()
+            },
+            counts=one.counts.clone(),
+        )
+        for one in parts
     )
 
 

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from kvps.bench import rounds
 from kvps.bench.rounds import PERIOD, WARM_UP, Row, Truth, demand, measure, noise, spread
+from kvps.codecs import decode, encode
+from kvps.codes import CODECS, Code
 
 
 def rows_of(*sizes: int) -> list[Row]:
@@ -91,6 +94,23 @@ def test_the_truth_of_a_sum() -> None:
     truth = Truth(3, "sum")
     expected = noise(4, 0) + noise(4, 1) + noise(4, 2)
     assert np.allclose(truth.after(4), expected)
+
+
+@pytest.mark.parametrize("how", ["2bit", "1bit", "fp16"])
+def test_the_truth_of_a_codec_is_what_the_codec_says(how: str) -> None:
+    """Two implementations that know nothing of each other."""
+    code = Code(CODECS[how], 0.5 if how.endswith("bit") else 0.0)
+    truth = Truth(2, "sum", how)
+    rests = [torch.zeros(PERIOD) for _ in range(3)]
+
+    def sent(whose: int, gradient: torch.Tensor) -> torch.Tensor:
+        octets = encode(code, rests[whose], gradient)
+        return decode(code, octets, torch.empty(PERIOD))
+
+    for number in range(3):
+        total = sent(0, torch.from_numpy(noise(number, 0)))
+        total += sent(1, torch.from_numpy(noise(number, 1)))
+        assert np.array_equal(truth.after(number), sent(2, total).numpy())
 
 
 def test_the_truth_of_sgd() -> None:

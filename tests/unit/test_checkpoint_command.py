@@ -54,7 +54,7 @@ def model_image(model: nn.Module, server: int, servers: int, name: str = "defaul
     keys = []
     for key, value in model.state_dict().items():
         spec = spec_of(value)
-        for part in parts(key, spec.count, servers, cuts.BOUND):
+        for part in parts(key, spec.count, servers, cuts.BOUND, spec.width):
             if part.server == server:
                 flat = value.flatten()[part.start : part.start + part.size]
                 keys.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,11 @@ from kvps.core import calls, dispatch
 from kvps.core.catalogue import Catalogue
 from kvps.core.hyper import resolve
 from kvps.core.lateness import name_of
+from kvps.core.recipe import recipe_of
 from tests.workbench import opened
 
 ROW = torch.zeros(4)
+RECIPE = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
 CALLS = {
     "open_store": calls.OpenStore("kv", opened(), 240.0),
     "init": calls.Init("kv", (), ()),
@@ -22,6 +25,8 @@ CALLS = {
     "lookup": calls.Lookup("kv", ()),
     "push": calls.PushValues("kv", (), (), None, 0, True),
     "pull": calls.PullValues("kv", (), (), 0, 0),
+    "push_rows": calls.PushRows("kv", (), (), 0, True),
+    "pull_rows": calls.PullRows("kv", (), (), 0),
     "allocate": calls.Allocate("kv", ()),
     "versions": calls.Versions("kv", ()),
     "resume": calls.Resume("kv", ()),
@@ -38,6 +43,10 @@ CALLS = {
     "load_rests": calls.LoadRests("kv", {}),
     "checkpoint": calls.TakeCheckpoint("kv", ""),
     "restore": calls.RestoreCheckpoint("kv", ""),
+    "embed": calls.Embed("kv", "t", RECIPE, 0),
+    "push_ids": calls.PushIds("kv", ("t",), (), None, 0, True, 1, ()),
+    "pull_ids": calls.PullIds("kv", ("t",), RECIPE, np.empty(0, np.int64)),
+    "export": calls.ExportBlock("kv", "t", 0, 0, 1, 0, False),
 }
 
 

@@ -229,7 +229,8 @@ class TestOfServers:
 def test_an_image_of_a_key_without_elements_has_no_portion(folder: Path) -> None:
     kept = keeping.Kept(Spec("float32", (0, 3)), torch.empty(0))
     assert keeping.keep("kv", resolve("sgd", {"lr": 0.1}), {"none": kept}, "") == 1
-    cut, hyper, keys = keeping.read("kv", None)
+    cut, hyper, keys, tables = keeping.read("kv", None)
+    assert tables == {}
     assert (cut, keys["none"].spec.count, len(keys["none"].row)) == (1, 0, 0)
     assert hyper is not None
     assert hyper.name == "sgd"

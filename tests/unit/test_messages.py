@@ -14,6 +14,7 @@ TAGS = {
     **{8: "Released", 9: "Stop", 10: "Error", 11: "Done", 12: "Probe", 13: "Probed"},
     **{20: "Open", 21: "Declare", 22: "Declared", 23: "Find", 24: "FoundAll"},
     **{30: "Load", 31: "Push", 32: "Ack", 33: "Pull", 34: "Pulled"},
+    **{35: "PushRows", 36: "PullRows", 37: "PulledRows"},
     **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},
     **{50: "Status", 51: "StatusIs", 60: "Offer", 61: "Taken", 62: "Release"},
     **{70: "Join", 71: "Joined", 72: "Return", 73: "History", 74: "HistoryIs"},
@@ -22,6 +23,8 @@ TAGS = {
     **{84: "TakeImage", 85: "ImageTaken", 86: "ImageKept", 87: "Commit", 88: "Committed"},
     **{89: "GiveUp", 90: "Recall", 91: "Shelf", 92: "Restore", 93: "Restored"},
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
+    **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
+    **{104: "Export", 105: "Exported"},
 }
 """Written down once more: a tag that was given is for ever."""
 
@@ -79,3 +82,27 @@ FIELDS = (m.Field("exp_avg", 2, 3), m.Field("step", 9, 1))
 )
 def test_payload_sizes(message: Message, sizes: tuple[int, ...]) -> None:
     assert message.payload_sizes() == sizes
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def test_rows_follow_their_numbers_in_frames_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pushed(width: int, count: int) -> tuple[int, ...]:
+        return m.PushRows("s", "k", 1, (0,), 0, width, count).payload_sizes()
+
+    assert pushed(3, 0) == ()
+    assert pushed(3, 2) == (16, 24)
+    monkeypatch.setattr(m, "ROWS_FRAME_BYTES", 24)
+    assert [m.rows_in_frame(1, width) for width in (1, 3, 4, 7)] == [6, 2, 1, 1]
+    assert pushed(3, 4) == (32, 24, 24)
+    assert pushed(3, 5) == (40, 24, 24, 12)
+    assert pushed(7, 2) == (16, 28, 28)
+
+
+@pytest.mark.spec("R14")
+def test_no_list_of_frames_is_made_on_a_peers_word() -> None:
+    """It would be as long as the number that is claimed."""
+    sizes = m.PulledRows(1, 1, 64, 2**63 - 1, 0, 0, 0).payload_sizes()
+    assert sizes == ((2**63 - 1) * 256,)
+    assert m.PullRows("s", "k", 0, 0, 2**63 - 1).payload_sizes() == ((2**63 - 1) * 8,)

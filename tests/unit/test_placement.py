@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvps.core.placement import ALIGN, BIGARRAY_BOUND, home, parts
+from kvps.core.placement import ALIGN, BIGARRAY_BOUND, home, lies_by_rows, parts
+from kvps.specs import Spec
 
 
 def test_a_small_key_lives_on_its_home() -> None:
@@ -87,3 +90,58 @@ def test_resnet50_on_4_servers_is_balanced(naming: str) -> None:
         for part in parts(NAMINGS[naming](index, name), count, 4, BIGARRAY_BOUND):
             load[part.server] += part.size
     assert max(load) <= 1.10 * sum(load) / 4
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R170")
+@pytest.mark.parametrize(
+    ("rows", "width", "servers", "starts"),
+    [
+        (1_000_000, 64, 3, [0, 21_332_992, 42_665_984]),  # whole pages, and whole rows by that
+        (100_000, 48, 2, [0, 2_399_232]),  # 3,072 is the least of both
+        (100_000, 49, 2, [0, 2_408_448]),  # 48 times 50,176
+        (1_000, 129, 2, [0, 64_500]),  # rows alone
+        (2, 60_000, 2, [0, 60_000]),
+        (2, 60_000, 3, [0, 39_936, 79_872]),  # fewer rows than servers: cut within them
+    ],
+)
+def test_tables_are_cut_between_rows(
+    rows: int, width: int, servers: int, starts: list[int]
+) -> None:
+    got = parts("w", rows * width, servers, width=width)
+    assert [one.start for one in got] == starts
+    assert sum(one.size for one in got) == rows * width
+    spec = Spec("float32", (rows, width))
+    by_rows = [lies_by_rows(spec, [(one.start, one.size)]) for one in got]
+    assert by_rows == [rows >= servers] * servers
+
+
+@given(
+    rows=st.integers(1, 5000),
+    width=st.integers(1, 300),
+    servers=st.integers(1, 8),
+)
+def test_parts_of_any_table_are_whole_rows_and_none_is_empty(
+    rows: int, width: int, servers: int
+) -> None:
+    got = parts("w", rows * width, servers, 0, width)
+    assert [one.start for one in got] == [sum(p.size for p in got[:i]) for i in range(len(got))]
+    assert sum(one.size for one in got) == rows * width
+    assert all(one.size for one in got)
+    if rows >= servers:
+        assert all(one.start % width == 0 for one in got)
+        mean = rows * width / len(got)
+        assert max(one.size for one in got) <= mean * (1 + 1 / 16) + width + ALIGN
+
+
+@pytest.mark.parametrize("shape", [(), (12,), (0, 4), (4, 0)])
+def test_what_has_no_rows_does_not_lie_by_rows(shape: tuple[int, ...]) -> None:
+    spec = Spec("float32", shape)
+    assert spec.width == (4 if shape == (0, 4) else 1)
+    assert not lies_by_rows(spec, [(0, spec.count)])
+
+
+def test_rows_of_one_element_are_rows() -> None:
+    assert lies_by_rows(Spec("float32", (12, 1)), [(0, 5), (5, 7)])

@@ -179,7 +179,7 @@ def without(name: str) -> Change:
 PORTIONS = next(
     key.portions for key in cuts.image(1, 2).stores[0].keys if key.name == "layer1.weight"
 )
-"""Of elements 48 to 119: 48 to 74, and 75 to 119."""
+"""Of elements 60 to 119: 48 to 74, and 75 to 119."""
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ PORTIONS = next(
     [
         (cut_key(call=9), 1, "after call 1 on one"),
         (cut_key(spec=Spec("float32", (120,))), 1, r"float32\[120\]"),
-        (without("layer1.weight"), 1, "elements 48 to 119 are missing"),
-        (without("layer1.weight"), 0, "elements 0 to 47 are missing"),
+        (without("layer1.weight"), 1, "elements 60 to 119 are missing"),
+        (without("layer1.weight"), 0, "elements 0 to 59 are missing"),
         (cut_key(portions=PORTIONS[:1]), 1, "elements 75 to 119 are missing"),
-        (cut_key(portions=PORTIONS[1:]), 1, "elements 48 to 74 are missing"),
-        (cut_key(portions=PORTIONS[:1] * 2), 1, "element 48 is there twice"),
+        (cut_key(portions=PORTIONS[1:]), 1, "elements 60 to 74 are missing"),
+        (cut_key(portions=PORTIONS[:1] * 2), 1, "element 60 is there twice"),
         (
             cut_key(portions=(PORTIONS[0], replace(PORTIONS[1], start=76))),
             1,

@@ -158,7 +158,7 @@ def test_those_that_came_are_added_to_the_first_as_they_come() -> None:
         add(one, rank, gradient, lent=False)
         assert len(one.kept) <= 1
     assert one.total is not None
-    assert one.total.data_ptr() == came[0].data_ptr(), "it belongs to the round"
+    assert one.total.joined().data_ptr() == came[0].data_ptr(), "it belongs to the round"
     assert one.sum().whole().tolist() == [15.0, 15.0]
 
 

@@ -368,3 +368,35 @@ def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None
     assert chunks.retire(second) == [waits]
     assert (chunks.by_number, chunks.weight_bytes) == ({}, 0)
     assert slab.place("c", 10) == (Piece(2, 0, 10),)
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [64, 100, 999, 300_000])
+def test_pieces_of_a_large_table_are_whole_rows(width: int) -> None:
+    slab = Slab("kv", "float32", Chunks(), CHUNK_BYTES)
+    count = 1_000_000 // width * width
+    pieces = slab.place("t", count, width=width)
+    assert sum(one.size for one in pieces) == count
+    assert len({one.size for one in pieces[:-1]}) == 1
+    assert max(one.size for one in pieces) * 4 <= CHUNK_BYTES
+    if width < CHUNK_BYTES // 4:
+        assert all(one.size % width == 0 for one in pieces)
+    else:
+        assert pieces[0].size % (PAGE_BYTES // 4) == 0
+
+
+def test_what_is_known_of_filled_rows_ends_with_a_write_over_them() -> None:
+    one = chunk(10, 20, 30)
+    known = torch.tensor([1])
+    for start in (0, 10, 30):
+        one.filled_rows[start] = known
+    one.touchable()
+    assert set(one.filled_rows) == {0, 10, 30}
+    one.overwritable(10, 30)
+    assert set(one.filled_rows) == {0, 30}
+    one.retire(Piece(1, 0, 10))
+    assert set(one.filled_rows) == {30}
+    one.writable()
+    assert not one.filled_rows

@@ -33,6 +33,10 @@ def floats(*numbers: float) -> memoryview:
     return memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
 
 
+def longs(*numbers: int) -> memoryview:
+    return memoryview(struct.pack(f"<{len(numbers)}q", *numbers))
+
+
 def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
     numbers = {"lr": 0.5, "nesterov": True, "clip_gradient": None, "lag": -2}
     runs = (m.Run(0, 2, 5), m.Run(8, 1, 4))
@@ -112,6 +116,17 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             ),
             (memoryview(b"\x80\x40" + bytes(floats(4.0))),),
         ),
+        (
+            WORKER,
+            m.PushRows("weights", "table", 1, (3,), 5, 2, 2),
+            (longs(0, 7), floats(1.0, -2.0, 0.5, 4.0)),
+        ),
+        (WORKER, m.PullRows("weights", "table", 6, 0, 1), (longs(7),)),
+        (
+            SERVER,
+            m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
+            (floats(0.25, 4.0),),
+        ),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
         (SERVER, m.Norms("weights", "w", None, 5, (2.0, 1.5, 0.25), True, (3,), 1), ()),
@@ -185,6 +200,27 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SCHEDULER, m.Checkpointed(42, 12), ()),
         (CREATOR, m.Revive("weights", "best", 0), ()),
         (SERVER, m.Revived(9, (11, 12)), ()),
+        (
+            WORKER,
+            m.Embed(
+                *("weights", "kvps.embedding:words", 1, 2, "uniform", 0.5, 7, 2, 1000, 50_000),
+                *("sgd", numbers),
+            ),
+            (),
+        ),
+        (
+            WORKER,
+            m.PushIds(3, 1, (3,), 5, 2, 2),
+            (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0)),
+        ),
+        (WORKER, m.PullIds(3, 6, 0, 2), (longs(2**40, -7),)),
+        (SERVER, m.PulledIds(42, 1, 2, 2, 6, 6), (floats(1.0, 2.0, 0.5, -4.0),)),
+        (WORKER, m.Export(3, 0, 1000, 4, True), ()),
+        (
+            SERVER,
+            m.Exported(42, 1000, 1, (m.Field("weight", 1, 2), m.Field("sum", 1, 2))),
+            (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
+        ),
     ]
 
 

@@ -1,0 +1,157 @@
+"""Embedding tables in the image of a server: their rows in columns, the rest of them in JSON.
+
+Of table j of store i the file has these tensors, each flat; what is no tensor is one JSON record::
+
+    i/table/j/ids/int64, i/table/j/stamps/int64    [n]
+    i/table/j/weight/TYPE                          [n * dim]
+    i/table/j/state.NAME/TYPE                      [n * dim]
+    i/table/j/counts/uint8                         [depth * width]; where pushes are counted
+
+A row whose stamp is 0 is none: its slot was free. Whoever reads the file passes over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvps.checkpoint import checks
+from kvps.checkpoint.stream import Column
+from kvps.core.admission import DEPTH
+from kvps.core.arenas import WEIGHT
+from kvps.core.hyper import Hyper
+from kvps.core.ids import First
+from kvps.core.image import History, RowsImage, TableImage
+from kvps.core.recipe import Recipe
+from kvps.core.updaters import create
+from kvps.tensors import NAMES, TORCH
+
+Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
+"""Returns the elements of a column of the file in pieces of these sizes."""
+
+_ENTRIES = ("key", "recipe", "history", "rows", "width", "counted")
+
+
+def row_of(name: str, table: TableImage, columns: dict[str, Column]) -> dict[str, object]:
+    """Return the JSON of a table of one server, and add its tensors to ``columns``."""
+    (part,) = table.parts
+    recipe = table.recipe
+    columns[f"{name}/ids/int64"] = Column("int64", [part.ids])
+    columns[f"{name}/stamps/int64"] = Column("int64", [part.stamps])
+    for title, rows in part.columns.items():
+        dtype = NAMES[rows[0].dtype] if rows else "uint8"
+        flat = [one.reshape(-1) for one in rows]
+        if rows:
+            columns[f"{name}/{_column(title)}/{dtype}"] = Column(dtype, flat)
+    if part.counts.numel():
+        columns[f"{name}/counts/uint8"] = Column("uint8", [part.counts.reshape(-1)])
+    history = table.history
+    return {
+        "key": table.key,
+        "recipe": [
+            recipe.dim,
+            recipe.dtype,
+            *recipe.first,
+            recipe.seed,
+            recipe.admit,
+            recipe.max_age,
+            recipe.max_rows,
+            recipe.hyper.name,
+            recipe.hyper.to_wire(),
+        ],
+        "history": [
+            history.version,
+            history.step,
+            sorted(history.pushed.items()),
+            sorted(history.head_start.items()),
+        ],
+        "rows": len(part.ids),
+        "width": part.counts.shape[1],
+        "counted": part.counted,
+    }
+
+
+def table_of(name: str, given: object, cut: Cut) -> TableImage:
+    """Return the table that JSON and the columns of a file describe.
+
+    Raises:
+        ValueError: if they describe none.
+        KvpsError: if its recipe cannot be.
+    """
+    row = checks.record("a table", given, *_ENTRIES)
+    key = checks.text("a table's key", row["key"], least=1)
+    try:
+        recipe = _recipe(row["recipe"])
+        count = checks.natural("rows", row["rows"])
+        width = checks.natural("width", row["width"])
+
+        def column(title: str, dtype: str, size: int) -> torch.Tensor:
+            (found,) = cut(f"{name}/{title}/{dtype}", (size,))
+            return found
+
+        fresh = create(recipe.hyper).new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
+        dtypes = {WEIGHT: recipe.dtype} | {one: NAMES[row.dtype] for one, row in fresh.items()}
+        columns: dict[str, tuple[torch.Tensor, ...]] = {
+            title: (
+                (column(_column(title), dtype, count * recipe.dim).view(count, recipe.dim),)
+                if count
+                else ()
+            )
+            for title, dtype in dtypes.items()
+        }
+        counts = torch.empty((0, 0), dtype=torch.uint8)
+        if width:
+            counts = column("counts", "uint8", DEPTH * width).view(DEPTH, width)
+        part = RowsImage(
+            column("ids", "int64", count),
+            column("stamps", "int64", count),
+            columns,
+            counts,
+            checks.natural("counted", row["counted"]),
+        )
+        return TableImage(key, recipe, history_of(row["history"]), (part,))
+    except ValueError as error:
+        raise ValueError(f"table {key!r}: {error}") from error
+
+
+def _column(title: str) -> str:
+    return title if title == WEIGHT else f"state.{title}"
+
+
+def _recipe(given: object) -> Recipe:
+    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = checks.array(
+        "a recipe", given, 10
+    )
+    return Recipe(
+        checks.natural("dim", dim),
+        checks.text("dtype", dtype),
+        First(checks.text("init", kind), checks.finite("scale", scale)),
+        checks.natural("seed", seed),
+        checks.natural("admit", admit),
+        checks.natural("max_age", age),
+        checks.natural("max_rows", most),
+        Hyper.from_wire(checks.text("an optimizer's name", name, least=1), numbers),
+    ).check()
+
+
+def history_of(given: object) -> History:
+    """Return what was done to some elements."""
+    version, step, pushed, head_start = checks.array("a history", given, 4)
+    return History(
+        checks.natural("version", version),
+        checks.natural("step", step),
+        by_rank("pushed", pushed),
+        by_rank("head_start", head_start),
+    )
+
+
+def by_rank(what: str, given: object) -> dict[int, int]:
+    """Return a map by rank, written as pairs."""
+    found: dict[int, int] = {}
+    for pair in checks.array(what, given):
+        rank, count = checks.array(what, pair, 2)
+        found[checks.natural("a rank", rank, checks.RANK_MAX)] = checks.natural(what, count)
+    if len(found) < len(checks.array(what, given)):
+        raise ValueError(f"{what} has a rank twice")
+    return found

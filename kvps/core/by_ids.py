@@ -1,0 +1,247 @@
+"""Embedding tables on a server: how they are made, pushed to and pulled from.
+
+A table has one key, of which every server holds one element in a chunk of its own: how many rows of
+the table are there. So the table has a span, and with it the history of any key: versions, numbers of
+pushes, rounds, quorums, staleness, who waits. What differs is a gradient, which is ids and rows
+(:class:`ByIds`), and that the rows (:class:`~kvps.core.embedding.Embedding`) are moved by it.
+
+An id belongs to one server. Each server has its share of every push, also an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvps.core.embedding import Embedding
+from kvps.core.hyper import Hyper
+from kvps.core.ids import First, Ids, servers_of
+from kvps.core.namespace import Namespace, Shard
+from kvps.core.placement import EMBEDDING
+from kvps.core.recipe import Recipe
+from kvps.core.rounds import Due, Span
+from kvps.core.slab import Chunk
+from kvps.core.strip import Strip
+from kvps.errors import ConfigError, Mismatch, ProtocolError
+from kvps.messages import Embed, Export, Exported, Field, Piece, PullIds, PushIds
+from kvps.specs import BY_ID, BY_NAME, Spec, summed_in
+from kvps.tensors import dtype_of, from_frame, to_frame
+
+EXPORT_BYTES = 32 << 20
+"""The most that one answer to EXPORT has in a frame."""
+
+
+class ByIds(Strip):
+    """A gradient of some rows. As a strip it is the one element that its table has here."""
+
+    __slots__ = ("ids", "rows")
+
+    def __init__(self, ids: Ids, rows: torch.Tensor) -> None:
+        super().__init__([torch.zeros(1)])
+        self.ids = ids
+        """Ascending, each once."""
+        self.rows = rows
+        """[len(ids), dim]."""
+
+
+def recipe_of(message: Embed) -> Recipe:
+    """Return the recipe that a peer sent, checked.
+
+    Raises:
+        ConfigError: naming what cannot be.
+    """
+    return Recipe(
+        message.dim,
+        BY_ID[message.dtype].name,
+        First(message.init, message.scale),
+        message.seed,
+        message.admit,
+        message.max_age,
+        message.max_rows,
+        Hyper.from_wire(message.optimizer, message.numbers),
+    ).check()
+
+
+def message_of(store: str, key: str, recipe: Recipe) -> Embed:
+    """Return the message that says what :func:`recipe_of` reads."""
+    return Embed(
+        store,
+        key,
+        BY_NAME[recipe.dtype].id,
+        recipe.dim,
+        *recipe.first,
+        recipe.seed,
+        recipe.admit,
+        recipe.max_age,
+        recipe.max_rows,
+        recipe.hyper.name,
+        dict(recipe.hyper.values),
+    )
+
+
+def spec_of(servers: int) -> Spec:
+    """Return what the key of a table is: one number for each server."""
+    return Spec("int64", (servers,))
+
+
+def embed(space: Namespace, key: str, recipe: Recipe, server: int, servers: int) -> Piece:
+    """Make a table on this server, or find the one that is there; return where it is.
+
+    Raises:
+        Mismatch: if there is one by another recipe. ConfigError: if the store can have none.
+        ProtocolError: if the key is none of a table's. In all these cases nothing is changed.
+    """
+    if not key.startswith(EMBEDDING):
+        raise ProtocolError(f"key {key!r:.60}: the key of a table begins with {EMBEDDING!r}")
+    if space.drops is not None:
+        raise ConfigError(
+            f"store {space.name!r} looks whether gradients are finite, which tables do not; create "
+            "one with on_nonfinite='apply' for tables"
+        )
+    shard = space.shards.get(key)
+    if shard is None:
+        return _make(space, key, recipe, server, servers)
+    (piece,) = shard.pieces
+    there = space.embedding_at(piece).recipe
+    if difference := there.difference(recipe):
+        raise Mismatch(
+            f"table {name_of(key)!r} of store {space.name!r} has {difference} "
+            f"{getattr(there, difference)!s:.100}, asked for was "
+            f"{getattr(recipe, difference)!s:.100}; give the same arguments on every worker"
+        )
+    return piece
+
+
+def _make(space: Namespace, key: str, recipe: Recipe, server: int, servers: int) -> Piece:
+    rows = Embedding(recipe, servers)  # if it cannot be made, nothing was
+    space.check_room({key: BY_NAME["int64"].itemsize})
+    (piece,) = space.slab("int64").place(key, 1, (1,))
+    chunk = space.chunk_at(piece)
+    chunk.embedding = rows
+    chunk.writable().zero_()
+    chunk.fill(piece.start)
+    space.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
+    return piece
+
+
+def name_of(key: str) -> str:
+    """Return what the user calls the table of ``key``."""
+    return key.removeprefix(EMBEDDING)
+
+
+def embedding_of(chunk: Chunk) -> Embedding:
+    """Return the table whose element a chunk holds.
+
+    Raises:
+        ProtocolError: if it is none's.
+    """
+    if chunk.embedding is None:
+        raise ProtocolError(f"chunk {chunk.number} holds keys, and no embedding table")
+    return chunk.embedding
+
+
+# --- pushes ---------------------------------------------------------------------------------------
+
+
+def gradient_of(
+    chunk: Chunk, message: PushIds, payload: Sequence[memoryview], server: int, servers: int
+) -> ByIds:
+    """Return the gradient that came, checked.
+
+    Raises:
+        Mismatch: for another element type or length of rows than the table's.
+        ProtocolError: for ids that are not in order, or of another server.
+    """
+    recipe = embedding_of(chunk).recipe
+    dtype = BY_ID[message.dtype].name
+    if dtype not in (recipe.dtype, summed_in(recipe.dtype)) or message.dim != recipe.dim:
+        raise Mismatch(
+            f"chunk {chunk.number} is a table of {recipe.dtype}[{recipe.dim}], pushed were rows of "
+            f"{dtype}[{message.dim}]"
+        )
+    if not message.count:
+        return ByIds(np.empty(0, np.int64), from_frame(memoryview(b""), dtype).view(0, recipe.dim))
+    ids = ids_of(payload[0], server, servers)
+    if (ids[1:] <= ids[:-1]).any():
+        raise ProtocolError(
+            f"chunk {chunk.number}: the {len(ids)} ids of a push are not in ascending order, each once"
+        )
+    return ByIds(ids, from_frame(payload[1], dtype).view(-1, recipe.dim))
+
+
+def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
+    """Return the ids in a frame.
+
+    Raises:
+        ProtocolError: if the rows of some are not on this server.
+    """
+    ids = from_frame(frame, "int64").numpy()
+    foreign = servers_of(ids, servers) != server
+    if foreign.any():
+        raise ProtocolError(
+            f"{np.count_nonzero(foreign)} of {len(ids)} ids belong on other servers than {server}, "
+            f"the first of them {ids[foreign][0]}"
+        )
+    return ids
+
+
+def update(chunk: Chunk, span: Span, due: Due) -> int:
+    """Move the rows of a table by one round or one push; return how many more rows there are.
+
+    The span's version becomes one higher after that.
+    """
+    rows = embedding_of(chunk)
+    before = len(rows)
+    ids, total = summed([one for one in due.sum.parts if isinstance(one, ByIds)], rows)
+    if due.sum.divisor != 1:
+        total.div_(due.sum.divisor)
+    span.step += 1
+    rows.push(ids, total, version=span.version + 1, step=span.step)
+    chunk.writable()[span.start] = len(rows)
+    return len(rows) - before
+
+
+def summed(parts: Sequence[ByIds], rows: Embedding) -> tuple[Ids, torch.Tensor]:
+    """Return the sum of gradients, added up in their order, in memory of its own."""
+    if len(parts) == 1:
+        return parts[0].ids, parts[0].rows.to(rows.summed_in, copy=True)
+    ids = np.unique(np.concatenate([one.ids for one in parts]))
+    total = torch.zeros((len(ids), rows.recipe.dim), dtype=rows.summed_in)
+    for one in parts:
+        places = torch.from_numpy(np.searchsorted(ids, one.ids))
+        total.index_add_(0, places, one.rows.to(rows.summed_in))
+    return ids, total
+
+
+# --- pulls and exports ------------------------------------------------------------------------------
+
+
+def asked_ids(message: PullIds, payload: Sequence[memoryview], server: int, servers: int) -> Ids:
+    """Return the ids of a pull, checked as :func:`ids_of` does."""
+    if not message.count:
+        return np.empty(0, np.int64)
+    return ids_of(payload[0], server, servers)
+
+
+def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[memoryview, ...]]:
+    """Return the answer to EXPORT, and its payload.
+
+    Raises:
+        ProtocolError: for no rows.
+    """
+    rows = embedding_of(chunk)
+    if not message.count:
+        raise ProtocolError(f"chunk {chunk.number}: an export of no rows")
+    widest = max(8, rows.recipe.dim * 8)  # no element is longer
+    count = min(message.count, max(1, EXPORT_BYTES // widest))
+    block = rows.block(message.start, count, message.since, with_state=message.state)
+    found = len(block.ids)
+    columns = {name: one.reshape(-1) for name, one in block.columns.items()}
+    fields = tuple([Field(name, dtype_of(one).id, one.numel()) for name, one in columns.items()])
+    answer = Exported(seq, block.next, found, fields)
+    if not found:
+        return answer, ()
+    heads = (torch.from_numpy(block.ids), torch.from_numpy(block.stamps))
+    return answer, tuple([to_frame(one) for one in (*heads, *columns.values())])

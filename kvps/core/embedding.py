@@ -1,0 +1,266 @@
+"""One server's rows of an embedding table: made when they are first pushed to, and dropped.
+
+A row comes into being by a *push* and never by a pull. So what a table holds follows from its pushes,
+which are applied once each, in rounds or by number; a pull, which may be sent again or be made by a
+worker that is replaced, changes nothing. To a pull, an id without a row has its first value, which
+depends on the id alone: nobody can tell it from a row that has not been updated yet.
+
+With ``admit`` n an id gets its row at its n-th push; the gradients before are dropped. With
+``max_age`` a row goes that had no push for so many versions, with ``max_rows`` the oldest go: an
+eighth of them at once, since the index is made anew for it, and so seldom. An id that comes again
+begins again.
+
+The optimizer updates the rows that a push names, and no others: momenta of the rest stand still,
+as :class:`torch.optim.SparseAdam` has it. Its step is that of the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvps.core.admission import Admission
+from kvps.core.arenas import WEIGHT, Arena, Arenas, Columns, Slots
+from kvps.core.ids import Ids
+from kvps.core.index import Index, grown
+from kvps.core.lazy import update_rows
+from kvps.core.recipe import Recipe
+from kvps.core.updaters import Updater, create
+from kvps.specs import summed_in
+from kvps.tensors import TORCH
+
+SCAN_SLOTS = 1 << 20
+"""How many slots one block of an export looks at, at most."""
+AGE_STEPS = 16
+"""A row may become older than it should by a share of 1 / AGE_STEPS: that often it is looked for."""
+EVICTED = 8
+"""One row in so many goes when there are too many."""
+
+
+class Block(NamedTuple):
+    """Some rows of a table."""
+
+    ids: Ids
+    stamps: npt.NDArray[np.int64]
+    """The version that each row's last push made."""
+    columns: Columns
+    """``weight`` and, if asked for, the optimizer's states; each [len(ids), dim]."""
+    next: int
+    """Where the next block begins; 0 after the last one."""
+
+
+class Kept(NamedTuple):
+    """A table as it is at one moment."""
+
+    ids: Ids
+    """By slot; trash where the stamp is 0."""
+    stamps: npt.NDArray[np.int64]
+    arenas: list[Arena]
+    counts: npt.NDArray[np.uint8] | None
+    counted: int
+
+
+class Embedding:
+    """The rows of one table on one server.
+
+    Args:
+        recipe: what it is made by.
+        servers: how many share its rows.
+    """
+
+    def __init__(self, recipe: Recipe, servers: int = 1) -> None:
+        self.recipe = recipe
+        self.updater: Updater = create(recipe.hyper)
+        self._rows_max = -(-recipe.max_rows // servers)
+        fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
+        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: one.dtype for name, one in fresh.items()}
+        self._arenas = Arenas(recipe.dim, dtypes)
+        self._index = Index()
+        self._stamps = np.zeros(0, np.int64)
+        """By slot, the version that the last push to it made; 0 where there is no row."""
+        self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The type that gradients are added up in."""
+        return TORCH[summed_in(self.recipe.dtype)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of what each row has: ``weight``, and the optimizer's states."""
+        return tuple(self._arenas.dtypes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's weights."""
+        return self.recipe.dim * TORCH[self.recipe.dtype].itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of everything, touched or not."""
+        counts = 0 if self._admission is None else self._admission.counts.nbytes
+        return self._arenas.size_bytes + self._index.size_bytes + self._stamps.nbytes + counts
+
+    # --- pulls and pushes -----------------------------------------------------------------------
+
+    def pull(self, ids: Ids) -> torch.Tensor:
+        """Return the rows of ``ids``, [len(ids), dim]; first values where there is no row."""
+        slots = self._index.find(ids)
+        is_there = slots >= 0
+        if is_there.all():
+            return self._arenas.weights(slots)
+        rows = torch.empty((len(ids), self.recipe.dim), dtype=TORCH[self.recipe.dtype])
+        rows[torch.from_numpy(~is_there)] = self._first(ids[~is_there])
+        if is_there.any():
+            rows[torch.from_numpy(is_there)] = self._arenas.weights(slots[is_there])
+        return rows
+
+    def push(self, ids: Ids, gradients: torch.Tensor, *, version: int, step: int) -> None:
+        """Update the rows of ``ids`` by one push or round.
+
+        Args:
+            ids: each named once.
+            gradients: [len(ids), dim], contiguous, of the type :attr:`summed_in`. They are used up.
+            version: what the table's version is by this; 1 or more.
+            step: how many updates the table has had, this one included.
+        """
+        slots = self._index.find(ids)
+        slots, taken = self._admit(ids, slots)
+        if len(slots):
+            self._update(slots, gradients if taken is None else gradients[taken], step)
+            self._stamps[slots] = version
+        self._evict(version)
+
+    def _admit(self, ids: Ids, slots: Slots) -> tuple[Slots, torch.Tensor | None]:
+        """Give rows to ids that may have one; return the slots of all that have, and which ids
+        these are, None for all."""
+        is_new = slots < 0
+        if not is_new.any():
+            return slots, None
+        if self._admission is not None:
+            is_new[is_new] = self._admission.count(ids[is_new])
+        if is_new.any():
+            slots[is_new] = self._add(ids[is_new])
+        is_there = slots >= 0
+        if is_there.all():
+            return slots, None
+        return slots[is_there], torch.from_numpy(is_there)
+
+    def _add(self, ids: Ids) -> Slots:
+        slots = self._index.add(ids)
+        self._arenas.reserve(self._index.used)
+        self._stamps = grown(self._stamps, len(self._stamps), self._index.used)
+        weight = self._first(ids)
+        state = self.updater.new_state(weight.view(-1))
+        shaped = {name: one.view(weight.shape) for name, one in state.items()}
+        self._arenas.write(slots, {WEIGHT: weight} | shaped)
+        return slots
+
+    def _first(self, ids: Ids) -> torch.Tensor:
+        values = self.recipe.first.values(ids, self.recipe.dim, self.recipe.seed)
+        return torch.from_numpy(values).to(TORCH[self.recipe.dtype])
+
+    def _update(self, slots: Slots, gradients: torch.Tensor, step: int) -> None:
+        lr, weight_decay = self.recipe.hyper.for_key("")
+        for arena, places, at in self._arenas.cut_to_write(slots):
+            state = dict(arena.columns)
+            update_rows(
+                state.pop(WEIGHT),
+                state,
+                at,
+                gradients[places],
+                self.updater,
+                step=step,
+                lr=lr,
+                weight_decay=weight_decay,
+            )
+
+    # --- rows that go -----------------------------------------------------------------------------
+
+    def _evict(self, version: int) -> None:
+        age, most = self.recipe.max_age, self._rows_max
+        if age and version % max(1, age // AGE_STEPS) == 0:
+            self._drop(np.flatnonzero((self._stamps > 0) & (self._stamps < version - age)))
+        if most and len(self) > most:
+            self._drop(self._oldest(len(self) - most + most // EVICTED))
+
+    def _oldest(self, count: int) -> Slots:
+        """Return the slots of the ``count`` oldest rows; of equally old ones the lowest ids."""
+        slots = np.flatnonzero(self._stamps)
+        stamps = self._stamps[slots]
+        last = np.partition(stamps, count - 1)[count - 1]
+        older, equal = slots[stamps < last], slots[stamps == last]
+        order = np.argsort(self._index.ids_at(equal))
+        return np.concatenate([older, equal[order[: count - len(older)]]])
+
+    def _drop(self, slots: Slots) -> None:
+        self._stamps[slots] = 0
+        self._index.drop(slots)
+
+    # --- exports and images -----------------------------------------------------------------------
+
+    def block(self, start: int, count: int, since: int = 0, *, with_state: bool = False) -> Block:
+        """Return rows from slot ``start`` on: ``count`` at most, and some blocks have none.
+
+        A row keeps its slot as long as it is there: of the rows that are there all the time, an export
+        block by block has each once, whatever is pushed meanwhile.
+
+        Args:
+            start: 0, or ``next`` of the block before.
+            count: at least 1.
+            since: only rows that a push has changed after this version.
+            with_state: the optimizer's states, too.
+        """
+        stop = min(start + SCAN_SLOTS, self._index.used)
+        slots = start + np.flatnonzero(self._stamps[start:stop] > since)
+        if len(slots) > count:
+            slots = slots[:count]
+            stop = int(slots[-1]) + 1
+        columns = self._arenas.read(slots) if with_state else {WEIGHT: self._arenas.weights(slots)}
+        following = stop if stop < self._index.used else 0
+        return Block(self._index.ids_at(slots), self._stamps[slots], columns, following)
+
+    def keep(self) -> tuple[Kept, Callable[[], None]]:
+        """Return the table as it is, and what is to be called when nobody needs that any more."""
+        arenas, release = self._arenas.keep()
+        used, admission = self._index.used, self._admission
+        kept = Kept(
+            self._index.ids_at(np.arange(used)),
+            self._stamps[:used].copy(),
+            arenas,
+            None if admission is None else admission.counts.copy(),
+            0 if admission is None else admission.counted,
+        )
+        return kept, release
+
+    def put(self, ids: Ids, stamps: npt.NDArray[np.int64], columns: Columns) -> None:
+        """Take in rows that are not here yet, as :meth:`block` or an image has them."""
+        slots = self._add(ids)
+        self._stamps[slots] = stamps
+        fresh = self._arenas.read(slots)
+        self._arenas.write(
+            slots, fresh | {name: columns[name] for name in fresh if name in columns}
+        )
+
+    def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
+        """Take in how often ids without a row were pushed, as an image has it."""
+        if self._admission is not None and self._admission.counts.shape == counts.shape:
+            self._admission.merge(counts, counted)
+
+    def check(self) -> None:
+        """Assert the invariants: whatever has a slot has a stamp, and room for its row."""
+        self._index.check()
+        self._arenas.check()
+        used = self._index.used
+        assert np.count_nonzero(self._stamps[:used]) == len(self)
+        assert not self._stamps[used:].any()
+        assert self._arenas.room >= used
+        if self._rows_max:
+            assert len(self) <= self._rows_max

@@ -1,0 +1,130 @@
+"""What follows from the id of a row alone: its server, and the row's first value.
+
+An id is any 64-bit number; there is no vocabulary. Everything here is a stable hash of it, computed
+for many ids at once: so every process finds the same server for an id without asking, and a row
+begins with the same value whichever server makes it, in whatever order, before or after a restart.
+
+First values are made of whole numbers and one multiplication. A logarithm or a cosine would differ
+in its last bit between processors; so a normal deviate is a sum of twelve uniform ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvps.errors import ConfigError
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+KINDS = ("zeros", "normal", "uniform")
+SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
+"""Of the hashes for different ends, which must not depend on each other."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_COLUMN = 0xD1342543DE82EF95
+"""Apart from column to column. Not _GOLDEN, or the hash of one salt would be that of a neighbour."""
+_MASK = 2**64 - 1
+
+
+def hashes(ids: Ids | Hashes, salt: int) -> Hashes:
+    """Return 64 well mixed bits of each id (SplitMix64's).
+
+    Args:
+        ids: 64-bit numbers, of any shape.
+        salt: other salts give hashes that have nothing to do with these.
+    """
+    mixed = ids.view(np.uint64) + np.uint64((salt + 1) * _GOLDEN & _MASK)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
+    """Return the rank of the server that holds the row of each id.
+
+    Example:
+        >>> import numpy as np
+        >>> servers_of(np.arange(6), servers=2)
+        array([0, 1, 1, 1, 1, 1])
+    """
+    upper = hashes(ids, SERVER_SALT) >> np.uint64(32)
+    return (upper * np.uint64(servers) >> np.uint64(32)).view(np.int64)
+
+
+class First(NamedTuple):
+    """How rows begin: a kind of :data:`KINDS` and its scale.
+
+    The scale is the standard deviation of ``normal``, the bound of ``uniform``; 0 for ``zeros``.
+    """
+
+    kind: str
+    scale: float
+
+    def check(self) -> First:
+        """Return it.
+
+        Raises:
+            ConfigError: if there is no such kind, or its scale is not a number above 0.
+        """
+        if self.kind not in KINDS:
+            raise ConfigError(f"init={self.kind!r:.60} is unknown; use one of {', '.join(KINDS)}")
+        if self.kind == "zeros":
+            is_fine = self.scale == 0.0
+        else:
+            is_fine = math.isfinite(self.scale) and self.scale > 0.0
+        if not is_fine:
+            wanted = "no scale" if self.kind == "zeros" else "a finite scale above 0"
+            raise ConfigError(f"init {self.kind!r} with scale {self.scale}: give it {wanted}")
+        return self
+
+    def values(self, ids: Ids, dim: int, seed: int) -> npt.NDArray[np.float64]:
+        """Return the first rows of ``ids``, of shape [len(ids), dim].
+
+        Column c of an id's row depends on the seed, the id and c, and on nothing else.
+        """
+        if self.kind == "zeros":
+            return np.zeros((len(ids), dim))
+        columns = np.arange(dim, dtype=np.uint64) * np.uint64(_COLUMN)
+        places = hashes(ids, seed)[:, None] + columns
+        if self.kind == "uniform":
+            # Odd numbers between -2**24 and 2**24: none is 0, and a float32 holds each.
+            odd = (hashes(places, 0) >> np.uint64(40)).astype(np.float64) * 2.0 - (2.0**24 - 1.0)
+            return odd * (self.scale / 2.0**24)
+        total = np.zeros(places.shape, np.uint64)
+        for salt in range(3):
+            bits = hashes(places, salt)
+            for _ in range(4):
+                total += bits & np.uint64(0xFFFF)
+                bits >>= np.uint64(16)
+        centred = total.astype(np.float64) * 2.0 - 12.0 * 65535.0
+        return centred * (self.scale / 2.0**17)
+
+
+def first_of(init: object) -> First:
+    """Return what an ``init=`` argument stands for.
+
+    Args:
+        init: a kind, or a pair (kind, scale). Without a scale, normal has 0.01, uniform 0.05.
+
+    Raises:
+        ConfigError: for anything else.
+
+    Example:
+        >>> first_of("zeros"), first_of(("uniform", 0.5))
+        (First(kind='zeros', scale=0.0), First(kind='uniform', scale=0.5))
+    """
+    if isinstance(init, str):
+        return First(init, {"normal": 0.01, "uniform": 0.05}.get(init, 0.0)).check()
+    if isinstance(init, tuple | list) and len(init) == 2:
+        kind, scale = init
+        if isinstance(kind, str) and isinstance(scale, float | int) and not isinstance(scale, bool):
+            return First(kind, float(scale)).check()
+    raise ConfigError(
+        f"init={init!r:.60}: give one of {', '.join(KINDS)}, or a pair such as ('normal', 0.01)"
+    )

@@ -1,0 +1,151 @@
+"""Where each id's row is: from 64-bit ids to slots, thousands at once.
+
+A hash table with open addressing. Its cells hold slots (four octets), and the id of a slot is kept
+once, in a column beside it. Lookups and insertions work on whole arrays: in each pass all ids that
+are not settled look at their next cell. When more than :data:`FULL` of the cells are taken, there
+are twice as many; only cells move then, no row does.
+
+Slots are given out from 0 on, and those of ids that were dropped first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvps.core.ids import INDEX_SALT, Ids, hashes
+
+FULL = 0.6
+"""The greatest share of taken cells: above it, the longest chains of taken ones grow fast."""
+CELLS_MIN = 1024
+SLOTS_MAX = 2**31 - 1
+_FREE = np.int32(-1)
+
+Slots = npt.NDArray[np.int64]
+
+
+class Index:
+    """A growing set of ids, each with a slot of its own."""
+
+    def __init__(self) -> None:
+        self._cells = np.full(CELLS_MIN, _FREE, np.int32)
+        self._ids = np.empty(0, np.int64)
+        """By slot."""
+        self._free: list[npt.NDArray[np.int64]] = []
+        """Slots below ``used`` that have no id, in arrays; the last is given out first."""
+        self.used = 0
+        """How many slots were ever given out."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return self._cells.nbytes + self._ids.nbytes + sum([one.nbytes for one in self._free])
+
+    def ids_at(self, slots: Slots) -> Ids:
+        """Return the ids of slots that are taken."""
+        return self._ids[slots]
+
+    def find(self, ids: Ids) -> Slots:
+        """Return the slot of each id; -1 where it has none. Ids may be repeated."""
+        found = np.full(len(ids), -1, np.int64)
+        mask = len(self._cells) - 1
+        left = np.arange(len(ids))
+        at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
+        while len(left):
+            slots = self._cells[at]
+            is_taken = slots >= 0
+            left, at, slots = left[is_taken], at[is_taken], slots[is_taken]
+            is_it = self._ids[slots] == ids[left]
+            found[left[is_it]] = slots[is_it]
+            left, at = left[~is_it], at[~is_it] + 1 & mask
+        return found
+
+    def add(self, ids: Ids) -> Slots:
+        """Give slots to ids that have none, each named once; return them."""
+        slots = self._new_slots(len(ids))
+        self._ids[slots] = ids
+        self._count += len(ids)
+        if self._count > FULL * len(self._cells):
+            self._rebuild(np.arange(self.used))  # there were never as many: no slot is free
+        else:
+            self._enter(ids, slots)
+        return slots
+
+    def drop(self, slots: Slots) -> None:
+        """Forget the ids of these slots, each named once, which others may have then.
+
+        All cells are made anew: drop many at once.
+        """
+        if not len(slots):
+            return
+        is_free = np.zeros(self.used, np.bool_)
+        is_free[slots] = True
+        for one in self._free:
+            is_free[one] = True
+        self._free.append(np.sort(slots)[::-1].copy())
+        self._count -= len(slots)
+        self._rebuild(np.flatnonzero(~is_free))
+
+    def _new_slots(self, count: int) -> Slots:
+        """Return slots without ids."""
+        taken = []
+        while count and self._free:
+            last = self._free.pop()
+            if len(last) > count:
+                self._free.append(last[:-count])
+                last = last[-count:]
+            taken.append(last)
+            count -= len(last)
+        if count:
+            if self.used + count > SLOTS_MAX:
+                raise OverflowError(f"an index has {SLOTS_MAX} slots at most")
+            self._ids = grown(self._ids, self.used, self.used + count)
+            taken.append(np.arange(self.used, self.used + count))
+            self.used += count
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def _rebuild(self, slots: Slots) -> None:
+        """Enter all ids, which are at ``slots``, into new cells; never into fewer than before."""
+        size = len(self._cells)
+        while self._count > FULL * size:
+            size *= 2
+        self._cells = np.full(size, _FREE, np.int32)
+        for begin in range(0, len(slots), 1 << 20):  # bounds what the arrays between take
+            some = slots[begin : begin + (1 << 20)]
+            self._enter(self._ids[some], some)
+
+    def _enter(self, ids: Ids, slots: Slots) -> None:
+        """Write slots into cells."""
+        mask = len(self._cells) - 1
+        at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
+        narrow = slots.astype(np.int32)
+        while len(at):
+            is_free = self._cells[at] < 0
+            self._cells[at[is_free]] = narrow[is_free]  # of several at one cell, one gets it
+            is_left = self._cells[at] != narrow
+            at, narrow = at[is_left] + 1 & mask, narrow[is_left]
+
+    def check(self) -> None:
+        """Assert the invariants: every id that has a slot is found there, and no other is."""
+        free = np.concatenate([*self._free, np.empty(0, np.int64)])
+        assert len(np.unique(free)) == len(free) == self.used - self._count
+        taken = np.setdiff1d(np.arange(self.used), free)
+        assert np.array_equal(np.sort(self._cells[self._cells >= 0]), taken)
+        assert np.array_equal(self.find(self._ids[taken]), taken)
+        assert self._count <= FULL * len(self._cells)
+
+
+def grown(column: npt.NDArray[np.int64], used: int, need: int) -> npt.NDArray[np.int64]:
+    """Return ``column``, or a copy of its first ``used`` elements, with room for ``need``.
+
+    It is at least half as large again each time; what is not written to takes no memory.
+    """
+    if need <= len(column):
+        return column
+    larger = np.zeros(max(need, len(column) * 3 // 2, 1024), column.dtype)
+    larger[:used] = column[:used]
+    return larger

@@ -1,0 +1,125 @@
+"""An update of some rows of a table: which elements it touches, and which it leaves alone.
+
+A *table* is a tensor of two or more dimensions, seen as rows: row ``i`` is what its first index ``i``
+holds. A gradient that names few of its rows moves those, and no others: their momenta do not
+decay, their weights do not decay either, and they are not read. So an update costs what was
+touched, however large the table is. torch.optim.SparseAdam and MXNet's ``lazy_update`` do the same.
+
+The rule is the ordinary one (:class:`~kvps.core.rules.Updater`): the rows that a gradient names are
+gathered, with their rows of every state, updated side by side as if they were a tensor of their own,
+and scattered back. What counts steps, the caller, counts those of the whole table; so a row that
+is touched for the first time in step 5 is updated by the terms of step 5.
+
+Rules that need norms of the whole tensor cannot be lazy: a norm is one of all rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvps.core.rules import State, Updater
+
+BLOCK_COUNT = 256 << 10
+"""Elements that are gathered at once: rows, and their states, stay in a core's cache meanwhile."""
+
+
+def may_be_lazy(updater: Updater) -> bool:
+    """Return whether ``updater`` can update some rows without the others.
+
+    Example:
+        >>> from kvps.core.hyper import resolve
+        >>> from kvps.core.updaters import create
+        >>> may_be_lazy(create(resolve("adam", {}))), may_be_lazy(create(resolve("lamb", {})))
+        (True, False)
+    """
+    return not updater.needs_norms
+
+
+def update_rows(
+    weights: Tensor,
+    state: State,
+    ids: Tensor,
+    rows: Tensor,
+    updater: Updater,
+    *,
+    step: int,
+    lr: float,
+    weight_decay: float,
+    rank: int | None = None,
+) -> None:
+    """Update the rows ``ids`` of a table in place; all other rows stay as they are.
+
+    Args:
+        weights: the table, [n, width], of any type that ``updater`` takes.
+        state: its optimizer state as ``updater.new_state`` makes it: name -> [n, width].
+        ids: which rows, int64 [k], each once, all in [0, n). Duplicates have to be summed before
+            (:func:`kvps.core.sparse.coalesce`): of two rows with one id, one would be lost.
+        rows: their gradients, [k, width], contiguous; float32 where the weights are half, else of
+            the weights' type. They are used up: their contents are undefined afterwards.
+        updater: the rule; one for which :func:`may_be_lazy`.
+        step: updates that the table has had, this one included; the first is 1.
+        lr, weight_decay: of this table, multipliers applied.
+        rank: who pushed, where each push is applied by itself; None for a round.
+
+    Raises:
+        ValueError: if the rule needs norms of the whole table.
+
+    Example:
+        >>> import torch
+        >>> from kvps.core.hyper import resolve
+        >>> from kvps.core.updaters import create
+        >>> updater = create(resolve("sgd", {"lr": 0.5}))
+        >>> table = torch.zeros(3, 2)
+        >>> state = {name: one.view(3, 2) for name, one in updater.new_state(table.view(-1)).items()}
+        >>> update_rows(
+        ...     table, state, torch.tensor([1]), torch.ones(1, 2), updater,
+        ...     step=1, lr=0.5, weight_decay=0.0,
+        ... )
+        >>> table.tolist()
+        [[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
+    """
+    if not may_be_lazy(updater):
+        raise ValueError(
+            f"{updater.hyper.name} needs norms of the whole tensor; add the rows to a dense gradient"
+        )
+    at_once = max(1, BLOCK_COUNT // max(1, weights.shape[1]))
+    for begin in range(0, len(ids), at_once):
+        some = ids[begin : begin + at_once]
+        weight = weights.index_select(0, some)
+        states = {name: one.index_select(0, some) for name, one in state.items()}
+        updater.apply(
+            weight.view(-1),
+            rows[begin : begin + at_once].view(-1),
+            {name: one.view(-1) for name, one in states.items()},
+            step=step,
+            lr=lr,
+            weight_decay=weight_decay,
+            rank=rank,
+        )
+        weights.index_copy_(0, some, weight)
+        for name, one in states.items():
+            state[name].index_copy_(0, some, one)
+
+
+def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | None) -> None:
+    """Make ``rows`` the value of a table in place: where no row is given, it is 0 from here on.
+
+    Args:
+        weights: the table, [n, width].
+        ids: which rows are given, int64 [k], each once, all in [0, n).
+        rows: their values, [k, width], of a type that can be copied to the weights'.
+        before: the rows that may not be 0 yet, int64, each in [0, n); None if that is not known, and
+            all have to be cleared. Who remembers ``ids`` has them for the next time.
+
+    Example:
+        >>> import torch
+        >>> table = torch.tensor([[1.0], [0.0], [3.0]])
+        >>> assign_rows(table, torch.tensor([1]), torch.tensor([[2.0]]), torch.tensor([0, 2]))
+        >>> table.tolist()
+        [[0.0], [2.0], [0.0]]
+    """
+    if before is None:
+        weights.zero_()
+    else:
+        weights.index_fill_(0, before, 0)
+    weights.index_copy_(0, ids, rows.to(weights.dtype))

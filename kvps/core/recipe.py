@@ -1,0 +1,145 @@
+"""What a table is made by: the numbers on which all workers and servers of a job must agree.
+
+A recipe is a description and never code, checked where it is given and again where it arrives. It
+says how long rows are, how they begin, who gets one, who loses it, and how pushes change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from kvps.core.admission import ADMIT_MAX
+from kvps.core.hyper import Hyper, resolve
+from kvps.core.ids import First, first_of
+from kvps.core.torch_optim import describe
+from kvps.core.updaters import UPDATERS
+from kvps.errors import ConfigError
+from kvps.specs import BY_NAME
+
+DIM_MAX = 1 << 16
+WHOLE_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What all agree on of one table."""
+
+    dim: int
+    """Elements of a row."""
+    dtype: str
+    """Element type of the rows; sums of gradients are float32 where it is a half type."""
+    first: First
+    seed: int
+    """Of the first values; 0 to 2**63 - 1."""
+    admit: int
+    """At which push an id gets its row; 1 for at once."""
+    max_age: int
+    """For how many versions a row stays without a push; 0 for ever."""
+    max_rows: int
+    """How many rows the whole table may have; 0 for any number."""
+    hyper: Hyper
+
+    def check(self) -> Recipe:
+        """Return it.
+
+        Raises:
+            ConfigError: naming what cannot be, and what could.
+        """
+        if not 1 <= self.dim <= DIM_MAX:
+            raise ConfigError(f"dim={self.dim}: a row has 1 to {DIM_MAX} elements")
+        if self.dtype not in BY_NAME or BY_NAME[self.dtype].kind == "int":
+            raise ConfigError(
+                f"dtype={self.dtype!r:.40}: rows are float32, float64, float16 or bfloat16"
+            )
+        self.first.check()
+        if not 1 <= self.admit <= ADMIT_MAX:
+            raise ConfigError(
+                f"admit={self.admit}: give the number of pushes, 1 to {ADMIT_MAX}, after which an "
+                "id gets a row"
+            )
+        for name, value in (
+            ("seed", self.seed),
+            ("evict age", self.max_age),
+            ("evict rows", self.max_rows),
+        ):
+            if not 0 <= value <= WHOLE_MAX:
+                raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
+        if self.hyper.lr_mult or self.hyper.wd_mult:
+            raise ConfigError("lr_mult and wd_mult are by key, and a table is one; leave them out")
+        rule = UPDATERS.get(self.hyper.name)
+        if rule is not None and (rule.needs_norms or rule.tracks_pulls):
+            raise ConfigError(
+                f"optimizer {self.hyper.name!r} needs norms of whole tensors, or to know what each "
+                "rank has read, and a table has neither; use adagrad, adam, sgd or another that "
+                "goes element by element"
+            )
+        return self
+
+    def difference(self, other: Recipe) -> str:
+        """Return the name of the first thing in which two recipes differ; "" where they agree."""
+        for name in ("dim", "dtype", "first", "seed", "admit", "max_age", "max_rows", "hyper"):
+            if getattr(self, name) != getattr(other, name):
+                return name
+        return ""
+
+
+def recipe_of(
+    name: str,
+    dim: object,
+    init: object,
+    optimizer: object,
+    admit: object,
+    evict: object,
+    dtype: object,
+    seed: object,
+    **hyper: Any,
+) -> Recipe:
+    """Return the recipe that the arguments of ``kv.embedding`` stand for.
+
+    Args:
+        name: of the table; it gives the seed where there is none.
+        dim, admit, seed: whole numbers; ``seed`` may be None.
+        init: as :func:`~kvps.core.ids.first_of` takes it.
+        optimizer: the name of one, or an object of torch.optim; ``hyper`` goes with a name.
+        evict: None, or a dict of ``age`` (in versions) and ``rows`` (of the whole table).
+        dtype: a torch.dtype or its name.
+
+    Raises:
+        ConfigError: naming the argument, and what it may be.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if hyper:
+            raise ConfigError(
+                f"optimizer: a torch optimizer brings its numbers; leave {min(hyper)}= out"
+            )
+        rule = describe(optimizer)
+    else:
+        rule = resolve(optimizer, hyper)
+    bounds = {} if evict is None else evict
+    if not isinstance(bounds, dict) or bounds.keys() - {"age", "rows"}:
+        raise ConfigError(
+            f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': how many}}, or both"
+        )
+    if seed is None:
+        digest = blake2b(name.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+    return Recipe(
+        dim=_whole("dim", dim),
+        dtype=str(dtype).removeprefix("torch."),
+        first=first_of(init),
+        seed=_whole("seed", seed),
+        admit=_whole("admit", admit),
+        max_age=_whole("evict age", bounds["age"], least=1) if "age" in bounds else 0,
+        max_rows=_whole("evict rows", bounds["rows"], least=1) if "rows" in bounds else 0,
+        hyper=rule,
+    ).check()
+
+
+def _whole(name: str, value: object, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r:.40}: give a whole number, {least} or more")
+    return value

@@ -1,0 +1,95 @@
+"""When a request for rows of a key is answered, and with what.
+
+It waits until all pieces of the key that are here meet its conditions, whichever of them its rows lie
+in: so the rows of one answer are of one version, unless the key was pushed otherwise than by rows. The
+rows are copied at that moment, as a message of their own; nothing is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvps.core.namespace import Namespace
+from kvps.core.pulls import lack
+from kvps.core.quorum import Quorum
+from kvps.core.sessions import Reading, Session
+from kvps.core.slab import Chunks
+from kvps.core.tables import Table
+from kvps.messages import Ask, Dropped, PulledRows, PullRows
+from kvps.specs import BY_NAME
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RowReading(Reading):
+    """A request for some rows of a key.
+
+    It has one ask for each piece of the key, and ``chunk`` is where the piece lies at which it waits.
+    """
+
+    table: Table
+    ids: torch.Tensor
+    """Which rows, counted from the first on this server."""
+
+    @classmethod
+    def of(
+        cls, session: Session, seq: int, message: PullRows, table: Table, ids: torch.Tensor
+    ) -> RowReading:
+        """Return what ``message`` asks for."""
+        pieces = table.shard.pieces
+        asks = tuple([Ask(one.start, one.size, message.after, message.least) for one in pieces])
+        first = pieces[0].chunk
+        return cls(session, seq, message.store, first, True, asks, table=table, ids=ids)
+
+
+def holds(space: Namespace, chunks: Chunks, reading: RowReading, quorum: Quorum) -> bool:
+    """Whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
+    while reading.index < len(reading.asks):
+        ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
+        reading.chunk, reading.at = piece.chunk, piece.start
+        span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
+        if lack(space, span, ask, reading, quorum):
+            return False
+        reading.index += 1
+    return True
+
+
+def read(space: Namespace, chunks: Chunks, reading: RowReading) -> tuple[PulledRows, torch.Tensor]:
+    """Return the answer, and the rows that go with it, flat."""
+    rank, table = reading.session.rank, reading.table
+    spans = []
+    dropped: list[Dropped] = []
+    for piece, ask in zip(table.shard.pieces, reading.asks, strict=True):
+        spans.append(next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1)))
+        if space.drops is not None:
+            whose = None if space.ordered else rank
+            dropped += space.drops.among(piece.chunk, whose, (ask,))
+    _note(space, chunks, reading)
+    answer = PulledRows(
+        reading.seq,
+        BY_NAME[table.shard.spec.dtype].id,
+        table.width,
+        len(reading.ids),
+        min([span.version for span in spans]),
+        max([span.version for span in spans]),
+        min([span.owed(rank, space.ordered) for span in spans]),
+        tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
+    )
+    return answer, table.read(chunks, reading.ids)
+
+
+def _note(space: Namespace, chunks: Chunks, reading: RowReading) -> None:
+    """Tell a rule what is being read, if it wants to know."""
+    updater, table = space.updater, reading.table
+    if updater is None or not updater.tracks_pulls:
+        return
+    if BY_NAME[table.shard.spec.dtype].kind == "int":
+        return
+    width, rank = table.width, reading.session.rank
+    for piece, first, some in table.places(reading.ids):
+        chunk = chunks.by_number[piece.chunk]
+        state = space.state_of(chunk)
+        for row in (reading.ids[some] - first).tolist():
+            start = piece.start + row * width
+            updater.pulled(chunk.buffer.tensor, state, start, start + width, rank)

@@ -1,0 +1,172 @@
+"""Rows of a key on one server: where they lie, whether a request names them well, how they move.
+
+A key can be asked for by rows if it has two or more dimensions and all its pieces here are whole rows
+(:func:`~kvps.core.placement.lies_by_rows`). A request names rows by their numbers in the whole key,
+ascending and each once, whatever pieces they lie in. All of it is checked before anything is done:
+a number that is not here, or out of order, is its sender's fault, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from kvps.core import lazy
+from kvps.core.namespace import Namespace, Shard
+from kvps.core.placement import lies_by_rows
+from kvps.core.rounds import Span
+from kvps.core.slab import Chunk, Chunks
+from kvps.core.sparse import Sparse
+from kvps.errors import KeyNotFound, Mismatch, ProtocolError
+from kvps.messages import Piece, PushRows
+from kvps.specs import BY_ID, summed_in
+from kvps.tensors import TORCH, from_frame
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A key of one store as a server's rows."""
+
+    shard: Shard
+    width: int
+    """Elements of a row."""
+    first: int
+    """The number of the first row that is here."""
+    stop: int
+    """The number behind the last."""
+
+    @classmethod
+    def of(cls, space: Namespace, key: str) -> Table:
+        """Return a key's rows.
+
+        Raises:
+            KeyNotFound: if it has no value.
+            ProtocolError: if it does not lie here by rows.
+        """
+        shard = space.shards.get(key)
+        if shard is None or not shard.ready:
+            raise KeyNotFound(f"key {key!r} of store {space.name!r} has no value yet")
+        offsets: list[tuple[int, int]] = []
+        at = shard.start
+        for piece in shard.pieces:
+            offsets.append((at, piece.size))
+            at += piece.size
+        if not lies_by_rows(shard.spec, offsets):
+            raise ProtocolError(
+                f"key {key!r} of store {space.name!r} is {shard.spec} and does not lie here by rows; "
+                "push and pull it as a whole"
+            )
+        width = shard.spec.width
+        return cls(shard, width, shard.start // width, at // width)
+
+    def ids(self, frame: memoryview | None) -> torch.Tensor:
+        """Return the numbers that a request names, counted from the first row here.
+
+        They are copied: what was checked must not be changed by its sender afterwards.
+
+        Raises:
+            ProtocolError: unless they ascend and are all here.
+        """
+        if frame is None:
+            return torch.empty(0, dtype=torch.int64)
+        ids = from_frame(frame, "int64").clone()
+        low, high = int(ids[0]), int(ids[-1])
+        if not self.first <= low <= high < self.stop:
+            raise ProtocolError(
+                f"key {self.shard.key!r}: rows {low} to {high} are not all of the rows {self.first} "
+                f"to {self.stop - 1} that are here"
+            )
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise ProtocolError(
+                f"key {self.shard.key!r}: the numbers of rows must ascend, each named once"
+            )
+        return ids.sub_(self.first)
+
+    def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> Sparse:
+        """Return what was pushed, by rows counted from the first here.
+
+        Raises:
+            ProtocolError, Mismatch: if it is no gradient of this key.
+        """
+        spec = self.shard.spec
+        if BY_ID[message.dtype].name not in (spec.dtype, summed_in(spec.dtype)):
+            raise Mismatch(
+                f"key {self.shard.key!r} is {spec}; pushed were rows of {BY_ID[message.dtype].name}"
+            )
+        if message.width != self.width:
+            raise Mismatch(
+                f"key {self.shard.key!r} is {spec}, of {self.width} elements in a row; pushed were "
+                f"rows of {message.width}"
+            )
+        ids = self.ids(payload[0] if payload else None)
+        frames = [from_frame(frame, BY_ID[message.dtype].name) for frame in payload[1:]]
+        if len(frames) == 1:
+            rows = frames[0]
+        else:
+            rows = torch.cat([torch.empty(0, dtype=TORCH[BY_ID[message.dtype].name]), *frames])
+        return Sparse(ids, rows.view(-1, self.width), self.stop - self.first)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where pieces begin, and the last ends, counted in rows from the first here."""
+        return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))
+
+    def cut(self, gradient: Sparse) -> Iterator[tuple[Piece, Sparse]]:
+        """Yield each piece, and the part of ``gradient`` that belongs to it."""
+        return zip(self.shard.pieces, gradient.cut(self.edges), strict=True)
+
+    def places(self, ids: torch.Tensor) -> Iterator[tuple[Piece, int, slice]]:
+        """Yield each piece that has some of the rows ``ids``, its first row, and which they are."""
+        edges = self.edges
+        cuts = torch.searchsorted(ids, torch.tensor(edges)).tolist()
+        for piece, first, low, high in zip(self.shard.pieces, edges, cuts, cuts[1:], strict=False):
+            if low < high:
+                yield piece, first, slice(low, high)
+
+    def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows ``ids``, counted from the first here, flat, in memory that others read."""
+        values = chunks.memory.empty(len(ids) * self.width, self.shard.spec.dtype)
+        out = values.view(-1, self.width)
+        for piece, first, some in self.places(ids):
+            weights = chunks.by_number[piece.chunk].buffer.tensor
+            rows = weights[piece.start : piece.start + piece.size].view(-1, self.width)
+            torch.index_select(rows, 0, ids[some] - first, out=out[some])
+        return values
+
+
+def assign(chunk: Chunk, span: Span, total: Sparse) -> None:
+    """Make a sum of rows the value of ``span``, which is one piece: all other rows become 0.
+
+    Which are not 0 is remembered, so that the next time they alone have to be cleared.
+    """
+    before = chunk.filled_rows.get(span.start)
+    weights = chunk.touchable()[span.start : span.stop].view(-1, total.width)
+    lazy.assign_rows(weights, total.ids, total.rows, before)
+    chunk.filled_rows[span.start] = total.ids
+
+
+def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int | None) -> None:
+    """Update the rows of ``span``, which is one piece, that ``total`` has. It is used up."""
+    assert space.updater is not None
+    assert space.hyper is not None
+    ((key, _, _),) = chunk.pieces(span.start, span.stop)
+    lr, weight_decay = space.hyper.for_key(key)
+    state = space.state_of(chunk)
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[span.start : span.stop].view(-1, total.width)
+
+    lazy.update_rows(
+        rows(chunk.writable()),
+        {name: rows(tensor) for name, tensor in state.items()},
+        total.ids,
+        total.rows,
+        space.updater,
+        step=span.step,
+        lr=lr,
+        weight_decay=weight_decay,
+        rank=rank,
+    )

@@ -1,0 +1,95 @@
+"""An embedding table within one process: the servers' own, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvps.core.embedding import Block, Embedding
+from kvps.core.ids import Ids
+from kvps.core.image import TableImage
+from kvps.core.recipe import Recipe
+from kvps.core.table_imaging import filled
+from kvps.errors import Mismatch
+from kvps.store import keeping
+from kvps.store.embedding import EmbeddingTable
+from kvps.store.handle import Handle, Ticket
+
+if TYPE_CHECKING:
+    from kvps.store.local import LocalStore
+
+
+class LocalEmbedding(EmbeddingTable):
+    """A table of a ``local`` or ``device`` store."""
+
+    def __init__(self, store: LocalStore, name: str, recipe: Recipe) -> None:
+        super().__init__(store, name, recipe)
+        self._begin = store._begin
+        self.here = Embedding(recipe)
+        self.pushes = 0
+        """How many were applied: the version."""
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        self._begin()
+        return len(self.here)
+
+    def version(self, *, timeout: float | None = None) -> int:
+        """Return how many pushes were applied."""
+        self._begin()
+        return self.pushes
+
+    def resume(self, *, timeout: float | None = None) -> int:
+        """Return the version; a local store never forgets a push."""
+        return self.version()
+
+    def demand_recipe(self, recipe: Recipe) -> None:
+        """Check that it is made by ``recipe``.
+
+        Raises:
+            Mismatch: if it is not.
+        """
+        if difference := self.recipe.difference(recipe):
+            raise Mismatch(
+                f"table {self.name!r} of store {self.store.name!r} has another {difference}: in the "
+                "checkpoint, or where it was made first; make it as it was made then"
+            )
+
+    def image(self) -> TableImage:
+        """Return it as a checkpoint has it."""
+        return keeping.table_image(self.name, self.here, self.pushes)
+
+    def restore(self, image: TableImage) -> None:
+        """Be what it was in a checkpoint."""
+        self.here, self.pushes = filled(image), image.history.version
+
+    def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
+        self._begin()
+        return self.here.pull(ids)
+
+    @torch.no_grad()
+    def _push(
+        self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None
+    ) -> Any:
+        self._begin()
+        self.pushes += 1
+        self.here.push(
+            ids, gradients.to(self.here.summed_in), version=self.pushes, step=self.pushes
+        )
+        if not async_op:
+            return None
+        ticket = Ticket()
+        ticket.end(None, None)
+        return Handle(ticket, lambda: None)
+
+    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]:
+        self._begin()
+        start = 0
+        while True:
+            block = self.here.block(start, rows, since, with_state=with_state)
+            yield block
+            start = block.next
+            if not start:
+                return

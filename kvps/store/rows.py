@@ -1,0 +1,255 @@
+"""Rows of tables as users give and want them: which rows a value names, and where pulled ones go.
+
+A *table* is a key of two or more dimensions, and a row what one index of its first dimension holds.
+Rows are given as a ``torch.sparse_coo`` tensor of the key's shape, or as a tuple ``(row_ids, rows)``:
+numbers in one dimension, and as many rows. That is no list of values, one per device, since no value
+of a table has one dimension. All mistakes are found here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvps.core.sparse import coalesce, numbered
+from kvps.errors import ConfigError, Mismatch
+from kvps.specs import Spec
+from kvps.store.arguments import target_of
+from kvps.tensors import NAMES, TORCH, as_tensor
+
+
+class Rows(NamedTuple):
+    """Some rows of a key, on the CPU."""
+
+    ids: torch.Tensor
+    """Their numbers, ascending, each once."""
+    places: torch.Tensor
+    """Where each of them is in ``rows``."""
+    rows: torch.Tensor
+    """[k, width]; perhaps the caller's own."""
+
+    @property
+    def inorder(self) -> torch.Tensor:
+        """The rows in the order of their numbers, in memory of their own."""
+        return self.rows.index_select(0, self.places)
+
+
+def are_rows(value: object, spec: Spec | None) -> bool:
+    """Whether ``value``, or each of a list of values, one per device, is some rows of a table."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.sparse_coo
+    if isinstance(value, list | tuple):
+        is_pair = isinstance(value, tuple) and len(value) == 2 and _is_table(spec)
+        if is_pair and _dims(value[0]) == 1:
+            return True
+        return len(value) > 0 and all(are_rows(one, spec) for one in value)
+    return False
+
+
+def _is_table(spec: Spec | None) -> bool:
+    return spec is not None and len(spec.shape) > 1
+
+
+def _dims(value: object) -> int:
+    """Return how many dimensions ``value`` has, or would have as a tensor; -1 if it would be none."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.ndim
+    if isinstance(value, list | tuple | range):
+        return 1 if all(type(one) is int for one in value) else -1
+    return -1
+
+
+def rows_of(name: str, spec: Spec, value: object) -> Rows:
+    """Return the rows that ``value`` names, those named more than once summed.
+
+    Half types are summed in float32 and rounded once.
+
+    Args:
+        name: the key.
+        spec: what it is.
+        value: for which :func:`are_rows`.
+
+    Raises:
+        Mismatch: if they are not rows of such a key.
+    """
+    if not _is_table(spec):
+        raise Mismatch(
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push a "
+            "dense value"
+        )
+    given = value if isinstance(value, list) or not _is_one(value, spec) else [value]
+    assert isinstance(given, list | tuple)
+    each = [_one(name, spec, one) for one in given]
+    ids, rows = each[0]
+    if len(each) > 1:
+        ids = torch.cat([one.cpu() for one, _ in each])
+        rows = torch.cat([one.to(rows.device) for _, one in each])
+    unique, places, summed = coalesce(ids.cpu(), rows)
+    return Rows(unique, places, summed.cpu())
+
+
+def _is_one(value: object, spec: Spec) -> bool:
+    """Whether ``value`` is one value, and not one per device."""
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, tuple) and len(value) == 2 and _dims(value[0]) == 1
+    )
+
+
+def _one(name: str, spec: Spec, value: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers, in any order, and rows, [k, width]."""
+    if isinstance(value, torch.Tensor):
+        return _of_coo(name, spec, value)
+    assert isinstance(value, tuple)
+    ids = ids_of(name, spec, value[0])
+    rows = as_tensor(value[1])
+    shape = (len(ids), *spec.shape[1:])
+    if tuple(rows.shape) != shape or NAMES[rows.dtype] != spec.dtype:
+        raise Mismatch(
+            f"key {name!r} is {spec}; {len(ids)} of its rows are {Spec(spec.dtype, shape)}, got "
+            f"{Spec(NAMES[rows.dtype], tuple(rows.shape))}"
+        )
+    return ids, rows.reshape(len(ids), spec.width)
+
+
+def _of_coo(name: str, spec: Spec, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    value = value.detach()
+    if tuple(value.shape) != spec.shape or value.dtype is not TORCH[spec.dtype]:
+        given = f"{value.dtype}{list(value.shape)}"
+        raise Mismatch(f"key {name!r} is {spec}; cannot push a sparse {given}")
+    if value.sparse_dim() == 1:
+        return value._indices()[0], value._values().reshape(-1, spec.width)
+    # Single elements: those of one row are put in their places in it.
+    value = value.coalesce()
+    indices = value.indices()
+    ids, places = torch.unique(indices[0], return_inverse=True)
+    rows = value.values().new_zeros(len(ids), *spec.shape[1:])
+    rows.index_put_((places, *indices[1:]), value.values())
+    return ids, rows.view(-1, spec.width)
+
+
+def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
+    """Return numbers of rows, int64, in their shape and where they are.
+
+    Raises:
+        Mismatch: unless they are whole numbers and each is that of a row of the key.
+    """
+    if spec is None or not _is_table(spec):
+        raise Mismatch(
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as "
+            "a whole"
+        )
+    if isinstance(given, torch.Tensor | np.ndarray):
+        ids = torch.as_tensor(given)
+    elif isinstance(given, list | tuple | range):
+        ids = torch.tensor(list(given), dtype=torch.int64 if not len(given) else None)
+    else:
+        raise Mismatch(
+            f"key {name!r}: row_ids must be a tensor, an array or a list of whole numbers, got "
+            f"{type(given).__name__}"
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise Mismatch(f"key {name!r}: row_ids must be whole numbers, got {ids.dtype}")
+    ids = ids.detach().to(torch.int64)
+    if ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= spec.shape[0]:
+            raise Mismatch(
+                f"key {name!r} is {spec} and has rows 0 to {spec.shape[0] - 1}; row_ids go from "
+                f"{low} to {high}"
+            )
+    return ids
+
+
+def dense_of(spec: Spec, rows: Rows) -> torch.Tensor:
+    """Return a gradient of all elements of a key, of which some rows are not 0."""
+    dense = torch.zeros(spec.shape[0], spec.width, dtype=TORCH[spec.dtype])
+    return dense.index_copy_(0, rows.ids, rows.inorder).view(spec.shape)
+
+
+class Pick:
+    """The rows that a user wants of one key, and where they go."""
+
+    def __init__(self, name: str, spec: Spec | None, row_ids: object, out: object) -> None:
+        """Check what is wanted.
+
+        Args:
+            name: the key.
+            spec: what it is; None if nobody knows.
+            row_ids: numbers of rows, in any order and shape, repeats allowed.
+            out: a tensor or array, or a list of them, of the key's shape or of that of the rows;
+                None for a new tensor.
+
+        Raises:
+            Mismatch: if these are no rows of the key, or ``out`` has no room for them.
+        """
+        wanted = ids_of(name, spec, row_ids)
+        assert spec is not None
+        self._shape = (*wanted.shape, *spec.shape[1:])
+        flat = wanted.cpu().view(-1)
+        self.ids, self._places = numbered(flat)
+        """The numbers of the rows that are asked for, ascending, each once."""
+        self._out = out
+        self._is_in_order = torch.equal(self.ids, flat)
+        outs: Sequence[object] = out if isinstance(out, list | tuple) else [out]
+        self._targets: list[torch.Tensor] = []
+        for one in outs if out is not None else ():
+            if not isinstance(one, torch.Tensor | np.ndarray):
+                raise Mismatch(
+                    f"key {name!r}: an output is a tensor or an array, got {type(one).__name__}"
+                )
+            target = target_of(name, one)
+            fits = tuple(target.shape) in (spec.shape, self._shape)
+            if not fits or target.dtype is not TORCH[spec.dtype]:
+                raise Mismatch(
+                    f"key {name!r} is {spec}: rows are written to a tensor of that shape or of "
+                    f"{Spec(spec.dtype, self._shape)}, got {target.dtype}{list(target.shape)}"
+                )
+            self._targets.append(target)
+        self._whole = spec.shape
+
+    def deliver(self, rows: torch.Tensor) -> object:
+        """Hand out the rows :attr:`ids`, [k, width]; return what the call returns."""
+        shaped = rows.view(len(self.ids), *self._whole[1:])
+        for target in self._targets:
+            if tuple(target.shape) == self._whole:
+                target.index_copy_(0, self.ids.to(target.device), shaped.to(target.device))
+            else:
+                target.copy_(self._wanted(rows))
+        return self._wanted(rows) if self._out is None else self._out
+
+    def _wanted(self, rows: torch.Tensor) -> torch.Tensor:
+        found = rows if self._is_in_order else rows.index_select(0, self._places)
+        return found.view(self._shape)
+
+
+def picks_of(
+    names: tuple[str, ...],
+    is_many: bool,
+    specs: dict[str, Spec],
+    row_ids: object,
+    out: object,
+) -> list[Pick]:
+    """Return what is wanted of each key.
+
+    Raises:
+        ConfigError: if there are not as many ``row_ids``, or outputs, as keys.
+        Mismatch: as :class:`Pick`.
+    """
+    if row_ids is None:
+        raise ConfigError("row_sparse_pull() needs row_ids=: the numbers of the rows to pull")
+    if not is_many:
+        return [Pick(names[0], specs.get(names[0]), row_ids, out)]
+    each: list[Sequence[object]] = []
+    for what, given in (("row_ids", row_ids), ("outputs", out)):
+        if given is None:
+            given = [None] * len(names)
+        if not isinstance(given, list | tuple) or len(given) != len(names):
+            raise ConfigError(f"{len(names)} keys need a list of as many {what}, one for each key")
+        each.append(given)
+    return [
+        Pick(name, specs.get(name), ids, one)
+        for name, ids, one in zip(names, each[0], each[1], strict=True)
+    ]

@@ -1,0 +1,130 @@
+"""An embedding table of a store as a module: forward pulls rows, backward pushes their gradients.
+
+The rows of a forward are a leaf of autograd, made for it alone. When backward has accumulated its
+gradient, it is taken away from there; at the end of the pass what all forwards have gathered is pushed
+at once. So there is one push for each backward, however often the module was called before, and none
+of a forward without gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.nn.functional import embedding as looked_up
+
+from kvps.errors import ConfigError, EpochChanged
+from kvps.store.embedding import EmbeddingTable
+
+log = logging.getLogger("kvps")
+OPS = ("average", "sum")
+
+
+class Embedding(torch.nn.Module):
+    """Rows of a table by their ids, as :class:`torch.nn.Embedding` has them.
+
+    It has no parameters: rows live in the store, whose optimizer moves them. So it stands in a model
+    whose other parameters a Trainer or DistributedOptimizer takes care of, and ``state_dict`` does
+    not know of it; tables are kept by checkpoints and :meth:`kvps.EmbeddingTable.export`.
+
+    Under ``torch.no_grad()``, and in ``eval()``, it only pulls. In a synchronous store every rank must
+    push as often as the others: one whose backward did not come by the module calls
+    ``table.push([], [])``.
+
+    Args:
+        table: from :meth:`kvps.KVStore.embedding`.
+        padding_idx: an id whose row is 0 for ever.
+        op: ``"average"`` divides by the number of workers what a synchronous store adds up, unless
+            the store itself takes means; ``"sum"`` does not. (Without rounds each push is applied by
+            itself, and there is nothing to divide.)
+
+    Raises:
+        ConfigError: for anything else.
+
+    Example:
+        >>> import torch, kvps, kvps.torch
+        >>> kv = kvps.create("local")
+        >>> words = kvps.torch.Embedding(kv.embedding("words", 2, init="zeros", lr=0.1))
+        >>> words(torch.tensor([[5, 7]])).sum().backward()
+        >>> words(torch.tensor([7, 8])).detach()
+        tensor([[-0.1000, -0.1000],
+                [ 0.0000,  0.0000]])
+    """
+
+    def __init__(
+        self, table: EmbeddingTable, padding_idx: int | None = None, op: str = "average"
+    ) -> None:
+        super().__init__()
+        if not isinstance(table, EmbeddingTable):
+            raise ConfigError(
+                f"table: give what kv.embedding(...) returns, got {type(table).__name__}"
+            )
+        if padding_idx is not None and type(padding_idx) is not int:
+            raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
+        if op not in OPS:
+            raise ConfigError(f"op={op!r:.40}: use one of {', '.join(OPS)}")
+        self.table = table
+        self.padding_idx = padding_idx
+        self.op = op
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Ids and gradients of this backward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.
+
+        Raises:
+            Mismatch: if the ids are no whole numbers. Timeout, WorkerLost: as the store's pull.
+        """
+        unique, place = torch.unique(ids, return_inverse=True)
+        rows = self._pull(unique)
+        if self.padding_idx is not None:
+            rows[unique == self.padding_idx] = 0
+        if self.training and torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda leaf: self._gather(unique, leaf)
+            )
+        return looked_up(place, rows)
+
+    def extra_repr(self) -> str:
+        """Return what stands between the brackets of its text."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, {self.table.dim}{padding}, op={self.op!r}"
+
+    def _gather(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
+        """Take a gradient that is complete; the first one has all pushed at the end of the pass."""
+        assert leaf.grad is not None
+        if not self._gathered:
+            torch.autograd.Variable._execution_engine.queue_callback(self._push)
+        gradients = leaf.grad
+        if self.padding_idx is not None:
+            others = ids != self.padding_idx
+            ids, gradients = ids[others], gradients[others]
+        self._gathered.append((ids, gradients))
+        leaf.grad = None
+
+    def _push(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        ids = torch.cat([one for one, _ in gathered])
+        gradients = torch.cat([one for _, one in gathered])
+        divisor = self._divisor
+        if divisor > 1:
+            gradients = gradients / divisor
+        try:
+            self.table.push(ids, gradients)
+        except EpochChanged as error:
+            log.warning("%s", error)  # gradients of rows that nobody has any more
+
+    def _pull(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            while True:
+                try:
+                    return self.table.pull(ids)
+                except EpochChanged as error:
+                    log.warning("%s", error)
+
+    @property
+    def _divisor(self) -> int:
+        store = self.table.store
+        is_summed = store.type.startswith("dist_sync") and not store.average
+        return store.num_workers if self.op == "average" and is_summed else 1

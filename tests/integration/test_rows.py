@@ -1,0 +1,375 @@
+"""Rows of tables through the stores, as a training script pushes and pulls them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kvps
+from kvps.core.hyper import resolve
+from kvps.core.lazy import update_rows
+from kvps.core.updaters import create
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
+
+COUNT, WIDTH = 40, 12
+DIST = ["dist_sync", "dist_async", "dist_ssp"]
+
+
+def run(work, workers=2, servers=2):
+    """Call ``work(rank)`` as each worker of a cluster; return the results."""
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work)
+
+
+def store(kind="dist_sync", **options):
+    """A store that cuts a table of COUNT rows over both servers."""
+    more = {} if kind in ("local", "device") else {"bigarray_bound": 64}
+    return kvps.create(kind, timeout=30, **more, **options)
+
+
+def table(seed=0, count=COUNT):
+    torch.manual_seed(seed)
+    return torch.randn(count, WIDTH)
+
+
+def coo(ids, rows, count=COUNT):
+    return torch.sparse_coo_tensor(
+        torch.as_tensor(ids)[None], rows, (count, *rows.shape[1:]), check_invariants=False
+    )
+
+
+def summed(*pushes, count=COUNT):
+    """The dense sum of (ids, rows) pairs."""
+    out = torch.zeros(count, WIDTH)
+    for ids, rows in pushes:
+        out.index_add_(0, torch.as_tensor(ids).long(), rows)
+    return out
+
+
+# --- what is pushed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda ids, rows: coo(ids, rows),
+        lambda ids, rows: (ids, rows),
+        lambda ids, rows: (np.array(ids, dtype=np.int32), rows.numpy()),
+        lambda ids, rows: (torch.tensor(ids), rows.numpy()),
+        lambda ids, rows: [(ids[:2], rows[:2]), (ids[2:], rows[2:])],
+        lambda ids, rows: [coo(ids[:2], rows[:2]), coo(ids[2:], rows[2:])],
+        lambda ids, rows: summed((ids, rows)).to_sparse(),
+    ],
+    ids=["coo", "tuple", "arrays", "mixed", "tuples", "coos", "elements"],
+)
+def test_the_sum_of_a_round_is_assigned(kind, form):
+    ids, rows = [7, 39, 0, 7], torch.randn(4, WIDTH)
+
+    def work(rank):
+        kv = store(kind)
+        kv.init("t", table())
+        value = form(ids, rows)
+        kv.push("t", value)
+        got = kv.pull("t")
+        kv.push("t", ([], torch.empty(0, WIDTH)))
+        return got, kv.pull("t"), kv.version("t")
+
+    workers = 1 if kind in ("local", "device") else 2
+    for got, later, version in run(work, workers):
+        torch.testing.assert_close(got, workers * summed((ids, rows)))
+        assert not later.any(), "what nobody pushed is 0"
+        assert version == 2
+
+
+def test_ranks_that_push_different_rows_or_none_or_all_are_added_up():
+    rows = torch.randn(3, WIDTH)
+    pushes = [([1, 30, 2], rows), ([], rows[:0]), ([2, 30, 30], rows)]
+
+    def work(rank):
+        kv = store()
+        kv.init("t", table())
+        kv.push("t", pushes[rank])
+        first = kv.pull("t")
+        kv.push("t", table(1) if rank == 1 else pushes[rank])
+        second = kv.pull("t")
+        kv.push("t", pushes[rank])
+        return first, second, kv.pull("t")
+
+    for first, second, third in run(work, workers=3):
+        torch.testing.assert_close(first, summed(*pushes))
+        torch.testing.assert_close(second, summed(*pushes) + table(1))
+        torch.testing.assert_close(third, summed(*pushes))
+
+
+def test_the_caller_may_reuse_what_it_pushed():
+    def work(rank):
+        kv = store()
+        kv.init("t", table())
+        ids, rows = torch.tensor([3, 4]), torch.ones(2, WIDTH)
+        kv.push("t", (ids, rows))
+        rows.fill_(9)
+        ids.fill_(0)
+        handle = kv.push("t", coo([5], rows[:1]), async_op=True)
+        first = kv.row_sparse_pull("t", row_ids=[3, 4, 0, 5])
+        handle.wait()
+        assert handle.done()
+        return first
+
+    for first in run(work):
+        assert first[:, 0].tolist() == [0.0, 0.0, 0.0, 18.0]
+
+
+def test_dense_keys_and_rows_in_one_call():
+    def work(rank):
+        kv = store()
+        kv.init(["t", "b"], [table(), torch.zeros(5)])
+        values = [([1], torch.ones(1, WIDTH)), torch.ones(5)]
+        kv.push(["t", "b"], values, priority=[1, 2])
+        found = kv.pull(["t", "b"])
+        again = kv.pushpull(["t", "b"], values)
+        out = torch.empty(COUNT, WIDTH)
+        kv.pushpull("t", coo([2], torch.ones(1, WIDTH)), out=out)
+        return found, again, out
+
+    for found, again, out in run(work):
+        for one in (found, again):
+            torch.testing.assert_close(one[0], summed(([1], 2 * torch.ones(1, WIDTH))))
+            assert one[1].tolist() == [2.0] * 5
+        assert out.sum() == 2 * WIDTH
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
+def test_other_types(dtype):
+    def work(rank):
+        kv = store()
+        kv.init("t", torch.zeros(COUNT, WIDTH, dtype=dtype))
+        kv.push("t", ([8, 8, 9], torch.ones(3, WIDTH, dtype=dtype)))
+        return kv.row_sparse_pull("t", row_ids=[9, 8])
+
+    for rows in run(work):
+        assert rows.dtype is dtype
+        assert rows[:, 3].tolist() == [2, 4]
+
+
+def test_a_key_whose_rows_are_too_long_is_pushed_and_pulled_as_a_whole():
+    def work(rank):
+        kv = store()
+        kv.init("wide", torch.zeros(1, 1000))
+        kv.push("wide", ([0], torch.ones(1, 1000)))
+        return kv.row_sparse_pull("wide", row_ids=[0, 0])
+
+    for rows in run(work):
+        assert rows.shape == (2, 1000)
+        assert (rows == 2).all()
+
+
+# --- updates -----------------------------------------------------------------------------------
+
+
+RULES = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "adagrad": {"lr": 0.1},
+    "adam": {"lr": 0.1, "weight_decay": 0.1},
+    "ftrl": {"lr": 0.1, "lamda1": 0.01},
+}
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+@pytest.mark.parametrize("rule", RULES)
+def test_only_rows_that_were_pushed_are_updated(kind, rule):
+    workers = 1 if kind == "local" else 2
+    steps = [
+        [(torch.randperm(COUNT)[:4], torch.randn(4, WIDTH)) for _ in range(workers)]
+        for _ in range(4)
+    ]
+
+    def work(rank):
+        kv = store(kind)
+        kv.set_optimizer(rule, **RULES[rule])
+        kv.init("t", table())
+        for pushes in steps:
+            kv.push("t", pushes[rank])
+        return kv.pull("t")
+
+    weights, updater = table(), create(resolve(rule, RULES[rule]))
+    state = updater.new_state(weights.view(-1))
+    state = {name: one.view(COUNT, WIDTH) for name, one in state.items()}
+    for number, pushes in enumerate(steps, start=1):
+        ids = torch.cat([ids for ids, _ in pushes]).unique()
+        lr, weight_decay = updater.hyper.for_key("t")
+        terms = {"step": number, "lr": lr, "weight_decay": weight_decay}
+        update_rows(weights, state, ids, summed(*pushes)[ids], updater, **terms)
+    for got in run(work, workers):
+        torch.testing.assert_close(got, weights)
+
+
+def test_a_rule_with_norms_sees_a_dense_gradient():
+    ids, rows = [3, 30], torch.ones(2, WIDTH)
+
+    def work(rank):
+        kv = store()
+        kv.set_optimizer("lamb", lr=0.1)
+        kv.init(["rows", "dense"], [table(), table()])
+        kv.push("rows", (ids, rows))
+        kv.push("dense", summed((ids, rows)))
+        return kv.pull(["rows", "dense"])
+
+    for got, expected in run(work):
+        torch.testing.assert_close(got, expected)
+        assert not torch.equal(got, table())
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "dist_ssp"])
+def test_without_rounds_each_push_is_an_update(kind):
+    def work(rank):
+        kv = store(kind)
+        kv.set_optimizer("sgd", lr=1.0)
+        kv.init("t", torch.zeros(COUNT, WIDTH))
+        for _ in range(5):
+            kv.push("t", ([rank, 20, 39], -torch.ones(3, WIDTH)))
+            own = kv.row_sparse_pull("t", row_ids=[rank, 20])
+            assert own[0, 0] >= 1
+        kv.barrier()
+        return kv.row_sparse_pull("t", row_ids=[0, 1, 20, 39, 5])[:, 0].tolist(), kv.version("t")
+
+    for rows, version in run(work):
+        assert rows == [5.0, 5.0, 10.0, 10.0, 0.0]
+        assert version == 10
+
+
+def test_what_is_not_finite_is_dropped_everywhere():
+    def work(rank):
+        kv = store(on_nonfinite="error")
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.9)
+        kv.init("t", torch.zeros(COUNT, WIDTH))
+        rows = torch.ones(2, WIDTH)
+        rows[1, 3] = float("nan") if rank == 1 else 0.0
+        kv.push("t", ([0, 39], rows))
+        with pytest.raises(NonFinite, match=r"round 0 of key 't' was dropped: 1 value.*from rank 1"):
+            kv.row_sparse_pull("t", row_ids=[0])
+        first = kv.row_sparse_pull("t", row_ids=[0, 39])
+        kv.push("t", ([0, 39], torch.ones(2, WIDTH)))
+        return first, kv.row_sparse_pull("t", row_ids=[0, 39, 5])
+
+    for first, second in run(work):
+        assert not first.any()
+        assert second[:, 0].tolist() == [-2.0, -2.0, 0.0]
+
+
+# --- what is pulled ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+def test_rows_come_in_the_order_of_their_numbers_repeats_allowed(kind):
+    def work(rank):
+        kv = store(kind)
+        whole = table()
+        kv.init("t", whole)
+        ids = [39, 0, 7, 7, 20]
+        assert torch.equal(kv.row_sparse_pull("t", row_ids=ids), whole[ids])
+        batch = np.array([[1, 2], [2, 1]])
+        assert torch.equal(kv.row_sparse_pull("t", row_ids=batch), whole[torch.tensor(batch)])
+        full = torch.zeros(COUNT, WIDTH)
+        assert kv.row_sparse_pull("t", out=full, row_ids=torch.tensor(ids)) is full
+        assert torch.equal(full, summed((sorted(set(ids)), whole[sorted(set(ids))])))
+        some = np.zeros((5, WIDTH), dtype=np.float32)
+        kv.row_sparse_pull("t", out=some, row_ids=ids)
+        assert torch.equal(torch.from_numpy(some), whole[ids])
+        devices = [torch.zeros(5, WIDTH), torch.zeros(COUNT, WIDTH)]
+        kv.row_sparse_pull("t", out=devices, row_ids=ids)
+        assert torch.equal(devices[0], whole[ids])
+        assert torch.equal(devices[1], full)
+        assert kv.row_sparse_pull("t", row_ids=[]).shape == (0, WIDTH)
+        handle = kv.row_sparse_pull(["t"], row_ids=[[4, 3]], async_op=True)
+        assert torch.equal(handle.wait()[0], whole[[4, 3]])
+
+    run(work, 1 if kind != "dist_sync" else 2)
+
+
+def test_a_pull_waits_for_the_round_of_its_own_push():
+    def work(rank):
+        kv = store()
+        kv.init("t", torch.zeros(COUNT, WIDTH))
+        got = []
+        for number in range(1, 20):
+            kv.push("t", ([number, 39], torch.full((2, WIDTH), float(number))))
+            got.append(kv.row_sparse_pull("t", row_ids=[39, number, number - 1])[:, 0].tolist())
+        return got
+
+    for got in run(work):
+        assert got == [[2.0 * number, 2.0 * number, 0.0] for number in range(1, 20)]
+
+
+def test_several_keys_at_once():
+    def work(rank):
+        kv = store()
+        kv.init(["a", "b"], [table(), table(1)])
+        found = kv.row_sparse_pull(["a", "b"], row_ids=[[1], torch.tensor([2, 3])], priority=[1, 0])
+        outs = [torch.zeros(1, WIDTH), torch.zeros(2, WIDTH)]
+        assert kv.row_sparse_pull(["a", "b"], out=outs, row_ids=[[1], [2, 3]]) is outs
+        for one in (found, outs):
+            assert torch.equal(one[0], table()[[1]])
+            assert torch.equal(one[1], table(1)[[2, 3]])
+
+    run(work)
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_mistakes_are_named_and_change_nothing(kind):
+    def work(rank):
+        kv = store(kind)
+        kv.init(["t", "v"], [table(), torch.zeros(3)])
+        one = torch.ones(1, WIDTH)
+        for wrong, says in [
+            (([COUNT], one), "has rows 0 to 39; row_ids go from 40 to 40"),
+            (([-1], one), "row_ids go from -1 to -1"),
+            (([1, 2], one), r"2 of its rows are float32\[2,12\], got float32\[1,12\]"),
+            (([1], one.double()), r"1 of its rows are float32\[1,12\], got float64"),
+            ((torch.tensor([1.0]), one), "row_ids must be whole numbers"),
+            (coo([1], one, count=COUNT + 1), "cannot push a sparse"),
+            (coo([1], one.double()), "cannot push a sparse"),
+        ]:
+            with pytest.raises(Mismatch, match=says):
+                kv.push("t", wrong)
+        with pytest.raises(Mismatch, match="only keys of two or more dimensions have rows"):
+            kv.push("v", torch.ones(3).to_sparse())
+        with pytest.raises(Mismatch, match="only keys of two or more dimensions have rows"):
+            kv.row_sparse_pull("v", row_ids=[0])
+        with pytest.raises(Mismatch, match="row_ids go from 0 to 40"):
+            kv.row_sparse_pull("t", row_ids=[0, 40])
+        with pytest.raises(Mismatch, match="row_ids must be a tensor"):
+            kv.row_sparse_pull("t", row_ids="all")
+        with pytest.raises(ConfigError, match="needs row_ids="):
+            kv.row_sparse_pull("t")
+        with pytest.raises(ConfigError, match="2 keys need a list of as many row_ids"):
+            kv.row_sparse_pull(["t", "v"], row_ids=[1])
+        with pytest.raises(ConfigError, match="2 keys need as many values"):
+            kv.push(["t", "v"], [([1], one)])
+        with pytest.raises(Mismatch, match="rows are written to a tensor of that shape or of"):
+            kv.row_sparse_pull("t", out=torch.zeros(3, WIDTH), row_ids=[1])
+        with pytest.raises(Mismatch, match="an output is a tensor or an array, got int"):
+            kv.row_sparse_pull("t", out=3, row_ids=[1])
+        with pytest.raises(KeyNotFound, match="was never initialised"):
+            kv.row_sparse_pull("nobody", row_ids=[1])
+        with pytest.raises(KeyNotFound, match="was never initialised"):
+            kv.push("nobody", coo([1], one))
+        assert torch.equal(kv.pull("t"), table())
+        assert kv.version("t") == 0
+
+    run(work, 1)
+
+
+def test_async_without_an_optimizer_is_refused():
+    def work(rank):
+        kv = store("dist_async")
+        kv.init("t", table())
+        with pytest.raises(ConfigError, match="has no optimizer"):
+            kv.push("t", ([1], torch.ones(1, WIDTH)), async_op=True).wait()
+        assert torch.equal(kv.row_sparse_pull("t", row_ids=[1]), table()[[1]])
+
+    run(work, 1)

@@ -1,0 +1,169 @@
+"""A table under random use, beside a plain dict that does the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvps.core import arenas
+from kvps.core.embedding import EVICTED, Embedding
+from kvps.core.recipe import Recipe, recipe_of
+
+IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
+VALUES = st.integers(-3, 3)
+DIM = 3
+
+
+def recipe(max_rows: int, max_age: int) -> Recipe:
+    evict = {"rows": max_rows, "age": max_age}
+    return recipe_of(
+        "t",
+        DIM,
+        ("uniform", 1.0),
+        "sgd",
+        1,
+        {name: value for name, value in evict.items() if value} or None,
+        "float64",
+        3,
+        lr=1.0,
+        momentum=0.5,
+    )
+
+
+class Row:
+    """What one id has."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.momentum = torch.zeros(DIM, dtype=torch.float64)
+        self.stamp = 0
+
+
+class Model(RuleBasedStateMachine):
+    """Pushes, pulls and images; rows go for both reasons."""
+
+    MAX_ROWS, MAX_AGE = 20, 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recipe = recipe(self.MAX_ROWS, self.MAX_AGE)
+        self.table = Embedding(self.recipe)
+        self.rows: dict[int, Row] = {}
+        self.version = 0
+        self.kept: list[tuple[object, object, list[torch.Tensor]]] = []
+
+    def first(self, one: int) -> torch.Tensor:
+        values = self.recipe.first.values(np.array([one], np.int64), DIM, self.recipe.seed)
+        return torch.from_numpy(values)[0]
+
+    @rule(ids=IDS, value=VALUES)
+    def push(self, ids: set[int], value: int) -> None:
+        self.version += 1
+        order = sorted(ids)
+        gradients = torch.full((len(order), DIM), float(value), dtype=torch.float64)
+        self.table.push(
+            np.array(order, np.int64), gradients, version=self.version, step=self.version
+        )
+        for one in order:
+            row = self.rows.setdefault(one, Row(self.first(one)))
+            row.momentum = 0.5 * row.momentum + value
+            row.weight = row.weight - row.momentum
+            row.stamp = self.version
+        if self.MAX_AGE:
+            self.rows = {
+                one: row
+                for one, row in self.rows.items()
+                if row.stamp >= self.version - self.MAX_AGE
+            }
+        if self.MAX_ROWS and len(self.rows) > self.MAX_ROWS:
+            by_age = sorted(self.rows, key=lambda one: (self.rows[one].stamp, one))
+            keep = self.MAX_ROWS - self.MAX_ROWS // EVICTED
+            self.rows = {one: self.rows[one] for one in by_age[-keep:]}
+
+    @rule(ids=IDS)
+    def pull(self, ids: set[int]) -> None:
+        order = list(ids)
+        found = self.table.pull(np.array(order, np.int64))
+        assert found.shape == (len(order), DIM)
+        for one, values in zip(order, found, strict=True):
+            wanted = self.rows[one].weight if one in self.rows else self.first(one)
+            assert torch.equal(values, wanted)
+
+    @rule(since=st.integers(0, 60), count=st.integers(1, 9))
+    def export(self, since: int, count: int) -> None:
+        found: dict[int, tuple[list[float], int]] = {}
+        start = 0
+        while True:
+            block = self.table.block(start, count, since)
+            assert len(block.ids) <= count
+            for one, stamp, row in zip(
+                block.ids.tolist(), block.stamps.tolist(), block.columns["weight"], strict=True
+            ):
+                assert one not in found
+                found[one] = row.tolist(), stamp
+            start = block.next
+            if not start:
+                break
+        wanted = {
+            one: (row.weight.tolist(), row.stamp)
+            for one, row in self.rows.items()
+            if row.stamp > since
+        }
+        assert found == wanted
+
+    @rule()
+    def keep(self) -> None:
+        kept, release = self.table.keep()
+        copies = [one.columns["weight"].clone() for one in kept.arenas]
+        self.kept.append((kept, release, copies))
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def let_go(self) -> None:
+        _, release, _ = self.kept.pop(0)
+        release()  # type: ignore[operator]
+
+    @rule()
+    def move(self) -> None:
+        """Another table takes all over, as after a restart."""
+        other = Embedding(self.recipe)
+        start = 0
+        while True:
+            block = self.table.block(start, 4, with_state=True)
+            other.put(block.ids, block.stamps, block.columns)
+            start = block.next
+            if not start:
+                break
+        self.table = other
+        self.kept.clear()
+
+    @invariant()
+    def it_is_sound(self) -> None:
+        self.table.check()
+        assert len(self.table) == len(self.rows)
+        for kept, _, copies in self.kept:
+            for one, copy in zip(kept.arenas, copies, strict=True):  # type: ignore[attr-defined]
+                used = max(0, len(kept.ids) - one.start)  # type: ignore[attr-defined]
+                assert torch.equal(one.columns["weight"][:used], copy[:used])
+
+
+class Unbounded(Model):
+    """Nothing goes."""
+
+    MAX_ROWS = MAX_AGE = 0
+
+
+@pytest.fixture(autouse=True)
+def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 3 * 2 * DIM * 8)
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 6 * 2 * DIM * 8)
+
+
+TestBounded = Model.TestCase
+TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestUnbounded = Unbounded.TestCase
+TestUnbounded.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

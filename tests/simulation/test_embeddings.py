@@ -1,0 +1,279 @@
+"""Embedding tables in virtual time: after any survivable faults the rows are those of one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.core import arenas
+from kvps.core.embedding import Embedding
+from kvps.core.ids import Ids
+from kvps.core.placement import EMBEDDING
+from kvps.core.recipe import Recipe, recipe_of
+from kvps.errors import EpochChanged, Timeout
+from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.network import Faults
+from tests.simulation.test_returns import Loss, Supervisor
+from tests.simulation.training import (
+    FEWER,
+    Job,
+    faults_of,
+    kill_at_each_packet,
+    lose_each_packet,
+    once,
+    patient,
+    replayable,
+    seeds,
+)
+
+KEY = EMBEDDING + "t"
+DIM = 2
+ALL = np.arange(-10, 60)
+
+
+@dataclass
+class TableJob(Job):
+    """A job with one table: rows of whole numbers, so that sums are exact in any order."""
+
+    recipe: Recipe = field(default_factory=lambda: recipe())
+
+    def ids(self, rank: int, step: int) -> Ids:
+        dice = random.Random(self.seed * 1000 + step * 10 + rank)
+        return np.array(sorted(dice.sample(ALL.tolist(), dice.choice([0, 1, 5, 20]))), np.int64)
+
+    def rows(self, rank: int, step: int) -> torch.Tensor:
+        ids = torch.from_numpy(self.ids(rank, step)).double()
+        return ((ids * 3 + rank + step) % 5 - 2).view(-1, 1).repeat(1, DIM)
+
+
+def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> Recipe:
+    evict = {name: more.pop(name) for name in ("age", "rows") if name in more}
+    more = more or {"lr": 1.0}
+    return recipe_of(
+        "t", DIM, ("uniform", 0.5), optimizer, admit, evict or None, "float64", 1, **more
+    )
+
+
+def push_to(rows: Embedding, job: TableJob, step: int, version: int, *ranks: int) -> None:
+    """Do what the servers do with these pushes."""
+    ids = [job.ids(rank, step) for rank in ranks]
+    union = np.unique(np.concatenate(ids))
+    total = torch.zeros((len(union), DIM), dtype=torch.float64)
+    for rank, some in zip(ranks, ids, strict=True):
+        total[torch.from_numpy(np.searchsorted(union, some))] += job.rows(rank, step)
+    rows.push(union, total, version=version, step=version)
+
+
+def references(job: TableJob) -> list[torch.Tensor]:
+    """All rows before the first round and after each, by one process."""
+    rows = Embedding(job.recipe)
+    found = [rows.pull(ALL)]
+    for step in range(job.steps):
+        push_to(rows, job, step, step + 1, *range(job.workers))
+        found.append(rows.pull(ALL))
+    return found
+
+
+def train(job: TableJob, rank: int) -> Script:
+    kv, wanted = job.store, references(job)
+    yield from patient(kv.open)
+    yield from patient(kv.embed, KEY, job.recipe, rank)
+    begin = yield from patient(kv.resume, [KEY])
+    for step in range(begin, job.steps):
+        yield from once(kv.push_ids, KEY, job.ids(rank, step), job.rows(rank, step), job.servers)
+        if step % 2:
+            yield from look(job, wanted[step + 1])
+    yield from patient(kv.barrier)
+    yield from look(job, wanted[-1])
+    assert (yield from patient(kv.versions, [KEY])) == [job.steps]
+    yield from patient(kv.barrier)
+    return (yield from export(job))
+
+
+def look(job: TableJob, wanted: torch.Tensor) -> Script:
+    rows = yield from patient(job.store.pull_ids, KEY, job.recipe, ALL)
+    assert torch.equal(rows, wanted), (rows - wanted).abs().sum(1).nonzero()
+
+
+def export(job: TableJob) -> Script:
+    """Return all rows, by id."""
+    found: dict[int, list[float]] = {}
+    for server in range(job.servers):
+        start = 0
+        while True:
+            block = yield from patient(job.store.block, KEY, server, start)
+            rows = block.columns["weight"].tolist()
+            assert not found.keys() & set(block.ids.tolist())
+            found |= dict(zip(block.ids.tolist(), rows, strict=True))
+            start = block.next
+            if not start:
+                break
+    return found
+
+
+def is_whole(job: TableJob, exported: dict[int, list[float]]) -> None:
+    """What was exported is what was pushed to, as it is."""
+    rows = Embedding(job.recipe)
+    for step in range(job.steps):
+        push_to(rows, job, step, step + 1, *range(job.workers))
+    block = rows.block(0, 1000)
+    ids = block.ids.tolist()
+    assert exported == dict(zip(ids, block.columns["weight"].tolist(), strict=True))
+
+
+def job_of(seed: int) -> TableJob:
+    dice = random.Random(seed)
+    job = TableJob(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(1, 8))
+    job.recipe = dice.choice(
+        [
+            recipe(),
+            recipe(momentum=0.5, lr=1.0),
+            recipe("adagrad", lr=0.5),
+            recipe(admit=3),
+            recipe(age=2),
+        ]
+    )
+    job.store = Store()
+    job.faults = faults_of(dice)
+    patience = [3 + 10 * job.faults.jitter_s, 10_000.0, 10_000.0]
+    job.store.timeout_s = dice.choice(patience)
+    for _ in range(dice.choice([0, 0, 1, 2])):
+        at = dice.choice([dice.random(), dice.random() * 10])
+        job.kills.append((at, dice.randrange(job.workers), dice.random() < 0.7))
+    return job
+
+
+def play(job: TableJob, script: Any = train) -> Cluster:
+    cluster = Cluster(
+        job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults
+    )
+    for at, rank, is_noticed in job.kills:
+        cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
+        cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+    cluster.run()
+    return cluster
+
+
+@pytest.mark.spec("R188", "R190", "R191", "R192", "R193", "R194")
+@pytest.mark.parametrize("seed", seeds(40))
+def test_all_rows_are_those_of_one_process(seed: int, request: pytest.FixtureRequest) -> None:
+    job = job_of(seed)
+    with replayable(request, job):
+        cluster = play(job)
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            assert all(isinstance(one, Timeout) for one in client.later), client.later
+            is_whole(job, client.result)
+
+
+def small_job() -> TableJob:
+    job = TableJob(3, 2, 2, 3, recipe=recipe(momentum=0.5, lr=1.0))
+    job.faults = Faults(in_order=True)
+    return job
+
+
+def test_any_one_packet_may_be_lost() -> None:
+    lose_each_packet(small_job(), (train, is_whole))  # type: ignore[arg-type]  # it is a Job
+
+
+def test_a_worker_may_die_at_any_packet() -> None:
+    kill_at_each_packet(small_job(), 1, (train, is_whole))  # type: ignore[arg-type]
+
+
+# --- without rounds ------------------------------------------------------------------------------
+
+
+def train_alone(job: TableJob, rank: int) -> Script:
+    """Push, whatever the others do: what comes of it is the sum of all."""
+    kv = job.store
+    yield from kv.open()
+    yield from kv.embed(KEY, job.recipe, rank)
+    begin = yield from kv.resume([KEY])
+    for step in range(begin, job.steps):
+        yield from kv.push_ids(KEY, job.ids(rank, step), job.rows(rank, step), job.servers)
+        if step % 3 == 0:
+            yield from kv.pull_ids(KEY, job.recipe, ALL)
+    while (yield from kv.versions([KEY])) != [job.workers * job.steps]:
+        yield from kv.flush()
+    return (yield from kv.pull_ids(KEY, job.recipe, ALL))
+
+
+@pytest.mark.spec("R188")
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("seed", FEWER)
+def test_each_push_counts_once(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
+    job = job_of(seed)
+    job.recipe = recipe()
+    job.store = Store(mode=mode, staleness=2)
+    with replayable(request, job):
+        cluster = play(job, train_alone)
+        rows = Embedding(job.recipe)
+        for step in range(job.steps):
+            push_to(rows, job, step, step + 1, *range(job.workers))
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            assert torch.allclose(client.result, rows.pull(ALL), atol=1e-9)
+
+
+# --- cuts ------------------------------------------------------------------------------------------
+
+
+def train_through(job: TableJob, rank: int) -> Script:
+    """Train from where the servers are, whenever they say that they have returned to a cut."""
+    kv, wanted = job.store, references(job)
+    is_begun = False
+    while True:
+        try:
+            if not is_begun:
+                yield from patient(kv.open)
+                yield from patient(kv.embed, KEY, job.recipe, rank)
+                step = yield from patient(kv.resume, [KEY])
+                is_begun = True
+            while step < job.steps:
+                yield from kv.push_ids(KEY, job.ids(rank, step), job.rows(rank, step), job.servers)
+                yield from look(job, wanted[step + 1])
+                step += 1
+            yield from kv.barrier()
+            yield from look(job, wanted[-1])
+            return (yield from export(job))
+        except EpochChanged as error:
+            is_begun = KEY in error.after
+            step = error.after.get(KEY, 0)
+
+
+@pytest.mark.spec("R195")
+@pytest.mark.parametrize("seed", seeds(24))
+def test_servers_return_to_the_rows_of_a_cut(
+    seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 256)  # so that there are several
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 512)
+    dice = random.Random(seed)
+    job = job_of(seed)
+    job.steps, job.kills = 30, []
+    job.store = Store()
+    job.faults = replace(job.faults, jitter_s=min(job.faults.jitter_s, 0.1))
+    with replayable(request, job):
+        cluster = Cluster(
+            job.workers,
+            job.servers,
+            lambda rank: train_through(job, rank),
+            job.seed,
+            job.faults,
+            checkpoint_every_s=dice.choice([0.05, 0.3]),
+        )
+        cluster.shelves.takes_s = dice.choice([0.01, 0.1])
+        supervisor = Supervisor(cluster)
+        for _ in range(dice.randint(1, 2)):
+            name = f"server {dice.randrange(job.servers)}"
+            loss = Loss(name, dice.random() * 4, dice.choice([0.1, 1.0]))
+            cluster.network.at(loss.at, lambda loss=loss: supervisor.kill(loss))  # type: ignore[misc]
+        cluster.run(2_000)
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            is_whole(job, client.result)

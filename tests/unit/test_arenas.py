@@ -1,0 +1,86 @@
+"""Memory for rows that grows without moving one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.core import arenas as module
+from kvps.core.arenas import Arenas
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Arenas:
+    """Arenas of 4, 4, 8, 8, ... rows of 2 floats and 2 halves."""
+    monkeypatch.setattr(module, "ARENA_BYTES_MIN", 48)
+    monkeypatch.setattr(module, "ARENA_BYTES_MAX", 96)
+    return Arenas(2, {"weight": torch.float32, "sum": torch.float16})
+
+
+def rows(count: int) -> dict[str, torch.Tensor]:
+    weight = torch.arange(2.0 * count).view(count, 2)
+    return {"weight": weight, "sum": -weight.half()}
+
+
+def test_each_arena_is_as_large_as_those_before_within_bounds(small: Arenas) -> None:
+    small.reserve(0)
+    assert [one.rows for one in small] == []
+    small.reserve(20)
+    assert [(one.start, one.rows) for one in small] == [(0, 4), (4, 4), (8, 8), (16, 8)]
+    assert small.size_bytes == 24 * 12
+    small.check()
+
+
+def test_rows_are_found_where_they_were_written(small: Arenas) -> None:
+    small.reserve(24)
+    order = np.random.default_rng(3).permutation(24)
+    small.write(order, rows(24))
+    assert torch.equal(small.read(order)["weight"], rows(24)["weight"])
+    assert torch.equal(small.read(order)["sum"], rows(24)["sum"])
+    again = np.array([order[3], order[3], order[20]])
+    assert torch.equal(small.weights(again), rows(24)["weight"][[3, 3, 20]])
+    assert small.read(again[:0])["sum"].shape == small.weights(again[:0]).shape == (0, 2)
+
+
+def test_one_arena_needs_no_sorting(small: Arenas) -> None:
+    small.reserve(4)
+    small.write(np.array([2, 0]), rows(2))
+    assert small.weights(np.array([0, 2])).tolist() == [[2.0, 3.0], [0.0, 1.0]]
+    assert small.read(np.array([2]))["sum"].tolist() == [[0.0, -1.0]]
+    assert small.weights(np.empty(0, np.int64)).shape == (0, 2)
+
+
+def test_a_row_longer_than_an_arena_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ARENA_BYTES_MIN", 16)
+    monkeypatch.setattr(module, "ARENA_BYTES_MAX", 16)
+    long = Arenas(8, {"weight": torch.float64})
+    long.reserve(2)
+    assert [one.rows for one in long] == [1, 1]
+
+
+def test_who_holds_arenas_has_them_as_they_were(small: Arenas) -> None:
+    small.reserve(16)
+    everywhere = np.arange(16)
+    small.write(everywhere, rows(16))
+    kept, release = small.keep()
+    second, release_second = small.keep()
+    small.write(
+        np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()}
+    )
+    assert kept[0].columns["weight"][0].tolist() == [0.0, 1.0]
+    assert second[0].columns["weight"][0].tolist() == [0.0, 1.0]
+    assert small.weights(np.array([0])).tolist() == [[9.0, 9.0]]
+    mine = [one.columns["weight"].data_ptr() for one in small]
+    theirs = [one.columns["weight"].data_ptr() for one in kept]
+    assert [a == b for a, b in zip(mine, theirs, strict=True)] == [False, True, True]
+    release()
+    small.write(
+        np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()}
+    )
+    assert second[1].columns["weight"][1].tolist() == [10.0, 11.0]
+    release_second()
+    before = [one.columns["weight"].data_ptr() for one in small]
+    small.write(everywhere, rows(16))
+    assert [one.columns["weight"].data_ptr() for one in small] == before
+    small.check()

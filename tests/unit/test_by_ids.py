@@ -1,0 +1,548 @@
+"""Embedding tables on a server: made, pushed to by id, pulled from, handed out in blocks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.core import by_ids
+from kvps.core.ids import First, servers_of
+from kvps.core.recipe import Recipe, recipe_of
+from kvps.messages import (
+    Ask,
+    Declare,
+    Declared,
+    Embed,
+    Entry,
+    Export,
+    Exported,
+    Find,
+    Found,
+    FoundAll,
+    Join,
+    Message,
+    Place,
+    Probe,
+    Probed,
+    Pull,
+    PulledIds,
+    PullIds,
+    Push,
+    PushIds,
+    Return,
+    Run,
+)
+from kvps.specs import BY_NAME
+from kvps.tensors import from_frame
+from tests.server_stage import Said, ServerStage, acked, heard, pulled, refusal
+
+KEY = "kvps.embedding:words"
+PLAIN: dict[str, Any] = {
+    "init": "zeros",
+    "optimizer": "sgd",
+    "admit": 1,
+    "evict": None,
+    "dtype": "float32",
+    "seed": 9,
+    "lr": 1.0,
+}
+
+
+def recipe(**given: Any) -> Recipe:
+    return recipe_of("words", given.pop("dim", 2), **(PLAIN | given))
+
+
+def embed(**given: Any) -> Embed:
+    return by_ids.message_of("kv", KEY, recipe(**given))
+
+
+class Tabled:
+    """A stage with one table on its only server."""
+
+    def __init__(self, workers: int = 2, mode: str = "sync", **given: Any) -> None:
+        options = {
+            name: given.pop(name)
+            for name in ("on_worker_lost", "average", "staleness")
+            if name in given
+        }
+        self.stage = ServerStage(workers)
+        self.stage.open(mode, **options)
+        self.dtype = given.get("dtype", "float32")
+        (answer,) = heard(self.stage.say(0, embed(**given)), Declared)
+        ((self.piece,),) = [place.pieces for place in answer.places]
+
+    def push(
+        self, rank: int, ids: Sequence[int], number: int, value: float = 1.0, **more: Any
+    ) -> list[Said]:
+        return self.stage.say(rank, *self.pushing(rank, ids, number, value), **more)
+
+    def pushing(
+        self, rank: int, ids: Sequence[int], number: int, value: float = 1.0
+    ) -> tuple[Any, ...]:
+        message = PushIds(self.piece.chunk, BY_NAME["float32"].id, (rank,), number, 2, len(ids))
+        rows = torch.full((2 * len(ids),), value)
+        return (message, torch.tensor(ids), rows) if len(ids) else (message,)
+
+    def pull(self, rank: int, ids: Sequence[int], after: int = 0, least: int = 0) -> list[Said]:
+        message = PullIds(self.piece.chunk, after, least, len(ids))
+        return self.stage.say(rank, message, *([torch.tensor(ids)] if len(ids) else []))
+
+    def rows(self, *ids: int, rank: int = 0) -> list[list[float]]:
+        (said,) = self.pull(rank, ids)
+        return values(said)
+
+    def count(self) -> int:
+        """What the table's element says."""
+        said = self.stage.say(1, Pull(self.piece.chunk, True, (Ask(0, 1, 0, 0),)))
+        (values,) = pulled(said).values()
+        return int(values[0])
+
+
+def values(said: Said) -> list[list[float]]:
+    answer = said.message
+    assert isinstance(answer, PulledIds), answer
+    if not answer.count:
+        return []
+    return from_frame(said.payload[0], "float32").view(answer.count, answer.dim).tolist()
+
+
+# --- making ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R185")
+def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
+    table = Tabled()
+    table.stage.init("small", torch.zeros(1, dtype=torch.int64))
+    assert table.stage.pieces["small"][0].chunk != table.piece.chunk
+    (answer,) = heard(table.stage.say(1, embed()), Declared)
+    assert answer.places == (Place(False, (table.piece,)),)
+
+
+@pytest.mark.spec("R185")
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (embed(dim=3), "Mismatch: table 'words'.*has dim 2, asked for was 3"),
+        (embed(lr=2.0), "Mismatch: table 'words'.*has hyper"),
+        (embed(init="normal"), "Mismatch: .*has first"),
+        (
+            Embed("kv", "words", 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}),
+            "ProtocolError: .*begins",
+        ),
+        (Embed("kv", KEY, 1, 2, "ones", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init='ones'"),
+        (
+            Embed("kv", KEY, 1, 2, "normal", -1.0, 9, 1, 0, 0, "sgd", {}),
+            "ConfigError: init 'normal'",
+        ),
+        (Embed("kv", KEY, 1, 2, "zeros", 1.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init 'zeros'"),
+        (Embed("kv", KEY, 7, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: dtype='int32'"),
+        (Embed("kv", KEY, 1, 0, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: dim=0"),
+        (Embed("kv", KEY, 1, 2, "zeros", 0.0, 9, 0, 0, 0, "sgd", {}), "ConfigError: admit=0"),
+        (Embed("kv", KEY, 1, 2, "zeros", 0.0, 9, 1, 0, 0, "lamb", {}), "ConfigError: .*'lamb'"),
+        (Embed("kv", KEY, 1, 2, "zeros", 0.0, 9, 1, 0, 0, "eval", {}), "ConfigError: .*'eval'"),
+        (Embed("kv", KEY, 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {"x": 1}), "ConfigError: .*'x'"),
+        (Embed("no", KEY, 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ProtocolError: .*'no'"),
+    ],
+)
+def test_what_no_table_can_be_made_by_is_refused(message: Embed, match: str) -> None:
+    table = Tabled()
+    before = table.stage.snapshot()
+    said = refusal(table.stage.say(1, message))
+    assert re.match(match, said), said
+    assert table.stage.snapshot() == before
+
+
+@pytest.mark.spec("R185")
+def test_a_store_that_looks_at_gradients_has_no_table() -> None:
+    stage = ServerStage(2)
+    stage.open(on_nonfinite="skip")
+    assert "on_nonfinite='apply'" in refusal(stage.say(0, embed()))
+
+
+def test_a_table_needs_room_for_its_element() -> None:
+    stage = ServerStage(2, memory_limit=4)
+    stage.open()
+    assert refusal(stage.say(0, embed())).startswith("Overload")
+    assert not stage.server.requests.engine.chunks.by_number
+
+
+def test_rows_count_as_weights_do() -> None:
+    table = Tabled()
+    for rank in range(2):
+        table.push(rank, [1, 2, 3], 0)
+    chunks = table.stage.server.requests.engine.chunks
+    assert chunks.weight_bytes == 8 + 3 * 2 * 4
+
+
+def test_a_table_is_found_as_a_key_is() -> None:
+    table = Tabled()
+    (found,) = heard(table.stage.say(1, Find("kv", (KEY,))), FoundAll)
+    assert found.found == (Found(BY_NAME["int64"].id, (1,), 0),)
+    entry = Entry(KEY, BY_NAME["int64"].id, (1,), 0, 1)
+    (answer,) = heard(table.stage.say(1, Declare("kv", False, 0, (entry,), 0)), Declared)
+    assert answer.places == (Place(False, (table.piece,)),)
+
+
+# --- ids -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R186")
+def test_the_server_of_an_id_is_as_the_document_says() -> None:
+    ids = [0, 1, -1, 2**62, 123456789]
+    assert servers_of(np.array(ids), 7).tolist() == [(mixed(one, 1) >> 32) * 7 >> 32 for one in ids]
+
+
+@pytest.mark.spec("R187")
+def test_first_values_are_as_the_document_says() -> None:
+    one, seed, scale = 5, 77, 0.3
+    places = [(mixed(one, seed) + c * 0xD1342543DE82EF95) % 2**64 for c in range(3)]
+    uniform = [((mixed(p, 0) >> 40) * 2 - (2**24 - 1)) * (scale / 2**24) for p in places]
+    parts = [[mixed(p, s) >> 16 * k & 0xFFFF for s in range(3) for k in range(4)] for p in places]
+    normal = [(2 * sum(some) - 12 * 65535) * (scale / 2**17) for some in parts]
+    assert First("uniform", scale).values(np.array([one]), 3, seed).tolist() == [uniform]
+    assert First("normal", scale).values(np.array([one]), 3, seed).tolist() == [normal]
+    assert First("zeros", 0.0).values(np.array([one]), 3, seed).tolist() == [[0.0] * 3]
+
+
+def mixed(number: int, salt: int) -> int:
+    """SplitMix64, as section 22 has it."""
+    z = (number + (salt + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+@pytest.mark.spec("R186")
+def test_ids_of_other_servers_are_refused() -> None:
+    stage = ServerStage(2, servers=2)
+    stage.open()
+    (answer,) = heard(stage.say(0, embed()), Declared)
+    chunk = answer.places[0].pieces[0].chunk
+    mine, others = (np.flatnonzero(servers_of(np.arange(20), 2) == one)[:2] for one in (0, 1))
+    ids = torch.from_numpy(np.sort(np.concatenate([mine, others])))
+    before = stage.snapshot()
+    first = (
+        f"ProtocolError: 2 of 4 ids belong on other servers than 0, the first of them {others[0]}"
+    )
+    assert refusal(stage.say(0, PullIds(chunk, 0, 0, 4), ids)) == first
+    assert refusal(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 4), ids, torch.zeros(8))) == first
+    assert stage.snapshot() == before
+    assert acked(
+        stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 2), torch.from_numpy(mine), torch.zeros(4))
+    )
+
+
+# --- pushes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R188", "R190")
+def test_a_round_closes_when_all_have_pushed_and_moves_the_rows_that_were_named() -> None:
+    table = Tabled()
+    assert acked(table.push(0, [-5, 7], 0)) == [3]
+    assert (table.rows(7), table.count()) == ([[0.0, 0.0]], 0)
+    table.push(1, [7, 9], 0, 2.0)
+    assert table.rows(-5, 7, 9, 11) == [[-1.0] * 2, [-3.0] * 2, [-2.0] * 2, [0.0] * 2]
+    assert table.count() == 3
+
+
+@pytest.mark.spec("R188")
+def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
+    table = Tabled()
+    table.push(0, [1], 0)
+    assert acked(table.push(0, [1], 0, 100.0)) == [4]
+    assert table.push(0, [1], 2) == []
+    assert acked(table.push(0, [1], 1)) == [6]
+    table.push(1, [], 0)
+    assert table.rows(1) == [[-1.0, -1.0]]
+    assert acked(table.push(1, [1], 0, 100.0))  # its round is closed
+    table.push(1, [1], 1)
+    assert table.rows(1) == [[-3.0, -3.0]]
+    message = PushIds(table.piece.chunk, 1, (0, 1), 1, 2, 0)
+    assert acked(table.stage.say(0, message))
+    table.push(0, [], 2)
+    two = PushIds(table.piece.chunk, 1, (0, 1), 2, 2, 0)
+    assert refusal(table.stage.say(0, two)).startswith("ProtocolError: a push for ranks [0, 1]")
+
+
+@pytest.mark.spec("R188")
+def test_a_push_speaks_for_ranks_that_there_are() -> None:
+    table = Tabled()
+    for ranks in ((), (2,), (0, 5)):
+        message = PushIds(table.piece.chunk, 1, ranks, 0, 2, 0)
+        assert "there are 2" in refusal(table.stage.say(0, message))
+
+
+@pytest.mark.spec("R188", "R190")
+def test_without_rounds_each_push_is_applied_by_itself() -> None:
+    table = Tabled(mode="async")  # the store needs no optimizer for it
+    table.push(0, [1], 0)
+    table.push(0, [1, 2], 1)
+    table.push(1, [2], 0, 4.0)
+    (said,) = table.pull(1, [1, 2], after=1)
+    assert values(said) == [[-2.0, -2.0], [-5.0, -5.0]]
+    assert isinstance(said.message, PulledIds)
+    assert (said.message.version, said.message.owed) == (3, 1)
+
+
+@pytest.mark.spec("R188")
+def test_a_rank_that_joined_is_not_waited_for() -> None:
+    table = Tabled()
+    table.push(0, [1], 0)
+    table.stage.say(1, Join("kv", 1, False))
+    assert table.rows(1) == [[-1.0, -1.0]]
+    table.push(0, [1], 1)
+    assert table.rows(1) == [[-2.0, -2.0]]
+    table.stage.say(0, Join("kv", 1, False))
+    for rank in range(2):
+        table.stage.say(rank, Return("kv", 1))
+    table.push(0, [1], 2)
+    assert table.rows(1) == [[-2.0, -2.0]]
+
+
+@pytest.mark.spec("R188")
+def test_a_lost_rank_shrinks_the_round() -> None:
+    table = Tabled(on_worker_lost="shrink")
+    table.push(0, [1], 0)
+    table.stage.show(w1="lost")
+    assert table.rows(1) == [[-1.0, -1.0]]
+
+
+def test_a_mean_is_divided_by_who_is_in_it() -> None:
+    table = Tabled(average=True)
+    table.push(0, [1, 2], 0, 4.0)
+    table.push(1, [2, 3], 0, 2.0)
+    assert table.rows(1, 2, 3) == [[-2.0] * 2, [-3.0] * 2, [-1.0] * 2]
+
+
+@pytest.mark.spec("R190")
+def test_sums_are_taken_in_the_order_of_ranks() -> None:
+    table = Tabled(workers=3)
+    for rank, value in ((2, 1.0), (1, -1e8), (0, 1e8)):
+        table.push(rank, [1], 0, value)
+    assert table.rows(1) == [[-1.0, -1.0]]  # (1e8 - 1e8) + 1
+
+
+@pytest.mark.spec("R190")
+def test_an_optimizer_of_the_store_has_nothing_to_do_with_tables() -> None:
+    table = Tabled(optimizer="sgd", momentum=0.5)
+    for rank in range(2):
+        table.push(rank, [1], 0, 0.5)
+    table.push(0, [1], 1, 0.5)
+    for call, name in enumerate(("adam", "sgd", "lars"), 1):
+        table.stage.optimizer(name, call)
+    table.push(1, [1], 1, 0.5)
+    assert table.rows(1) == [[-2.5, -2.5]]
+
+
+@pytest.mark.spec("R190")
+def test_steps_count_updates_of_the_table() -> None:
+    table = Tabled(optimizer="adam", lr=0.1)
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    adam = torch.optim.SparseAdam([weight], lr=0.1)
+    for number, ids in enumerate(([0], [0, 1], [1])):
+        table.push(0, ids, number)
+        table.push(1, [], number)
+        rows = torch.ones(len(ids), 2)
+        weight.grad = torch.sparse_coo_tensor(
+            torch.tensor([ids]), rows, (2, 2), check_invariants=True
+        )
+        adam.step()
+    assert torch.allclose(torch.tensor(table.rows(0, 1)), weight.detach(), atol=1e-6)
+
+
+@pytest.mark.spec("R189")
+@pytest.mark.parametrize("ids", [[2, 1], [1, 1], [0, 3, 3, 4]])
+def test_ids_out_of_order_are_refused(ids: list[int]) -> None:
+    table = Tabled()
+    before = table.stage.snapshot()
+    assert "ascending order, each once" in refusal(table.push(0, ids, 0))
+    assert table.stage.snapshot() == before
+
+
+@pytest.mark.spec("R189")
+def test_rows_of_another_form_are_refused() -> None:
+    table = Tabled()
+    one, chunk = torch.tensor([1]), table.piece.chunk
+    before = table.stage.snapshot()
+    for message, row in (
+        (PushIds(chunk, 1, (0,), 0, 3, 1), torch.zeros(3)),
+        (PushIds(chunk, 2, (0,), 0, 2, 1), torch.zeros(2, dtype=torch.float64)),
+    ):
+        said = refusal(table.stage.say(0, message, one, row))
+        assert said.startswith(
+            f"Mismatch: chunk {chunk} is a table of float32[2], pushed were rows"
+        )
+    assert table.stage.snapshot() == before
+
+
+@pytest.mark.spec("R189")
+def test_keys_are_pushed_to_as_keys_and_tables_as_tables() -> None:
+    table = Tabled()
+    table.stage.init("w", [1.0, 2.0])
+    chunk = table.stage.pieces["w"][0].chunk
+    before = table.stage.snapshot()
+    push = Push(table.piece.chunk, 8, (0,), 1.0, False, (Run(0, 1, 0),))
+    assert "push rows by PUSH-IDS" in refusal(
+        table.stage.say(0, push, torch.ones(1, dtype=torch.int64))
+    )
+    messages: list[Message] = [
+        PushIds(chunk, 1, (0,), 0, 2, 0),
+        PullIds(chunk, 0, 0, 0),
+        Export(chunk, 0, 5, 0, False),
+    ]
+    for message in messages:
+        assert refusal(table.stage.say(0, message)).endswith("holds keys, and no embedding table")
+    assert table.stage.snapshot() == before
+
+
+def test_halves_may_come_as_halves_or_as_their_sums() -> None:
+    table = Tabled(dtype="bfloat16")
+    chunk = table.piece.chunk
+    one = torch.tensor([1])
+    half = BY_NAME["bfloat16"].id
+    table.stage.say(
+        0, PushIds(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16)
+    )
+    table.stage.say(1, PushIds(chunk, 1, (1,), 0, 2, 1), one, torch.full((2,), 0.5))
+    (said,) = table.pull(0, [1])
+    assert from_frame(said.payload[0], "bfloat16").tolist() == [-1.5, -1.5]
+
+
+# --- who gets a row, and who loses it --------------------------------------------------------------
+
+
+@pytest.mark.spec("R191")
+def test_an_id_gets_its_row_at_its_nth_round() -> None:
+    table = Tabled(admit=2)
+    for number in range(3):
+        table.push(0, [1], number)
+        table.push(1, [1, 2] if number == 1 else [1], number)
+        assert table.count() == (0 if number == 0 else 1)
+    assert table.rows(1, 2) == [[-4.0, -4.0], [0.0, 0.0]]
+
+
+@pytest.mark.spec("R191", "R193")
+def test_a_pull_makes_no_row() -> None:
+    table = Tabled(init=("uniform", 0.5))
+    before = table.stage.snapshot()
+    first = table.rows(3, 4, 3)
+    assert first[0] == first[2] != first[1]
+    wanted = First("uniform", 0.5).values(np.array([3]), 2, 9).astype(np.float32)
+    assert first[0] == wanted[0].tolist()
+    after = table.stage.snapshot()
+    assert after == before
+    assert table.count() == 0
+
+
+@pytest.mark.spec("R192")
+def test_old_rows_go_and_begin_anew() -> None:
+    table = Tabled(mode="async", evict={"age": 2, "rows": 8})
+    table.push(0, [1], 0)
+    for number in range(1, 4):
+        table.push(0, [2], number)
+    assert (table.rows(1, 2), table.count()) == ([[0.0, 0.0], [-3.0, -3.0]], 1)
+    table.push(0, list(range(10, 18)), 4)
+    assert (table.rows(2, 10), table.count()) == ([[0.0, 0.0], [0.0, 0.0]], 7)
+
+
+# --- pulls ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R193")
+def test_a_pull_waits_for_the_asking_ranks_pushes() -> None:
+    table = Tabled()
+    table.push(0, [1], 0)
+    assert table.pull(0, [1], after=1) == []
+    (probed,) = heard(table.stage.say(0, Probe((4,)), seq=0), Probed)
+    assert "round 0 waits for a push of rank 1" in probed.pending[0].reason
+    said = table.push(1, [1], 0)
+    (answer,) = [one for one in said if isinstance(one.message, PulledIds)]
+    assert answer.to == b"w0"
+    assert values(answer) == [[-2.0, -2.0]]
+    assert answer.message == PulledIds(4, 1, 2, 1, 1, 1)
+
+
+@pytest.mark.spec("R193")
+def test_a_pull_of_nothing_says_how_the_table_stands() -> None:
+    table = Tabled()
+    (said,) = table.pull(0, [])
+    assert said.message == PulledIds(3, 1, 2, 0, 0, 0)
+
+
+@pytest.mark.spec("R193")
+def test_a_pull_waits_where_staleness_is_bounded() -> None:
+    table = Tabled(mode="ssp", staleness=1)
+    table.push(1, [1], 0)
+    for number in range(2):
+        table.push(0, [1], number)
+    assert len(table.pull(0, [1])) == 1
+    table.push(0, [1], 2)
+    assert table.pull(0, [1]) == []
+    assert any(isinstance(one.message, PulledIds) for one in table.push(1, [1], 1))
+
+
+# --- exports ------------------------------------------------------------------------------------------
+
+
+def exported(said: list[Said]) -> tuple[Exported, list[list[float]]]:
+    (one,) = said
+    assert isinstance(one.message, Exported)
+    found = [from_frame(frame, "int64").tolist() for frame in one.payload[:2]]
+    found += [from_frame(frame, "float32").tolist() for frame in one.payload[2:]]
+    return one.message, found
+
+
+@pytest.mark.spec("R194")
+def test_an_export_has_every_row_once() -> None:
+    table = Tabled(mode="async", optimizer="adagrad", lr=1.0)
+    table.push(0, [1, 2, 3, 4, 5], 0)
+    seen: list[float] = []
+    start, count = 0, 0
+    while True:
+        answer, found = exported(table.stage.say(0, Export(table.piece.chunk, start, 2, 0, True)))
+        seen += found[0]
+        table.push(0, [1, 5, 100 + count], count + 1)
+        count += 1
+        assert [one.name for one in answer.fields] == ["weight", "sum"]
+        assert len(found[2]) == len(found[3]) == 2 * answer.count
+        start = answer.next
+        if not start:
+            break
+    assert {1, 2, 3, 4, 5} <= set(seen)
+    assert len(seen) == len(set(seen))
+    answer, found = exported(table.stage.say(0, Export(table.piece.chunk, 0, 9, 1, False)))
+    assert sorted(found[0]) == [1, 5, *range(100, 100 + count)]
+    assert set(found[1]) <= set(range(2, 2 + count))
+    answer, found = exported(table.stage.say(0, Export(table.piece.chunk, 0, 9, 99, False)))
+    assert (answer.count, answer.next, found) == (0, 0, [])
+
+
+def test_an_export_of_no_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Tabled(mode="async")
+    table.push(0, [1, 2, 3], 0)
+    assert "no rows" in refusal(table.stage.say(0, Export(table.piece.chunk, 0, 0, 0, False)))
+    monkeypatch.setattr(by_ids, "EXPORT_BYTES", 32)  # two rows of two times eight octets
+    answer, _ = exported(table.stage.say(0, Export(table.piece.chunk, 0, 2**62, 0, False)))
+    assert (answer.count, answer.next) == (2, 2)
+
+
+def test_a_scale_that_is_no_number_does_not_travel() -> None:
+    with pytest.raises(Exception, match="finite"):
+        ServerStage(2).say(0, Embed("kv", KEY, 1, 2, "normal", math.nan, 9, 1, 0, 0, "sgd", {}))
+
+
+def test_a_replaced_worker_goes_on_where_its_predecessor_stopped() -> None:
+    table = Tabled()
+    table.push(0, [1], 0)
+    table.push(1, [1], 0)
+    table.push(1, [1], 1)
+    table.stage.replace(1)
+    assert acked(table.push(1, [1], 1, 100.0))
+    table.push(0, [1], 1)
+    assert table.rows(1, rank=1) == [[-4.0, -4.0]]

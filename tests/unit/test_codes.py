@@ -1,0 +1,92 @@
+"""The table of codecs: what a code may say, and how many octets follow from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvps.codes import (
+    BF16,
+    BIT1,
+    BIT2,
+    CODECS,
+    FP16,
+    INT8,
+    NAMES,
+    RANDOMK,
+    TOPK,
+    Code,
+    check,
+    kept,
+    size,
+)
+from kvps.errors import ProtocolError
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "octets"),
+    [
+        (Code(FP16), 1_000_001, 2_000_002),
+        (Code(BF16), 3, 6),
+        (Code(BIT1, 0.5), 8, 1),
+        (Code(BIT1, 0.5), 9, 2),
+        (Code(BIT2, 0.5), 8, 2),
+        (Code(BIT2, 0.5), 9, 4),
+        (Code(INT8), 256, 260),
+        (Code(INT8), 257, 265),
+        (Code(TOPK, 0.01), 1, 8),
+        (Code(TOPK, 0.01), 101, 16),
+        (Code(RANDOMK, 0.01), 101, 8),
+        (Code(RANDOMK, 1.0), 7, 28),
+    ],
+)
+def test_octets_of_so_many_elements(code: Code, count: int, octets: int) -> None:
+    assert size(code, count) == octets
+
+
+def test_at_least_one_element_is_kept_and_no_more_than_there_are() -> None:
+    assert kept(Code(TOPK, 1e-9), 5) == 1
+    assert kept(Code(TOPK, 1.0), 5) == 5
+    assert kept(Code(TOPK, 0.3), 10) == math.ceil(0.3 * 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("2bit", 1 / 15), ("1bit", 1 / 30), ("int8", 0.27), ("fp16", 0.5), ("bf16", 0.5)],
+)
+def test_how_much_less_than_float32(name: str, ratio: float) -> None:
+    assert size(Code(CODECS[name], 0.5), 98_304) / (4 * 98_304) <= ratio
+
+
+@pytest.mark.spec("R153")
+@pytest.mark.parametrize(
+    ("code", "match"),
+    [
+        (Code(0), "no codec has number 0"),
+        (Code(8), "no codec has number 8; there are 1 to 7"),
+        (Code(FP16, scale=0.0), "scale 0.0"),
+        (Code(BIT1, 0.5, -1.0), "scale -1.0"),
+        (Code(BIT1, math.nan), "1bit with number nan"),
+        (Code(BIT1, 0.5, math.inf), "scale inf"),
+        (Code(BIT2, 0.0), "2bit has a threshold over 0, not 0.0"),
+        (Code(BIT2, -0.5), "threshold over 0"),
+        (Code(TOPK, 0.0), "topk has a ratio over 0 and up to 1, not 0.0"),
+        (Code(RANDOMK, 1.5), "randomk has a ratio"),
+    ],
+)
+def test_what_no_code_may_say(code: Code, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        check(code)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_each_may_say(name: str) -> None:
+    code = Code(CODECS[name], 0.5, 0.1, 7)
+    assert check(code) is code
+    assert NAMES[code.codec] == name
+
+
+def test_a_threshold_of_1bit_may_be_anything_finite() -> None:
+    for threshold in (-1.0, 0.0, 0.5):
+        check(Code(BIT1, threshold))

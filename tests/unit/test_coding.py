@@ -1,0 +1,434 @@
+"""What a worker compresses: once for each push, and each key by its own rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.codecs import decode, encode
+from kvps.codes import BIT2, FP16, RANDOMK, Code, size
+from kvps.compression import rules_of
+from kvps.core import calls
+from kvps.errors import ProtocolError
+from kvps.messages import (
+    Ack,
+    Declare,
+    Declared,
+    Error,
+    Message,
+    Piece,
+    Place,
+    Probe,
+    Probed,
+    Pull,
+    Pulled,
+    Push,
+    Receipt,
+    Stand,
+    Steps,
+)
+from kvps.specs import Spec
+from kvps.tensors import from_frame
+from tests.workbench import Bench, Readable
+
+TWO = Code(BIT2, 0.5)
+ALL = {"type": "2bit", "min_bytes": 0}
+BOTH_WAYS = {"type": "2bit", "min_bytes": 0, "pull": True}
+
+
+def random(seed: int, count: int = 20) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def bench(params: dict[str, object] | None = None, **options: object) -> Bench:
+    one = Bench(servers=1, **options)  # type: ignore[arg-type]
+    one.open()
+    one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
+    if params is not None:
+        ticket = one.call(calls.Compress("kv", rules_of(params)))
+        assert one.is_done(ticket)
+    return one
+
+
+def push(one: Bench, *names: str, seed: int = 0, pull: bool = False, eager: bool = True) -> int:
+    counts = {"a": 20, "b": 30}
+    rows = tuple(random(seed, counts[name]) for name in names)
+    sinks = tuple(torch.zeros(counts[name]) for name in names) if pull else None
+    return one.call(calls.PushValues("kv", names, rows, sinks, 0, eager))
+
+
+def last(one: Bench, cls: type[Message]) -> tuple[Message, list[torch.Tensor], int]:
+    """The message of the last packet of a class, its payload as octets, and its number."""
+    packet = one.sends(cls)[-1].packet
+    payload = [from_frame(frame, "uint8").clone() for frame in packet.payload]
+    return packet.message, payload, packet.envelope.seq
+
+
+def rests(one: Bench) -> dict[str, torch.Tensor]:
+    ticket = one.call(calls.SaveRests("kv"))
+    finish = one.finish(ticket)
+    assert finish is not None
+    found = finish.value
+    assert isinstance(found, dict)
+    return found
+
+
+# --- the way there ------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R151")
+def test_a_push_is_written_once_however_often_it_is_sent() -> None:
+    one = bench(ALL)
+    push(one, "a")
+    message, (octets,), seq = last(one, Push)
+    assert isinstance(message, Push)
+    assert message.code == TWO
+    assert (message.back, message.held) == (None, ())
+    rest = torch.zeros(20)
+    assert torch.equal(octets, encode(TWO, rest, random(0)))
+    one.wait(30.0)  # it is asked after, and the server does not have it
+    probe = one.sends(Probe)[-1].packet
+    one.server(0, Probed((seq,), ()), seq=probe.envelope.seq)
+    assert len(one.sends(Push)) == 2
+    again, (same,), _ = last(one, Push)
+    assert (again, same.tolist()) == (message, octets.tolist())
+    one.server(0, Ack((Receipt(seq, 1),)))
+    assert torch.equal(rests(one)["a"], rest)
+
+
+def test_the_rest_goes_with_the_next_push() -> None:
+    one = bench(ALL)
+    rest = torch.zeros(20)
+    for seed in range(3):
+        push(one, "a", seed=seed)
+        _, (octets,), seq = last(one, Push)
+        assert torch.equal(octets, encode(TWO, rest, random(seed)))
+        one.server(0, Ack((Receipt(seq, 1),)))
+    assert torch.equal(rests(one)["a"], rest)
+
+
+def test_each_key_travels_by_its_rule() -> None:
+    one = bench({"min_bytes": 0, "rules": [{"pattern": "a", "type": "fp16"}]})
+    push(one, "a", "b", seed=4)
+    sent = {message.code: message for message in one.sent(Push)}
+    assert set(sent) == {Code(FP16), None}
+    assert [run.size for run in sent[Code(FP16)].runs] == [20]
+    assert [run.size for run in sent[None].runs] == [30]
+    ack_all(one)
+    assert set(rests(one)) == {"a"}
+
+
+def ack_all(one: Bench) -> None:
+    for seq in one.seqs(Push):
+        one.server(0, Ack((Receipt(seq, 1),)))
+
+
+def test_of_many_keys_each_has_its_own_rows_and_numbers() -> None:
+    """Also when the call ends before its values were read."""
+    one = bench({"min_bytes": 0, "rules": [{"pattern": "b", "type": "2bit"}]})
+    push(one, "a")
+    push(one, "b", "a", seed=3, eager=False)
+    coded = [send for send in one.sends(Push) if send.packet.message.code == TWO]  # type: ignore[attr-defined]
+    (b,) = coded
+    assert [run.number for run in b.packet.message.runs] == [0]  # type: ignore[attr-defined]
+    assert torch.equal(
+        from_frame(b.packet.payload[0], "uint8"), encode(TWO, torch.zeros(30), random(3, 30))
+    )
+    plain = one.sends(Push)[-1] if one.sends(Push)[-1] is not b else one.sends(Push)[-2]
+    assert [run.number for run in plain.packet.message.runs] == [1]  # type: ignore[attr-defined]
+
+
+def test_the_seed_of_randomk_follows_the_number_of_the_push() -> None:
+    one = bench({"type": "randomk", "ratio": 0.5, "seed": 9, "min_bytes": 0})
+    for number in range(3):
+        push(one, "a", seed=number)
+        message, _, seq = last(one, Push)
+        assert isinstance(message, Push)
+        assert message.code == Code(RANDOMK, 0.5, 1.0, 9 + number)
+        one.server(0, Ack((Receipt(seq, 1),)))
+
+
+@pytest.mark.spec("R154")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_goes_as_it_is_and_leaves_the_rest(bad: float) -> None:
+    one = bench(ALL)
+    push(one, "a", seed=1)
+    _, (octets,), seq = last(one, Push)
+    rest = torch.zeros(20)
+    encode(TWO, rest, random(1))
+    one.server(0, Ack((Receipt(seq, 1),)))
+    row = random(2)
+    row[7] = bad
+    one.call(calls.PushValues("kv", ("a",), (row,), None, 0, True))
+    message, (octets,), seq = last(one, Push)
+    assert isinstance(message, Push)
+    assert message.code is None
+    assert torch.equal(octets, row.view(torch.uint8))
+    one.server(0, Ack((Receipt(seq, 1),)))
+    assert torch.equal(rests(one)["a"], rest)
+
+
+@pytest.mark.spec("R155")
+def test_what_is_compressed_is_not_bundled() -> None:
+    one = Bench(servers=1, machines=[2, 2])  # the server is on machine 1
+    one.open(bundles=True)
+    one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
+    push(one, "a")
+    assert not one.sends(Push, 0)  # it waits for the neighbour's, or is with the leader
+    one.call(calls.Compress("kv", rules_of(BOTH_WAYS)))
+    push(one, "b", pull=True)
+    (sent,) = one.sends(Push, 0)
+    assert sent.packet.message.code == TWO  # type: ignore[attr-defined]
+
+
+def test_rests_are_given_and_taken() -> None:
+    one = bench(ALL)
+    ticket = one.call(calls.LoadRests("kv", {"a": torch.full((20,), 0.4)}))
+    assert one.is_done(ticket)
+    one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.2),), None, 0, True))
+    _, (octets,), seq = last(one, Push)
+    assert decode(TWO, octets, torch.empty(20)).tolist() == [0.5] * 20
+    one.server(0, Ack((Receipt(seq, 1),)))
+    assert rests(one)["a"].tolist() == pytest.approx([0.1] * 20)
+
+
+def test_octets_lie_where_the_server_reads_them() -> None:
+    memory = Readable("server 0")
+    one = bench(ALL, memory=memory)
+    push(one, "a")
+    (frame,) = one.sends(Push)[-1].packet.payload
+    assert any(block.data_ptr() == from_frame(frame, "uint8").data_ptr() for block in memory.blocks)
+
+
+def test_switched_off_it_keeps_what_is_owed() -> None:
+    one = bench(ALL)
+    push(one, "a", seed=1)
+    ack_all(one)
+    owed = rests(one)["a"]
+    one.call(calls.Compress("kv", rules_of("none")))
+    push(one, "a", seed=2)
+    message, (octets,), _ = last(one, Push)
+    assert isinstance(message, Push)
+    assert message.code is None
+    assert torch.equal(octets, random(2).view(torch.uint8))
+    ack_all(one)
+    assert torch.equal(rests(one)["a"], owed)
+
+
+# --- the way back -------------------------------------------------------------------------------------
+
+
+def answer(
+    one: Bench,
+    version: int,
+    steps: list[tuple[Steps, torch.Tensor]],
+    *,
+    adds: bool = True,
+    chunk: int | None = None,
+    seq: int | None = None,
+) -> None:
+    """Let server 0 answer the last push or pull of key ``a``."""
+    asked, _, number = last(one, Push if one.sends(Push) and not one.sends(Pull) else Pull)
+    assert isinstance(asked, Push | Pull)
+    stands = tuple(Stand(run.start, run.size, version, version) for run in asked.runs)
+    octets = torch.cat([part for _, part in steps])
+    some = tuple(one for one, _ in steps)
+    if all(one.whole for one in some):
+        some = ()
+    message = Pulled(seq or number, asked.chunk, 1, True, stands, (), some, adds)
+    one.server(0, message, octets, seq=0)
+
+
+def pull(one: Bench, *names: str) -> tuple[int, torch.Tensor]:
+    sink = torch.zeros(20)
+    return one.call(calls.PullValues("kv", names or ("a",), (sink,), 0, 0)), sink
+
+
+WHOLE = Steps(True, ())
+
+
+def test_steps_are_added_to_the_copy_that_is_kept() -> None:
+    one = bench(BOTH_WAYS)
+    copy, rest = random(5), torch.zeros(20)
+    ticket, sink = pull(one)
+    assert one.sent(Pull)[-1].held == (-1,)
+    answer(one, 4, [(WHOLE, copy.view(torch.uint8))])
+    assert one.is_done(ticket)
+    assert torch.equal(sink, copy)
+    sink.zero_()  # it is the user's
+    for version, count in ((6, 2), (6, 0), (7, 1)):
+        ticket, sink = pull(one)
+        assert one.sent(Pull)[-1].held == (version - count,)
+        parts = []
+        for _ in range(count):
+            code = TWO._replace(scale=0.1 * (len(parts) + 1))
+            octets = encode(code, rest, random(version))
+            copy = copy + decode(code, octets, torch.empty(20))
+            parts.append((code, octets))
+        octets = torch.cat([torch.empty(0, dtype=torch.uint8), *[part for _, part in parts]])
+        answer(one, version, [(Steps(False, tuple(code for code, _ in parts)), octets)])
+        assert one.is_done(ticket)
+        assert torch.equal(sink, copy)
+
+
+@pytest.mark.spec("R158")
+def test_of_more_steps_than_are_missing_the_last_count() -> None:
+    """Two pulls were under way at once: both asked for steps from version 0."""
+    one = bench(BOTH_WAYS)
+    pull(one)
+    copy = random(5)
+    answer(one, 0, [(WHOLE, copy.view(torch.uint8))])
+    first, one_sink = pull(one)
+    second, other_sink = pull(one)
+    seqs = one.seqs(Pull)[-2:]
+    steps = [encode(TWO, random(6)), encode(TWO, random(7))]
+    after = [copy + decode(TWO, steps[0], torch.empty(20))]
+    after.append(after[0] + decode(TWO, steps[1], torch.empty(20)))
+    answer(one, 1, [(Steps(False, (TWO,)), steps[0])], seq=seqs[0])
+    answer(one, 2, [(Steps(False, (TWO, TWO)), torch.cat(steps))], seq=seqs[1])
+    assert one.is_done(first)
+    assert one.is_done(second)
+    assert torch.equal(one_sink, after[0])
+    assert torch.equal(other_sink, after[1])
+
+
+def test_a_sum_is_what_the_step_says() -> None:
+    one = bench(BOTH_WAYS)
+    ticket, sink = pull(one)
+    octets = encode(TWO, random(6))
+    answer(one, 1, [(Steps(False, (TWO,)), octets)], adds=False)
+    assert one.is_done(ticket)
+    assert torch.equal(sink, decode(TWO, octets, torch.empty(20)))
+    pull(one)
+    assert one.sent(Pull)[-1].held == (-1,)  # nothing is kept of it
+
+
+def test_pulls_ask_piece_by_piece() -> None:
+    """Also where one run of a pull would be two keys."""
+    one = Bench(servers=1)
+    one.open()
+    spec = Spec("float32", (20,))
+    ticket = one.call(calls.Init("kv", (("a", spec), ("b", spec)), (torch.zeros(20),) * 2))
+    places = (Place(False, (Piece(3, 0, 20),)), Place(False, (Piece(3, 20, 20),)))
+    one.server(0, Declared(one.seqs(Declare)[-1], places))
+    assert one.is_done(ticket)
+    one.call(calls.Compress("kv", rules_of(BOTH_WAYS)))
+    sinks = torch.zeros(20), torch.zeros(20)
+    ticket = one.call(calls.PullValues("kv", ("a", "b"), sinks, 0, 0))
+    asked = one.sent(Pull)[-1]
+    assert [(ask.start, ask.size) for ask in asked.runs] == [(0, 20), (20, 20)]
+    octets = encode(TWO, random(1))
+    whole = random(2)
+    answer(
+        one,
+        3,
+        [(Steps(False, (TWO,)), octets), (WHOLE, whole.view(torch.uint8))],
+        adds=False,
+    )
+    assert one.is_done(ticket)
+    assert torch.equal(sinks[0], decode(TWO, octets, torch.empty(20)))
+    assert torch.equal(sinks[1], whole)
+
+
+@pytest.mark.spec("R159")
+def test_a_copy_is_dropped_when_the_key_has_another_place() -> None:
+    one = bench(BOTH_WAYS)
+    pull(one)
+    answer(one, 4, [(WHOLE, random(5).view(torch.uint8))])
+    book = one.core.books["kv"]
+    key = book.keys["a"]
+    book.place([("a", key.spec, key.pieces)])
+    pull(one)
+    assert one.sent(Pull)[-1].held == (-1,)
+
+
+def stands(one: Bench, *places: tuple[int, int]) -> tuple[Stand, ...]:
+    return tuple(Stand(start, count, 1, 1) for start, count in places)
+
+
+@pytest.mark.parametrize(
+    ("steps", "match"),
+    [
+        ((Steps(False, (TWO,)), Steps(True, ())), "1 runs, and steps of 2"),
+        ((Steps(False, (TWO,)),), "1 steps to version 1, and the values here are of none"),
+    ],
+)
+def test_answers_that_cannot_be(steps: tuple[Steps, ...], match: str) -> None:
+    one = bench(BOTH_WAYS)
+    pull(one)
+    asked, _, seq = last(one, Pull)
+    assert isinstance(asked, Pull)
+    message = Pulled(seq, asked.chunk, 1, True, stands(one, (0, 20)), (), steps, True)
+    with pytest.raises(ProtocolError, match=match):
+        one.server(0, message, encode(TWO, random(1)))
+
+
+def test_steps_beyond_the_copy() -> None:
+    one = bench(BOTH_WAYS)
+    pull(one)
+    answer(one, 4, [(WHOLE, random(5).view(torch.uint8))])
+    pull(one)
+    with pytest.raises(ProtocolError, match="1 steps to version 9, and the values here are of ver"):
+        answer(one, 9, [(Steps(False, (TWO,)), encode(TWO, random(1)))])
+
+
+def test_two_steps_of_which_none_adds() -> None:
+    one = bench(BOTH_WAYS)
+    pull(one)
+    octets = encode(TWO, random(1))
+    with pytest.raises(ProtocolError, match="2 steps that do not add up"):
+        answer(one, 2, [(Steps(False, (TWO, TWO)), torch.cat([octets, octets]))], adds=False)
+
+
+def test_steps_of_other_pieces() -> None:
+    one = bench(BOTH_WAYS)
+    pull(one)
+    asked, _, seq = last(one, Pull)
+    assert isinstance(asked, Pull)
+    message = Pulled(
+        seq, asked.chunk, 1, True, stands(one, (0, 10), (10, 10)), (), (WHOLE, WHOLE), True
+    )
+    with pytest.raises(ProtocolError, match="other pieces than asked for"):
+        one.server(0, message, torch.zeros(20))
+
+
+def test_what_nobody_waits_for_is_not_read() -> None:
+    one = bench(BOTH_WAYS)
+    sink = torch.zeros(20)
+    ticket = one.call(calls.PushValues("kv", ("a",), (random(1),), (sink,), 0, False), 5.0)
+    one.wait(6.0)
+    assert one.finish(ticket) is not None
+    answer(one, 1, [(Steps(False, (TWO,)), encode(TWO, random(1)))], adds=False)
+    assert sink.tolist() == [0.0] * 20
+
+
+def test_a_refused_push_is_an_error() -> None:
+    one = bench(ALL)
+    push(one, "a", eager=False)
+    ticket = push(one, "a", pull=True, eager=False)
+    for seq in one.seqs(Push):
+        one.server(0, Error(seq, 10, "no"), seq=0)
+    assert "no" in str(one.error(ticket))
+
+
+def test_groups_are_remembered_and_forgotten() -> None:
+    one = bench(ALL)
+    coding = one.core.books["kv"].coding
+    plan = one.core.books["kv"].plan(("a", "b"))
+    groups = coding.groups(plan, 0)
+    assert coding.groups(plan, 0) is groups
+    coding.use(rules_of("fp16"))
+    assert coding.groups(plan, 0) is not groups
+    for index in range(70):
+        coding._groups[(f"k{index}",)] = groups
+    coding.groups(one.core.books["kv"].plan(("b",)), 0)
+    assert len(coding._groups) == 1
+
+
+def test_sizes_agree_with_the_wire() -> None:
+    one = bench(ALL)
+    push(one, "a", "b")
+    for send in one.sends(Push):
+        (octets,) = send.packet.message.payload_sizes()
+        assert octets == sum(size(TWO, run.size) for run in send.packet.message.runs)  # type: ignore[attr-defined]
+        assert send.packet.payload[0].nbytes == octets

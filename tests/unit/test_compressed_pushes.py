@@ -1,0 +1,427 @@
+"""What a server does with what was compressed, and how it compresses what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvps.codecs import decode, encode
+from kvps.codes import BIT1, BIT2, CODECS, FP16, TOPK, Code, size
+from kvps.core.image import Image
+from kvps.messages import Ask, Pull, Pulled, Push, Run, Steps
+from kvps.tensors import from_frame
+from tests.server_stage import Said, ServerStage, acked, heard, pulled, refusal
+
+TWO = Code(BIT2, 0.5)
+COUNT = 40
+
+
+def random(seed: int, count: int = COUNT) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def stage(mode: str = "sync", workers: int = 2, **options: object) -> ServerStage:
+    one = ServerStage(workers=workers)
+    one.open(mode, **options)
+    one.init("w", torch.zeros(COUNT))
+    return one
+
+
+class Worker:
+    """A worker that compresses: its rest, and its copy of the values."""
+
+    def __init__(
+        self, at: ServerStage, rank: int, code: Code | None = TWO, back: Code | None = None
+    ) -> None:
+        self.at, self.rank, self.code, self.back = at, rank, code, back
+        self.rest = torch.zeros(COUNT)
+        self.copy = torch.zeros(COUNT)
+        self.version = -1
+        self.number = 0
+
+    def message(self, **changes: object) -> Push:
+        (piece,) = self.at.places("w")
+        run = Run(piece.start, piece.size, self.number)
+        held = (self.version,) if self.back is not None else ()
+        push = Push(piece.chunk, 1, (self.rank,), 1.0, True, (run,), self.code, self.back, held)
+        return replace(push, **changes)  # type: ignore[arg-type]
+
+    def push(self, gradient: torch.Tensor) -> tuple[torch.Tensor, list[Said]]:
+        """Push, with the wish for values; return what the server reads of it, and what was said."""
+        if self.code is None:
+            payload = sent = gradient
+        else:
+            payload = encode(self.code, self.rest, gradient)
+            sent = decode(self.code, payload, torch.empty(COUNT))
+        said = self.at.say(self.rank, self.message(), payload)
+        self.number += 1
+        return sent, said
+
+    def pull(self, after: int) -> list[Said]:
+        (piece,) = self.at.places("w")
+        ask = Ask(piece.start, piece.size, after, 0)
+        held = (self.version,) if self.back is not None else ()
+        return self.at.say(self.rank, Pull(piece.chunk, True, (ask,), 0, held))
+
+    def take(self, said: list[Said]) -> Pulled:
+        """Take this rank's answer in, as docs/protocol.md section 20 says."""
+        (one,) = [one for one in said if isinstance(one.message, Pulled) and self.is_mine(one)]
+        answer = one.message
+        assert isinstance(answer, Pulled)
+        (stand,) = answer.runs
+        if not answer.steps or answer.steps[0].whole:
+            self.copy = from_frame(one.payload[0], "float32").clone()
+        else:
+            octets, begin = from_frame(one.payload[0], "uint8"), 0
+            for code in answer.steps[0].codes:
+                end = begin + size(code, COUNT)
+                step = decode(code, octets[begin:end], torch.empty(COUNT))
+                self.copy = self.copy + step if answer.adds else step
+                begin = end
+            assert begin == len(octets)
+        self.version = stand.version
+        return answer
+
+    def is_mine(self, one: Said) -> bool:
+        return one.to == b"w%d" % self.rank
+
+
+def both(workers: list[Worker], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, list[Pulled]]:
+    """Let all push in one round; return the sum of what was sent, and the answers."""
+    sent, said = [], []
+    for worker, gradient in zip(workers, gradients, strict=True):
+        read, answers = worker.push(gradient)
+        sent.append(read)
+        said += answers
+    return torch.stack(sent).sum(0), [worker.take(said) for worker in workers]
+
+
+# --- the way there ------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R152")
+@pytest.mark.parametrize("name", CODECS)
+def test_what_was_written_counts_as_if_it_had_come_as_it_is(name: str) -> None:
+    code = Code(CODECS[name], 0.1)
+    one = stage()
+    workers = [Worker(one, rank, code) for rank in range(2)]
+    for step in range(3):
+        total, answers = both(workers, [random(step), random(step + 10)])
+        assert torch.equal(torch.tensor(one.values("w")), total)
+        for worker, answer in zip(workers, answers, strict=True):
+            assert answer.steps == ()
+            assert torch.equal(worker.copy, total)
+
+
+def test_one_may_compress_and_the_other_not() -> None:
+    one = stage()
+    total, _ = both([Worker(one, 0), Worker(one, 1, None)], [random(1), random(2)])
+    assert torch.equal(torch.tensor(one.values("w")), total)
+
+
+def test_what_comes_again_is_not_applied_again() -> None:
+    one = stage(workers=1)
+    worker = Worker(one, 0)
+    payload = encode(TWO, worker.rest, random(1))
+    one.say(0, worker.message(), payload)
+    before = one.values("w")
+    again = one.say(0, worker.message(), payload, seq=99)
+    assert list(pulled(again).values()) == [before]
+    assert one.values("w") == before
+
+
+def test_a_lent_push_is_read_once_and_not_kept() -> None:
+    one = stage()
+    workers = [Worker(one, rank) for rank in range(2)]
+    payload = encode(TWO, workers[0].rest, random(1))
+    sent = decode(TWO, payload, torch.empty(COUNT))
+    said = one.say(0, workers[0].message(), payload, lent=True)
+    assert acked(said) == [one.seqs[0]]  # nothing of it is read later
+    payload.zero_()
+    other, _ = workers[1].push(random(2))
+    assert torch.equal(torch.tensor(one.values("w")), sent + other)
+
+
+@pytest.mark.spec("R153")
+def test_octets_that_cannot_be_change_nothing() -> None:
+    one = stage(workers=1)
+    worker = Worker(one, 0, Code(TOPK, 0.1))
+    good = encode(Code(TOPK, 0.1), random(1))
+    for index in (-1, COUNT):
+        bad = good.clone()
+        bad[12:16] = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
+        before = one.snapshot()
+        assert refusal(one.say(0, worker.message(), bad)).startswith(
+            "ProtocolError: topk names elements out of order, or beyond the 40"
+        )
+        assert one.snapshot() == before
+
+
+@pytest.mark.spec("R153")
+def test_held_is_of_all_runs_or_none() -> None:
+    one = stage(workers=1)
+    worker = Worker(one, 0)
+    payload = encode(TWO, worker.rest, random(1))
+    before = one.snapshot()
+    assert "ProtocolError: 1 runs, and versions held of 2" in refusal(
+        one.say(0, worker.message(held=(0, 0)), payload)
+    )
+    assert one.snapshot() == before
+    (piece,) = one.places("w")
+    message = Pull(piece.chunk, True, (Ask(piece.start, piece.size, 0, 0),), 0, (0, 0))
+    assert "versions held of 2" in refusal(one.say(0, message))
+
+
+@pytest.mark.spec("R153")
+def test_only_float32_is_compressed() -> None:
+    one = ServerStage(workers=1)
+    one.open()
+    one.init("w", torch.zeros(COUNT, dtype=torch.float64))
+    before = one.snapshot()
+    payload = encode(TWO, torch.zeros(COUNT))
+    assert "Mismatch: chunk 1 holds float64, and only float32" in refusal(
+        one.say(0, Worker(one, 0).message(), payload)
+    )
+    assert one.snapshot() == before
+
+
+# --- the way back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R157", "R158")
+@pytest.mark.parametrize("code", [TWO, Code(BIT1, 0.2), Code(FP16)], ids=["2bit", "1bit", "fp16"])
+def test_a_sum_comes_back_as_it_was_written(code: Code) -> None:
+    one = stage()
+    workers = [Worker(one, rank, code, code) for rank in range(2)]
+    rest = torch.zeros(COUNT)
+    for step in range(5):
+        total, answers = both(workers, [random(step), random(step + 10)])
+        expected = decode(code, encode(code, rest, total), torch.empty(COUNT))
+        for worker, answer in zip(workers, answers, strict=True):
+            assert answer.steps == (Steps(False, (code,)),)
+            assert not answer.adds
+            assert torch.equal(worker.copy, expected)
+        assert torch.equal(torch.tensor(one.values("w")), expected)
+
+
+def test_who_pulls_as_it_is_gets_the_same() -> None:
+    one = stage()
+    workers = [Worker(one, rank, TWO, TWO) for rank in range(2)]
+    both(workers, [random(1), random(2)])
+    said = one.pull(1, "w", after=1)
+    (answer,) = heard(said, Pulled)
+    assert answer.steps == ()
+    assert list(pulled(said).values()) == [workers[0].copy.tolist()]
+
+
+@pytest.mark.spec("R156", "R158")
+def test_steps_of_weights_are_multiples_of_the_learning_rate() -> None:
+    one = stage()
+    one.optimizer("sgd", lr=0.1)
+    workers = [Worker(one, rank, TWO, TWO) for rank in range(2)]
+    weights = torch.zeros(COUNT)
+    for step in range(6):
+        total, answers = both(workers, [random(step), random(step + 10)])
+        weights -= 0.1 * total
+        for worker, answer in zip(workers, answers, strict=True):
+            whole = Steps(True, ()) if step == 0 else Steps(False, (TWO._replace(scale=0.1),))
+            assert answer.steps in ((whole,), () if step == 0 else (whole,))
+            assert answer.adds
+            assert worker.copy.tolist() == one.values("w")
+        rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+        torch.testing.assert_close(workers[0].copy + rest, weights)
+        assert not torch.equal(workers[0].copy, weights)
+
+
+@pytest.mark.spec("R157")
+def test_who_has_missed_some_versions_gets_the_steps_since() -> None:
+    one = stage("async", workers=2)
+    one.optimizer("sgd", lr=0.1)
+    busy, lazy = (Worker(one, rank, TWO, TWO) for rank in range(2))
+    lazy.take(lazy.pull(0))
+    assert lazy.version == 0
+    for step in range(3):
+        busy.take(busy.push(random(step))[1])
+    answer = lazy.take(lazy.pull(0))
+    assert len(answer.steps[0].codes) == 3
+    assert torch.equal(lazy.copy, busy.copy)
+    assert lazy.copy.tolist() == one.values("w")
+    answer = lazy.take(lazy.pull(0))
+    assert answer.steps == (Steps(False, ()),)
+    assert lazy.copy.tolist() == one.values("w")
+    for step in range(20):
+        busy.take(busy.push(random(step))[1])
+    answer = lazy.take(lazy.pull(0))
+    assert answer.steps == ()
+    assert lazy.copy.tolist() == one.values("w")
+
+
+@pytest.mark.spec("R157")
+def test_runs_that_are_not_pieces_come_as_they_are() -> None:
+    """Two keys side by side, pushed together; one pull of both, and one of each by itself."""
+    one = ServerStage(workers=1)
+    one.open()
+    one.init("w", torch.zeros(COUNT))
+    one.init("v", torch.zeros(COUNT))
+    w, v = one.pieces["w"][0], one.pieces["v"][0]
+    runs = tuple(Run(piece.start, piece.size, 0) for piece in (w, v))
+    payload = torch.cat([encode(TWO, random(1)), encode(TWO, random(2))])
+    one.say(0, Push(w.chunk, 1, (0,), 1.0, False, runs, TWO, TWO), payload)
+    asks = tuple(Ask(piece.start, piece.size, 1, 0) for piece in (w, v))
+    (answer,) = heard(one.say(0, Pull(w.chunk, True, asks, 0, (-1, -1))), Pulled)
+    assert [steps.whole for steps in answer.steps] == [False, False]
+    whole = (Ask(w.start, w.size + v.size, 1, 0),)
+    (answer,) = heard(one.say(0, Pull(w.chunk, True, whole, 0, (-1,))), Pulled)
+    assert answer.steps == ()
+
+
+@pytest.mark.spec("R157")
+def test_of_two_keys_one_may_come_as_it_is() -> None:
+    one = ServerStage(workers=1)
+    one.open()
+    one.init("w", torch.zeros(COUNT))
+    one.init("v", random(9))
+    w, v = one.pieces["w"][0], one.pieces["v"][0]
+    push = Push(w.chunk, 1, (0,), 1.0, False, (Run(w.start, w.size, 0),), TWO, TWO)
+    one.say(0, push, encode(TWO, random(1)))
+    asks = (Ask(w.start, w.size, 1, 0), Ask(v.start, v.size, 0, 0))
+    (said,) = one.say(0, Pull(w.chunk, True, asks, 0, (-1, -1)))
+    assert isinstance(said.message, Pulled)
+    assert [steps.whole for steps in said.message.steps] == [False, True]
+    octets = from_frame(said.payload[0], "uint8")
+    got = decode(TWO, octets[: size(TWO, COUNT)].clone(), torch.empty(COUNT))
+    assert got.tolist() == one.values("w")
+    assert octets[size(TWO, COUNT) :].clone().view(torch.float32).tolist() == one.values("v")
+
+
+@pytest.mark.spec("R156")
+@pytest.mark.parametrize("other", [None, Code(FP16), Code(BIT2, 0.25)])
+def test_a_round_whose_pushes_want_it_otherwise_is_not_written(other: Code | None) -> None:
+    one = stage()
+    workers = [Worker(one, 0, TWO, TWO), Worker(one, 1, TWO, other)]
+    total, answers = both(workers, [random(1), random(2)])
+    assert answers[0].steps == ()
+    assert torch.equal(workers[0].copy, total)
+    back = one.chunk().back
+    assert back is None or not back.owes(0, COUNT)
+
+
+@pytest.mark.spec("R156")
+def test_a_learning_rate_of_0_moves_nothing_and_ends_the_rests() -> None:
+    one = stage(workers=1)
+    one.optimizer("sgd", lr=0.1)
+    worker = Worker(one, 0, TWO, TWO)
+    worker.take(worker.push(random(1))[1])
+    assert one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
+    one.optimizer("sgd", 2, lr=0.0)
+    answer = worker.take(worker.push(random(2))[1])
+    assert answer.steps == ()
+    assert not one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
+
+
+def test_an_update_that_is_not_finite_comes_as_it_is() -> None:
+    one = stage(workers=1)
+    one.optimizer("sgd", lr=0.1)
+    worker = Worker(one, 0, None, TWO)
+    gradient = random(1)
+    gradient[3] = float("nan")
+    answer = worker.take(worker.push(gradient)[1])
+    assert answer.steps == ()
+    assert [index for index, one in enumerate(worker.copy.tolist()) if one != one] == [3]
+
+
+def test_a_dropped_round_moves_nothing() -> None:
+    one = stage(workers=1, on_nonfinite="skip")
+    one.optimizer("sgd", lr=0.1)
+    worker = Worker(one, 0, TWO, TWO)
+    worker.take(worker.push(random(1))[1])
+    before = worker.copy.clone()
+    worker.code = None
+    answer = worker.take(worker.push(torch.full((COUNT,), torch.inf))[1])
+    assert answer.steps == ()  # there is no step to this version: nothing was written
+    assert torch.equal(worker.copy, before)
+    worker.code = TWO
+    answer = worker.take(worker.push(random(2))[1])
+    assert len(answer.steps[0].codes) == 1
+    assert worker.copy.tolist() == one.values("w")
+
+
+@pytest.mark.spec("R159")
+def test_new_values_have_no_rests_and_no_steps() -> None:
+    one = stage(workers=1)
+    one.optimizer("sgd", lr=0.1)
+    worker = Worker(one, 0, TWO, TWO)
+    worker.take(worker.push(random(1))[1])
+    one.init("w", random(5), call=1)
+    assert one.values("w") == random(5).tolist()
+    assert not one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
+    worker.version = -1  # it took part in the broadcast
+    answer = worker.take(worker.pull(1))
+    assert answer.steps == ()
+    worker.take(worker.push(random(2))[1])
+    assert worker.copy.tolist() == one.values("w")
+
+
+@pytest.mark.spec("R159")
+def test_a_key_that_is_replaced_takes_its_rests_along() -> None:
+    one = stage(workers=1)
+    worker = Worker(one, 0, TWO, TWO)
+    worker.take(worker.push(random(1))[1])
+    old = one.chunk()
+    one.declare("w", torch.zeros(7), 1)
+    assert not old.back.owes(0, COUNT)  # type: ignore[union-attr]
+
+
+def test_what_sums_lack_is_nothing_that_weights_should_have() -> None:
+    one = stage(workers=1)
+    worker = Worker(one, 0, TWO, TWO)
+    worker.take(worker.push(random(1))[1])
+    one.optimizer("sgd", lr=0.1)
+    before = torch.tensor(one.values("w"))
+    worker.version = -1
+    sent, said = worker.push(random(2))
+    worker.take(said)
+    rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+    torch.testing.assert_close(worker.copy + rest, before - 0.1 * sent)
+
+
+@pytest.mark.spec("R159")
+def test_an_image_has_the_rests() -> None:
+    one = stage(workers=1)
+    one.optimizer("sgd", lr=0.1, momentum=0.9)
+    worker = Worker(one, 0, TWO, TWO)
+    for step in range(3):
+        worker.take(worker.push(random(step))[1])
+    image, release = one.server.requests.image()
+    rest = one.chunk().back.rest[:COUNT].clone()  # type: ignore[union-attr]
+    worker.take(worker.push(random(7))[1])  # the image does not change by it
+    other = ServerStage(workers=1)
+    other.server.requests.restore(image)
+    release()
+    restored = other.chunk()
+    assert torch.equal(restored.back.rest[:COUNT], rest)  # type: ignore[union-attr]
+    back = other.server.requests.image()[0]
+    assert _rests(back) == _rests(image)
+    assert torch.equal(rest, torch.tensor(_rests(image)[0]))
+
+
+def _rests(image: Image) -> list[list[float]]:
+    return [
+        portion.state["kvps.rest"].tolist()
+        for store in image.stores
+        for key in store.keys
+        for portion in key.portions
+    ]
+
+
+def test_other_types_than_float32_come_back_as_they_are() -> None:
+    one = ServerStage(workers=1)
+    one.open()
+    one.init("w", torch.zeros(4, dtype=torch.float64))
+    (piece,) = one.places("w")
+    push = Push(piece.chunk, 2, (0,), 1.0, True, (Run(piece.start, 4, 0),), None, TWO, (-1,))
+    (answer,) = heard(one.say(0, push, torch.ones(4, dtype=torch.float64)), Pulled)
+    assert answer.steps == ()
+    assert one.values("w") == [1.0] * 4

@@ -1,0 +1,133 @@
+"""What a user may ask of compression, and what that means for each key."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvps.codes import BIT1, BIT2, FP16, INT8, RANDOMK, TOPK, Code
+from kvps.compression import MIN_BYTES, OFF, rules_of
+from kvps.errors import ConfigError
+from kvps.specs import Spec
+
+LARGE = Spec("float32", (1000, 1000))
+SMALL = Spec("float32", (10,))
+
+
+def code_of(params: object, key: str = "w", spec: Spec = LARGE) -> Code | None:
+    setting = rules_of(params).setting_of(key, spec)  # type: ignore[arg-type]
+    return None if setting is None else setting.code
+
+
+def test_a_type_alone_and_its_defaults() -> None:
+    assert code_of("fp16") == code_of({"type": "fp16"}) == Code(FP16)
+    assert code_of("2bit") == Code(BIT2, 0.5)
+    assert code_of("1bit") == Code(BIT1, 0.5)
+    assert code_of("topk") == Code(TOPK, 0.01)
+    assert code_of("randomk") == Code(RANDOMK, 0.01)
+
+
+def test_parameters() -> None:
+    assert code_of({"type": "2bit", "threshold": 1}) == Code(BIT2, 1.0)
+    assert code_of({"type": "1bit", "threshold": 0}) == Code(BIT1, 0.0)
+    assert code_of({"type": "topk", "ratio": 1}) == Code(TOPK, 1.0)
+    assert code_of({"type": "randomk", "ratio": 0.1, "seed": 9}) == Code(RANDOMK, 0.1, 1.0, 9)
+
+
+def test_only_large_float32_is_compressed() -> None:
+    assert code_of("int8", spec=SMALL) is None
+    assert code_of({"type": "int8", "min_bytes": 0}, spec=SMALL) == Code(INT8)
+    assert code_of("int8", spec=Spec("float32", (MIN_BYTES // 4,))) == Code(INT8)
+    assert code_of("int8", spec=Spec("float32", (MIN_BYTES // 4 - 1,))) is None
+    for dtype in ("float64", "float16", "int32"):
+        assert code_of("int8", spec=Spec(dtype, (1000, 1000))) is None
+    assert code_of({"type": "int8", "min_bytes": 0}, spec=Spec("float32", (0, 3))) is None
+
+
+def test_none_compresses_nothing() -> None:
+    assert code_of("none") is None
+    assert OFF.setting_of("w", LARGE) is None
+
+
+def test_the_way_back() -> None:
+    def back(params: dict[str, object]) -> Code | None:
+        setting = rules_of(params).setting_of("w", LARGE)
+        assert setting is not None
+        return setting.back
+
+    assert back({"type": "2bit"}) is None
+    assert back({"type": "2bit", "pull": False}) is None
+    assert back({"type": "2bit", "threshold": 0.1, "pull": True}) == Code(BIT2, 0.1)
+    assert back({"type": "2bit", "pull": {"type": "fp16"}}) == Code(FP16)
+    assert back({"type": "2bit", "pull": {"type": "none"}}) is None
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    rules = rules_of(
+        {
+            "type": "2bit",
+            "pull": True,
+            "min_bytes": 0,
+            "rules": [
+                {"pattern": "*.bias", "type": "none"},
+                {"pattern": "embed.*", "type": "topk", "ratio": 0.1, "pull": False},
+                {"pattern": "embed.*", "type": "fp16"},
+                {"pattern": "head*", "type": "1bit", "min_bytes": 100},
+            ],
+        }
+    )
+    found = {key: rules.setting_of(key, SMALL) for key in ("a.bias", "embed.w", "head", "fc")}
+    assert found["a.bias"] is None
+    assert found["embed.w"] is not None
+    assert (found["embed.w"].code, found["embed.w"].back) == (Code(TOPK, 0.1), None)
+    assert found["head"] is None  # it has 40 bytes
+    assert found["fc"] is not None
+    assert (found["fc"].code, found["fc"].back) == (Code(BIT2, 0.5), Code(BIT2, 0.5))
+    head = rules.setting_of("head", LARGE)
+    assert head is not None
+    assert head.back == Code(BIT1, 0.5)
+
+
+def test_rules_alone_leave_other_keys_as_they_are() -> None:
+    params = {"rules": [{"pattern": "a", "type": "fp16"}]}
+    assert code_of(params, "a") == Code(FP16)
+    assert code_of(params, "b") is None
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({}, "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, or none"),
+        ("3bit", "type='3bit'"),
+        ({"type": 2}, "type=2"),
+        (
+            {"type": "2bit", "threshhold": 0.1},
+            "2bit has no parameter 'threshhold'; it has type, thr",
+        ),
+        ({"type": "fp16", "threshold": 0.1}, "fp16 has no parameter 'threshold'"),
+        ({"type": "none", "ratio": 0.1}, "none has no parameter 'ratio'"),
+        ({"type": "2bit", "threshold": math.nan}, "threshold=nan: use a finite number"),
+        ({"type": "2bit", "threshold": 0}, "threshold=0.0: 2bit needs one over 0"),
+        ({"type": "1bit", "threshold": "0.5"}, "threshold='0.5'"),
+        ({"type": "1bit", "threshold": True}, "threshold=True"),
+        ({"type": "topk", "ratio": 0}, "ratio=0.0: use one over 0 and up to 1"),
+        ({"type": "topk", "ratio": 1.1}, "ratio=1.1"),
+        ({"type": "randomk", "seed": -1}, "seed=-1"),
+        ({"type": "randomk", "seed": True}, "seed=True"),
+        ({"type": "randomk", "seed": 2**62}, "seed=4611"),
+        ({"type": "fp16", "min_bytes": -1}, "min_bytes=-1: use 0 or more"),
+        ({"type": "fp16", "min_bytes": True}, "min_bytes=True"),
+        ({"type": "fp16", "min_bytes": 1.5}, "min_bytes=1.5"),
+        ({"type": "fp16", "pull": 1}, "pull=1: use True, False, or a dict"),
+        ({"type": "fp16", "pull": {"type": "4bit"}}, "type='4bit'"),
+        ({"type": "fp16", "rules": "a"}, "rules='a': give a list of dicts"),
+        ({"type": "fp16", "rules": ["a"]}, "rule 'a': give a dict with a pattern"),
+        ({"type": "fp16", "rules": [{"type": "fp16"}]}, "give a dict with a pattern"),
+        ({"type": "fp16", "rules": [{"pattern": "a"}]}, "type=None"),
+        ({"type": "fp16", "rules": [{"pattern": "a", "type": "fp16", "rules": []}]}, "'rules'"),
+    ],
+)
+def test_what_cannot_be_meant(params: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        rules_of(params)  # type: ignore[arg-type]

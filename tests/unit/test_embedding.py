@@ -1,0 +1,241 @@
+"""The rows of a table: made by pushes, and dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.core import arenas
+from kvps.core import embedding as module
+from kvps.core.embedding import Embedding
+from kvps.core.recipe import Recipe, recipe_of
+
+
+def recipe(**given: Any) -> Recipe:
+    plain: dict[str, Any] = {
+        "name": "t",
+        "dim": 2,
+        "init": ("uniform", 0.5),
+        "optimizer": "sgd",
+        "admit": 1,
+        "evict": None,
+        "dtype": "float32",
+        "seed": 5,
+    }
+    given = {"lr": 1.0} | given if "optimizer" not in given else given
+    return recipe_of(**(plain | given))
+
+
+class Driven:
+    """A table with its version counted."""
+
+    def __init__(self, servers: int = 1, **given: Any) -> None:
+        self.table = Embedding(recipe(**given), servers)
+        self.version = 0
+
+    def push(self, *ids: int, value: float = 1.0) -> None:
+        self.version += 1
+        gradients = torch.full((len(ids), 2), value, dtype=self.table.summed_in)
+        self.table.push(np.array(sorted(ids)), gradients, version=self.version, step=self.version)
+        self.table.check()
+
+    def rows(self, *ids: int) -> list[list[float]]:
+        return self.table.pull(np.array(ids, np.int64)).tolist()
+
+    def ids(self, since: int = 0) -> list[int]:
+        found: list[int] = []
+        start = 0
+        while True:
+            block = self.table.block(start, 3, since)
+            found += block.ids.tolist()
+            start = block.next
+            if not start:
+                return sorted(found)
+
+
+def test_a_pull_makes_no_row_and_gives_the_first_value() -> None:
+    driven = Driven()
+    before = driven.rows(3, 3, -8)
+    assert before[0] == before[1] != before[2]
+    assert len(driven.table) == 0
+    driven.push(3, value=0.25)
+    assert len(driven.table) == 1
+    after = torch.tensor(before[0]) - 0.25
+    assert driven.rows(3, -8) == [after.tolist(), before[2]]
+    assert driven.rows() == []
+
+
+def test_a_push_updates_its_rows_and_no_others() -> None:
+    driven = Driven(optimizer="sgd", lr=1.0, momentum=0.5, init="zeros")
+    driven.push(1, 2)
+    driven.push(1)
+    assert driven.rows(1, 2) == [[-2.5, -2.5], [-1.0, -1.0]]
+
+
+def test_updates_equal_those_of_torch() -> None:
+    driven = Driven(optimizer="adagrad", lr=0.1, initial_accumulator_value=0.5)
+    weight = torch.nn.Parameter(torch.tensor(driven.rows(4, 9)))
+    optimizer = torch.optim.Adagrad([weight], lr=0.1, initial_accumulator_value=0.5)
+    for value in (1.0, -3.0):
+        driven.push(4, 9, value=value)
+        weight.grad = torch.full((2, 2), value)
+        optimizer.step()
+    assert torch.equal(torch.tensor(driven.rows(4, 9)), weight.detach())
+
+
+def test_halves_are_summed_in_float32_and_may_have_masters() -> None:
+    driven = Driven(optimizer="sgd", lr=1.0, multi_precision=True, dtype="bfloat16", init="zeros")
+    assert driven.table.summed_in is torch.float32
+    driven.push(1, value=256.0)
+    driven.push(1, value=0.25)
+    driven.push(1, value=0.75)
+    block = driven.table.block(0, 5, with_state=True)
+    assert block.columns["master"].tolist() == [[-257.0, -257.0]]
+    assert block.columns["weight"].dtype == torch.bfloat16
+
+
+def test_an_id_gets_its_row_at_the_nth_push() -> None:
+    driven = Driven(admit=3, init="zeros")
+    driven.push(1, 2)
+    driven.push(1)
+    assert len(driven.table) == 0
+    driven.push(1, 2)
+    assert (driven.rows(1, 2), driven.ids()) == ([[-1.0, -1.0], [0.0, 0.0]], [1])
+    driven.push(1, 2, 3)
+    assert (driven.rows(1, 2), driven.ids()) == ([[-2.0, -2.0], [-1.0, -1.0]], [1, 2])
+    driven.push(1, 2)
+    assert driven.rows(2) == [[-2.0, -2.0]]
+
+
+def test_rows_go_that_had_no_push_for_so_long() -> None:
+    driven = Driven(evict={"age": 3}, init="zeros")
+    driven.push(1)
+    for _ in range(3):
+        driven.push(2)
+    assert driven.ids() == [1, 2]
+    driven.push(2)
+    assert driven.ids() == [2]
+    assert driven.rows(1) == [[0.0, 0.0]]
+    driven.push(1)
+    assert driven.rows(1) == [[-1.0, -1.0]]
+
+
+def test_old_rows_are_looked_for_now_and_then() -> None:
+    driven = Driven(evict={"age": 32})
+    driven.push(1)
+    for _ in range(33):
+        driven.push(2)
+    assert driven.ids() == [2]  # version 34: looked at 2, 4, ..., 34
+    driven.push(3)
+    for _ in range(32):
+        driven.push(2)
+    assert driven.ids() == [2, 3]  # version 67: looked at 66, when 35 was not below 66 - 32
+    driven.push(2)
+    assert driven.ids() == [2]
+
+
+def test_the_oldest_rows_go_when_there_are_too_many() -> None:
+    driven = Driven(evict={"rows": 16})
+    for one in range(16):
+        driven.push(one)
+    driven.push(0)
+    assert len(driven.table) == 16
+    driven.push(100)
+    assert driven.ids() == [0, *range(4, 16), 100]
+
+
+def test_of_equally_old_rows_the_lowest_ids_go() -> None:
+    driven = Driven(evict={"rows": 8})
+    driven.push(*range(10, 18))
+    driven.push(1)
+    assert driven.ids() == [1, *range(12, 18)]
+
+
+def test_a_push_of_more_rows_than_there_may_be_keeps_the_most() -> None:
+    driven = Driven(evict={"rows": 4}, servers=2)  # 2 of them here
+    driven.push(*range(9))
+    assert driven.ids() == [7, 8]
+
+
+def test_what_changed_since_a_version() -> None:
+    driven = Driven()
+    driven.push(*range(10))
+    driven.push(2, 5)
+    driven.push(5, 7, 11)
+    assert driven.ids(since=1) == [2, 5, 7, 11]
+    assert driven.ids(since=2) == [5, 7, 11]
+    assert driven.ids(since=3) == []
+    assert len(driven.ids()) == 11
+    assert driven.table.block(0, 1, 2).stamps.tolist() == [3]
+
+
+def test_blocks_look_at_so_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCAN_SLOTS", 4)
+    driven = Driven()
+    driven.push(*range(10))
+    driven.push(9)
+    block = driven.table.block(0, 100, 1)
+    assert (len(block.ids), block.next) == (0, 4)
+    assert driven.ids(since=1) == [9]
+
+
+def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 64)
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 64)
+
+
+def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_arenas(monkeypatch)
+    driven = Driven(admit=2, init="zeros")
+    driven.push(*range(20))
+    driven.push(*range(20))
+    kept, release = driven.table.keep()
+    driven.push(*range(30))
+    assert kept.ids.tolist() == list(range(20))
+    assert kept.stamps.tolist() == [2] * 20
+    rows = torch.cat([one.columns["weight"] for one in kept.arenas])[:20]
+    assert rows.tolist() == [[-1.0, -1.0]] * 20
+    assert kept.counts is not None
+    release()
+    assert driven.rows(0) == [[-2.0, -2.0]]
+    driven.table.check()
+
+
+def test_rows_are_put_back_with_their_stamps_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_arenas(monkeypatch)
+    driven = Driven(optimizer="sgd", lr=1.0, momentum=0.5)
+    driven.push(1, 2, 3)
+    driven.push(2)
+    block = driven.table.block(0, 100, with_state=True)
+    other = Embedding(driven.table.recipe)
+    other.put(block.ids, block.stamps, block.columns)
+    other.check()
+    for one in (driven.table, other):
+        one.push(np.array([2, 3]), torch.ones(2, 2), version=3, step=3)
+    some = np.array([1, 2, 3, 4])
+    assert torch.equal(other.pull(some), driven.table.pull(some))
+    assert other.block(0, 9, 1).ids.tolist() == [2, 3]
+
+
+def test_counts_are_taken_in_where_there_are_some() -> None:
+    driven, other = Driven(admit=2), Driven(admit=2)
+    driven.push(4)
+    kept, release = driven.table.keep()
+    release()
+    assert kept.counts is not None
+    other.table.count_in(kept.counts, kept.counted)
+    other.push(4)
+    assert other.ids() == [4]
+    plain = Driven()
+    plain.table.count_in(kept.counts, kept.counted)
+    assert plain.table.keep()[0].counts is None
+
+
+def test_it_says_how_large_it_is() -> None:
+    driven, counting = Driven(), Driven(admit=2)
+    driven.push(*range(100))
+    assert 100 * 24 < driven.table.size_bytes < 2 << 20
+    assert counting.table.size_bytes > 4 << 20

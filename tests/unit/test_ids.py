@@ -1,0 +1,88 @@
+"""What follows from an id alone: its server, and its row's first value."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvps.core.ids import First, first_of, servers_of
+from kvps.errors import ConfigError
+
+SOME = np.array([0, 1, -1, 2**62, -(2**63)], np.int64)
+
+
+def test_the_server_of_an_id_is_for_ever() -> None:
+    assert servers_of(SOME, 5).tolist() == [2, 3, 4, 3, 3]
+    assert servers_of(SOME, 1).tolist() == [0] * 5
+
+
+def test_ids_are_spread_evenly() -> None:
+    counts = np.bincount(servers_of(np.arange(100_000), 4), minlength=4)
+    assert counts.min() > 24_500
+    assert counts.max() < 25_500
+
+
+def test_first_values_are_for_ever() -> None:
+    assert First("zeros", 0.0).values(SOME, 2, 9).tolist() == [[0.0, 0.0]] * 5
+    normal = First("normal", 1.0).values(SOME[:2], 2, 9)
+    uniform = First("uniform", 1.0).values(SOME[:2], 2, 9)
+    assert normal.tolist() == [
+        [0.5083160400390625, 0.1992340087890625],
+        [-1.04583740234375, -1.684539794921875],
+    ]
+    assert uniform.tolist() == [
+        [0.6598493456840515, -0.4089213013648987],
+        [-0.657486617565155, -0.1399117112159729],
+    ]
+
+
+def test_a_value_depends_on_the_seed_the_id_and_the_column_alone() -> None:
+    first = First("normal", 0.5)
+    ids = np.arange(1000)
+    whole = first.values(ids, 8, 1)
+    assert np.array_equal(first.values(ids[::-1].copy(), 8, 1), whole[::-1])
+    assert np.array_equal(first.values(ids, 3, 1), whole[:, :3])
+    assert (first.values(ids, 8, 2) == whole).sum() < 10  # of 8000
+    assert len(np.unique(whole)) > 7700
+
+
+@pytest.mark.parametrize(("kind", "deviation"), [("normal", 0.1), ("uniform", 0.1 / math.sqrt(3))])
+def test_first_values_are_spread_as_their_kind_says(kind: str, deviation: float) -> None:
+    values = First(kind, 0.1).values(np.arange(50_000), 4, 7)
+    assert abs(values.mean()) < 0.001
+    assert values.std() == pytest.approx(deviation, rel=0.01)
+    near = (np.abs(values) < 0.05).mean()  # half a deviation of normal, half the bound
+    assert near == pytest.approx({"normal": 0.3829, "uniform": 0.5}[kind], abs=0.01)
+    assert np.abs(np.corrcoef(values.T) - np.eye(4)).max() < 0.02
+
+
+def test_what_init_may_be() -> None:
+    assert first_of("zeros") == First("zeros", 0.0)
+    assert first_of("normal") == First("normal", 0.01)
+    assert first_of("uniform") == First("uniform", 0.05)
+    assert first_of(["normal", 2]) == First("normal", 2.0)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        "xavier",
+        ("normal",),
+        ("normal", "1"),
+        ("normal", True),
+        ("normal", 0.0),
+        ("uniform", -1.0),
+        ("uniform", math.nan),
+        ("normal", math.inf),
+        ("zeros", 1.0),
+        (1, 1.0),
+        None,
+        "x" * 500,
+    ],
+)
+def test_any_other_init_is_refused(init: object) -> None:
+    with pytest.raises(ConfigError, match="init") as caught:
+        first_of(init)
+    assert len(str(caught.value)) < 250

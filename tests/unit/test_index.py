@@ -1,0 +1,80 @@
+"""From ids to slots, thousands at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvps.core import index as module
+from kvps.core.index import CELLS_MIN, FULL, Index, grown
+
+
+def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
+    index = Index()
+    ids = np.array([7, -1, 2**62], np.int64)
+    assert index.add(ids).tolist() == [0, 1, 2]
+    assert index.find(np.array([2**62, 8, 7, 7], np.int64)).tolist() == [2, -1, 0, 0]
+    assert index.ids_at(np.array([1])).tolist() == [-1]
+    assert len(index) == 3
+    index.check()
+
+
+def test_nothing_is_found_for_nobody() -> None:
+    index = Index()
+    assert index.find(np.empty(0, np.int64)).tolist() == []
+    assert index.add(np.empty(0, np.int64)).tolist() == []
+    index.drop(np.empty(0, np.int64))
+    index.check()
+
+
+def test_it_grows_as_often_as_it_must() -> None:
+    index = Index()
+    ids = np.random.default_rng(1).permutation(200_000) * 64  # alike in their last bits
+    for begin in range(0, len(ids), 7001):
+        index.add(ids[begin : begin + 7001])
+    assert np.array_equal(index.find(ids), np.arange(len(ids)))
+    assert not (index.find(ids + 1) >= 0).any()
+    assert index.size_bytes < 30 * len(ids)
+    index.check()
+
+
+def test_slots_of_dropped_ids_are_used_again_first() -> None:
+    index = Index()
+    index.add(np.arange(10))
+    index.drop(np.array([7, 2, 5]))
+    index.check()
+    assert index.find(np.arange(10)).tolist() == [0, 1, -1, 3, 4, -1, 6, -1, 8, 9]
+    index.drop(np.array([9]))
+    index.check()
+    assert index.add(np.array([100, 101])).tolist() == [9, 2]
+    index.check()
+    assert index.add(np.array([102, 103, 104])).tolist() == [7, 5, 10]
+    assert index.used == 11
+    index.check()
+
+
+def test_growing_leaves_the_dropped_dropped() -> None:
+    index = Index()
+    index.add(np.arange(600))
+    index.drop(np.arange(300))
+    index.add(np.arange(1000, 1000 + int(FULL * CELLS_MIN)))
+    assert (index.find(np.arange(300)) < 0).all()
+    index.check()
+
+
+def test_there_are_no_more_slots_than_four_octets_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOTS_MAX", 10)
+    index = Index()
+    index.add(np.arange(10))
+    with pytest.raises(OverflowError, match="10 slots"):
+        index.add(np.array([10]))
+
+
+def test_a_column_grows_by_half() -> None:
+    column = grown(np.zeros(0, np.int64), 0, 5)
+    assert len(column) == 1024
+    column[:] = 1
+    assert grown(column, 1024, 1024) is column
+    larger = grown(column, 1000, 1025)
+    assert len(larger) == 1536
+    assert larger.sum() == 1000

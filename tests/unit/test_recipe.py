@@ -1,0 +1,88 @@
+"""What a table is made by, checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvps.core.ids import First
+from kvps.core.recipe import Recipe, recipe_of
+from kvps.errors import ConfigError
+
+
+def made(**given: Any) -> Recipe:
+    plain: dict[str, Any] = {
+        "name": "words",
+        "dim": 4,
+        "init": "zeros",
+        "optimizer": "sgd",
+        "admit": 1,
+        "evict": None,
+        "dtype": "float32",
+        "seed": None,
+    }
+    return recipe_of(**(plain | given))
+
+
+def test_arguments_become_a_recipe() -> None:
+    recipe = made(init=("normal", 0.5), evict={"age": 10, "rows": 100}, admit=2, seed=7, lr=0.25)
+    assert (recipe.dim, recipe.dtype, recipe.first) == (4, "float32", First("normal", 0.5))
+    assert (recipe.admit, recipe.max_age, recipe.max_rows, recipe.seed) == (2, 10, 100, 7)
+    assert recipe.hyper.number("lr") == 0.25
+
+
+def test_the_seed_comes_from_the_name() -> None:
+    assert made().seed == made().seed != made(name="others").seed
+    assert 0 <= made().seed < 2**63
+
+
+def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
+    optimizer = torch.optim.Adagrad([torch.zeros(1)], lr=0.5)
+    recipe = made(dtype=torch.bfloat16, optimizer=optimizer)
+    assert (recipe.dtype, recipe.hyper.name, recipe.hyper.number("lr")) == (
+        "bfloat16",
+        "adagrad",
+        0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"dim": 0}, "dim=0"),
+        ({"dim": 2.5}, "dim=2.5"),
+        ({"dim": True}, "dim=True"),
+        ({"dim": 1 << 17}, "1 to 65536"),
+        ({"dtype": "int64"}, "int64"),
+        ({"dtype": "complex64"}, "complex64"),
+        ({"init": "ones"}, "init"),
+        ({"admit": 0}, "admit=0"),
+        ({"admit": 256}, "admit=256"),
+        ({"evict": 5}, "evict=5"),
+        ({"evict": {"size": 5}}, "'age'"),
+        ({"evict": {"age": 0}}, "evict age=0"),
+        ({"evict": {"rows": -1}}, "evict rows=-1"),
+        ({"evict": {"age": 2**63}}, "2\\*\\*63"),
+        ({"seed": -1}, "seed=-1"),
+        ({"optimizer": "lamb"}, "lamb"),
+        ({"optimizer": "dcasgd"}, "dcasgd"),
+        ({"optimizer": "sdg"}, "sdg"),
+        ({"optimizer": None}, "unknown optimizer"),
+        ({"lr": float("nan")}, "lr"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "lr": 1.0}, "leave lr= out"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        made(**given)
+
+
+def test_recipes_differ_in_something_that_has_a_name() -> None:
+    recipe = made()
+    assert recipe.difference(made()) == ""
+    assert recipe.difference(made(seed=1)) == "seed"
+    assert recipe.difference(made(lr=3.0)) == "hyper"
+    assert recipe.difference(replace(recipe, dim=5)) == "dim"

@@ -1,0 +1,338 @@
+"""Rows as a worker pushes and pulls them: to which server, under which number, and read evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvps import messages
+from kvps.core import calls, rowcalls
+from kvps.core.catalogue import Catalogue
+from kvps.core.link import Request
+from kvps.core.plan import Held
+from kvps.core.reading import Lagging
+from kvps.core.rounds import WINDOW
+from kvps.errors import ConfigError, NonFinite, ProtocolError, Timeout
+from kvps.messages import (
+    Ack,
+    Dropped,
+    Envelope,
+    Message,
+    Packet,
+    Probed,
+    Pull,
+    PulledRows,
+    PullRows,
+    Push,
+    PushRows,
+    Receipt,
+    Role,
+    Stand,
+)
+from kvps.specs import Spec
+from kvps.tensors import from_frame, to_frame
+from tests.workbench import Bench, Readable, opened
+
+ENVELOPE = Envelope(bytes(16), 1, Role.SERVER, 0, 1, 0)
+TABLE = Spec("float32", (8, 2))
+
+
+def book(mode: str = "sync", servers: int = 2) -> Catalogue:
+    """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``wide`` no whole ones."""
+    one = Catalogue(opened(mode=mode), 0, servers, 240.0)
+    pieces = [Held(0, 2, 10, 4, 0), Held(0, 4, 0, 2, 4), Held(1, 3, 0, 10, 6)]
+    one.place(
+        [
+            ("t", TABLE, pieces),
+            ("wide", Spec("float32", (2, 6)), [Held(0, 6, 0, 8, 0), Held(1, 5, 0, 4, 8)]),
+            ("empty", Spec("float32", (0, 3)), []),
+        ]
+    )
+    return one
+
+
+def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows that are their number, in the order that was given."""
+    order = torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64)
+    numbers = torch.tensor(ids, dtype=torch.int64)
+    return numbers[order], order, numbers.float()[:, None].expand(-1, width).contiguous()
+
+
+def pushing(one: Catalogue, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
+    values = list(rows(*ids, width=one.keys[key].spec.width))
+    call = calls.PushRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
+    return rowcalls.push_rows(one, call, values)
+
+
+def pulling(one: Catalogue, *ids: int, key: str = "t") -> Any:
+    return rowcalls.pull_rows(one, calls.PullRows("kv", (key,), (torch.tensor(ids).long(),), 7))
+
+
+def sent(request: Request) -> tuple[list[int], list[float]]:
+    """The numbers of a push, and the first element of each row."""
+    message = request.message
+    assert isinstance(message, PushRows)
+    request.freeze()
+    assert tuple(one.nbytes for one in request.payload) == message.payload_sizes()
+    if not message.count:
+        return [], []
+    ids, *parts = request.payload
+    return ids.tolist(), torch.cat(list(parts)).view(-1, message.width)[:, 0].tolist()
+
+
+def reply(
+    request: Request, lowest: int, highest: int | None = None, owed: int = 0, **more: Any
+) -> Packet:
+    """Answer a PULL-ROWS with rows that are their number plus 100 for each version."""
+    message = request.message
+    assert isinstance(message, PullRows)
+    (ids,) = request.payload
+    values = (ids.float() + 100 * lowest)[:, None].expand(-1, 2).reshape(-1)
+    top = lowest if highest is None else highest
+    answer = PulledRows(1, 1, 2, len(ids), lowest, top, owed, **more)
+    packet = Packet(ENVELOPE, answer, (to_frame(values.contiguous()),))
+    assert request.on_reply is not None
+    request.on_reply(packet, True)
+    return packet
+
+
+def end(steps: Any, answers: list[Packet]) -> Any:
+    with pytest.raises(StopIteration) as ended:
+        steps.send(answers)
+    return ended.value.value
+
+
+# --- pushing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R172")
+def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -> None:
+    one = book()
+    (first, second) = next(pushing(one, (2, 7, 0), priority=3))
+    assert first.message == PushRows("kv", "t", 1, (0,), 0, 2, 2)
+    assert second.message == PushRows("kv", "t", 1, (0,), 0, 2, 1)
+    assert [(each.server, each.lane, each.priority) for each in (first, second)] == [
+        (0, 2, 3),
+        (1, 3, 3),
+    ]
+    assert sent(first) == ([0, 2], [0.0, 2.0])
+    assert sent(second) == ([7], [7.0])
+    (first, second) = next(pushing(one, (5,)))
+    assert (first.message.count, first.message.number) == (0, 1)
+    assert sent(first) == ([], [])
+    assert first.payload_bytes > 0, "it changes what a server has, and is never dropped"
+    assert one.keys["t"].number == 2
+
+
+def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "ROWS_FRAME_BYTES", 16)
+    (_, second) = next(pushing(book(), (3, 4, 5, 6, 7)))
+    assert sent(second) == ([3, 4, 5, 6, 7], [3.0, 4.0, 5.0, 6.0, 7.0])
+    assert [each.nbytes for each in second.payload] == [40, 16, 16, 8]
+
+
+def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rowcalls, "IDS_MAX", 2)
+    one = book()
+    with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
+        next(pushing(one, (3, 4, 5)))
+    assert one.keys["t"].number == 0
+
+
+@pytest.mark.spec("R171")
+def test_a_key_that_does_not_lie_by_rows_is_pushed_as_a_whole() -> None:
+    one = book()
+    (first, second) = sorted(next(pushing(one, (1,), "wide")), key=lambda each: each.server)
+    for request, chunk, values in ((first, 6, [0.0] * 6 + [1.0] * 2), (second, 5, [1.0] * 4)):
+        assert isinstance(request.message, Push)
+        assert (request.message.chunk, request.message.runs[0].number) == (chunk, 0)
+        request.freeze()
+        assert torch.cat(list(request.payload)).tolist() == values
+    steps = pushing(one, (), "empty")
+    assert next(steps) == []
+    assert end(steps, []) is None
+
+
+def test_a_full_window_is_waited_for_and_a_refusal_frees_the_number() -> None:
+    one = book()
+    one.keys["t"].number = WINDOW
+    steps = pushing(one, (1,))
+    asked = next(steps)
+    assert {type(request.message) for request in asked} == {Pull}
+    with pytest.raises(ProtocolError):
+        steps.throw(ProtocolError("no"))
+    assert one.keys["t"].is_refused
+
+
+@pytest.mark.spec("R172")
+def test_the_call_ends_when_all_servers_have_it_and_its_values_are_copied_at_once() -> None:
+    bench = Bench(memory=Readable("server 0", "server 1"))
+    bench.open()
+    bench.init({"t": torch.zeros(40, 2)})
+    values = rows(3, 39)
+    ticket = bench.call(calls.PushRows("kv", ("t",), values, 0, True), timeout_s=5.0)
+    assert bench.is_copied(ticket)
+    values[2].fill_(9.0)
+    (send,) = bench.sends(PushRows, 1)
+    assert from_frame(send.packet.payload[1], "float32").tolist() == [39.0, 39.0]
+    bench.ack(0, *bench.seqs(PushRows, 0))
+    assert not bench.is_done(ticket)
+    flush = bench.call(calls.Flush("kv"))
+    assert not bench.is_done(flush)
+    bench.server(1, Ack((Receipt(bench.seqs(PushRows, 1)[0], 0),)))
+    assert bench.is_done(ticket)
+    assert bench.is_done(flush)
+
+
+def test_a_push_whose_caller_gave_up_is_still_made() -> None:
+    bench = Bench()
+    bench.open()
+    bench.init({"t": torch.zeros(40, 2)})
+    ticket = bench.call(calls.PushRows("kv", ("t",), rows(3, 39), 0, False), timeout_s=1.0)
+    bench.wait(2.0)
+    assert isinstance(bench.error(ticket), Timeout)
+    assert "push()" in str(bench.error(ticket))
+    bench.server(1, Probed(tuple(bench.seqs(PushRows, 1)), ()))
+    assert len(bench.sends(PushRows, 1)) == 2, "it goes again"
+
+
+@pytest.mark.spec("R177")
+def test_rows_go_to_the_servers_and_not_to_neighbours() -> None:
+    bench = Bench(workers=2, machines=(7, 7))
+    bench.open(bundles=True)
+    bench.init({"t": torch.zeros(40, 2)})
+    before = len(bench.sends(Message))
+    bench.call(calls.PushRows("kv", ("t",), rows(3, 39), 0, True))
+    bench.call(calls.PullRows("kv", ("t",), (torch.tensor([3]),), 0))
+    routes = {send.to for send in bench.sends(Message)[before:]}
+    assert routes == {"server 0", "server 1"}
+
+
+# --- pulling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R175")
+def test_only_those_who_have_rows_are_asked() -> None:
+    one = book()
+    one.keys["t"].number = 4
+    steps = pulling(one, 3, 7)
+    (request,) = next(steps)
+    assert request.message == PullRows("kv", "t", 4, 0, 2)
+    assert (request.server, request.priority, request.lane) == (1, 7, 3)
+    (found,) = end(steps, [reply(request, 4)])
+    assert found.tolist() == [[403.0, 403.0], [407.0, 407.0]]
+    assert one.keys["t"].applied == 4
+    steps = pulling(one)
+    assert next(steps) == []
+    assert end(steps, [])[0].shape == (0, 2)
+
+
+@pytest.mark.spec("R176")
+def test_those_who_lag_behind_are_asked_again() -> None:
+    steps = pulling(book(), 0, 1, 7)
+    first, second = next(steps)
+    again = steps.send([reply(first, 3), reply(second, 4, 5)])
+    assert isinstance(again, Lagging)
+    assert [(each.server, each.message.least) for each in again] == [(0, 5), (1, 5)]
+    (more,) = steps.send([reply(again[0], 6), reply(again[1], 5)])
+    assert (more.server, more.message.least) == (1, 6)
+    (found,) = end(steps, [reply(more, 6)])
+    assert found[:, 0].tolist() == [600.0, 601.0, 607.0]
+
+
+@pytest.mark.spec("R176")
+def test_a_push_that_this_rank_owes_to_some_is_not_waited_for() -> None:
+    steps = pulling(book(), 0, 7)
+    first, second = next(steps)
+    (found,) = end(steps, [reply(first, 3, owed=3), reply(second, 4, owed=4)])
+    assert found[:, 0].tolist() == [300.0, 407.0]
+
+
+@pytest.mark.spec("R176")
+@pytest.mark.parametrize("is_short", [False, True])
+def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short: bool) -> None:
+    one = book("async")
+    steps = pulling(one, 0, 7)
+    first, second = next(steps)
+    one.is_short = is_short
+    answers = [reply(first, 3, owed=2), reply(second, 4, owed=2)]
+    if is_short:
+        (found,) = end(steps, answers)
+    else:
+        assert isinstance(steps.send(answers), Lagging)
+        (found,) = end(steps, [])
+    assert found[:, 0].tolist() == [300.0, 407.0]
+    assert (one.keys["t"].applied, one.keys["t"].version) == (2, 4)
+
+
+def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> None:
+    steps = pulling(book(), 1, key="wide")
+    requests = next(steps)
+    packets = []
+    for request in requests:
+        message = request.message
+        assert isinstance(message, Pull)
+        (ask,) = message.runs
+        values = torch.arange(ask.size).float() + 10 * request.server
+        stand = Stand(ask.start, ask.size, 1, 1)
+        answer = messages.Pulled(1, message.chunk, 1, True, (stand,))
+        packet = Packet(ENVELOPE, answer, (to_frame(values),))
+        request.on_reply(packet, True)
+        packets.append(packet)
+    assert steps.send(packets) == []
+    (found,) = end(steps, [])
+    assert found.tolist() == [[6.0, 7.0, 10.0, 11.0, 12.0, 13.0]]
+
+
+def test_updates_that_were_dropped_are_told_once() -> None:
+    one = book()
+    drop = Dropped(6, 2, 1, (1,))
+    for is_first in (True, False):
+        steps = pulling(one, 7)
+        (request,) = next(steps)
+        packet = reply(request, 3, dropped=(drop,))
+        if is_first:
+            with pytest.raises(NonFinite, match="round 2 of key 't' was dropped"):
+                steps.send([packet])
+        else:
+            end(steps, [packet])
+
+
+def test_updates_of_a_whole_key_that_were_dropped_are_told_too() -> None:
+    steps = pulling(book(), 1, key="wide")
+    requests = next(steps)
+    packets = []
+    for request in requests:
+        (ask,) = request.message.runs
+        answer = messages.Pulled(
+            *(1, request.message.chunk, 1, True, (Stand(ask.start, ask.size, 1, 1),)),
+            dropped=(Dropped(ask.start, 0, 1, (1,)),),
+        )
+        packet = Packet(ENVELOPE, answer, (to_frame(torch.zeros(ask.size)),))
+        request.on_reply(packet, True)
+        packets.append(packet)
+    with pytest.raises(NonFinite, match="round 0 of key 'wide' was dropped"):
+        steps.send(packets)
+
+
+@pytest.mark.parametrize("wrong", [{"count": 1}, {"width": 3}, {"dtype": 2}])
+def test_an_answer_of_other_rows_is_refused(wrong: dict[str, int]) -> None:
+    (request,) = next(pulling(book(), 3, 7))
+    fields = {"dtype": 1, "width": 2, "count": 2} | wrong
+    answer = PulledRows(1, lowest=0, highest=0, owed=0, **fields)
+    with pytest.raises(ProtocolError, match=r"server 1 answered \d rows of \d elements of key 't'"):
+        request.on_reply(Packet(ENVELOPE, answer), True)
+
+
+def test_rows_that_nobody_wants_any_more_are_not_taken() -> None:
+    steps = pulling(book(), 7)
+    (request,) = next(steps)
+    answer = PulledRows(1, 1, 2, 1, 3, 3, 0)
+    request.on_reply(Packet(ENVELOPE, answer, (to_frame(torch.ones(2)),)), False)
+    assert request.on_reply.told is answer

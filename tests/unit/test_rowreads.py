@@ -1,0 +1,160 @@
+"""When rows are read: after the right pushes, in every piece of the key, and with what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps import messages
+from kvps.messages import (
+    Ask,
+    Declare,
+    Entry,
+    Piece,
+    Probe,
+    Probed,
+    Pull,
+    PulledRows,
+    PullRows,
+    Push,
+    PushRows,
+    Run,
+)
+from kvps.specs import BY_NAME
+from kvps.tensors import from_frame
+from tests.server_stage import Said, ServerStage, heard, refusal
+from tests.unit.test_tables import MANY, WIDTH, push, push_whole, stage
+
+
+def pull(
+    one: ServerStage, rank: int, ids: list[int], after: int = 0, least: int = 0, key: str = "t"
+) -> list[Said]:
+    payload = (torch.tensor(ids),) if ids else ()
+    return one.say(rank, PullRows("kv", key, after, least, len(ids)), *payload)
+
+
+def answers(said: list[Said]) -> dict[int, list[float]]:
+    """The first element of each row that was answered, by the number of the request."""
+    found = {}
+    for one in said:
+        if isinstance(one.message, PulledRows):
+            flat = from_frame(one.payload[0], BY_NAME["float32"].name)
+            found[one.message.seq] = flat.view(-1, WIDTH)[:, 0].tolist()
+    return found
+
+
+def why(one: ServerStage, rank: int) -> str:
+    (probed,) = heard(one.say(rank, Probe((one.seqs[rank],))), Probed)
+    (pending,) = probed.pending
+    return pending.reason
+
+
+@pytest.mark.spec("R175")
+@pytest.mark.parametrize("count", [4, MANY])
+def test_rows_come_when_the_round_of_ones_own_push_is_closed(count: int) -> None:
+    one = stage(count)
+    push(one, 0, [1, count - 1])
+    assert pull(one, 0, [0, 1], after=1) == []
+    assert "key 't': round 0 waits for a push of rank 1" in why(one, 0)
+    said = push(one, 1, [1], 2.0)
+    assert list(answers(said).values()) == [[0.0, 3.0]]
+    (answer,) = heard(said, PulledRows)
+    assert (answer.lowest, answer.highest, answer.owed, answer.width) == (1, 1, 1, WIDTH)
+
+
+@pytest.mark.spec("R175")
+def test_all_pieces_of_the_key_are_waited_for() -> None:
+    one = stage(MANY)
+    for piece in one.pieces["t"][:-1]:
+        for rank in (0, 1):
+            push_piece(one, rank, piece)
+    assert pull(one, 0, [0], after=1) == [], "the last piece has had no push"
+    assert pull(one, 1, [0], least=0) != [], "what asks for no push has it"
+    push_piece(one, 0, one.pieces["t"][-1])
+    said = push_piece(one, 1, one.pieces["t"][-1])
+    assert list(answers(said).values()) == [[2.0]]
+
+
+def push_piece(one: ServerStage, rank: int, piece: Piece) -> list[Said]:
+    message = Push(piece.chunk, 1, (rank,), 1.0, False, (Run(piece.start, piece.size, 0),))
+    return one.say(rank, message, torch.ones(piece.size))
+
+
+@pytest.mark.spec("R176")
+def test_an_answer_names_the_versions_of_all_pieces() -> None:
+    one = stage(MANY)
+    for rank in (0, 1):
+        push_piece(one, rank, one.pieces["t"][0])
+    (answer,) = heard(pull(one, 0, [MANY - 1]), PulledRows)
+    assert (answer.lowest, answer.highest, answer.owed) == (0, 1, 0)
+    assert pull(one, 0, [MANY - 1], least=1) == []
+
+
+@pytest.mark.spec("R175")
+def test_in_an_ssp_store_rows_wait_for_the_slowest() -> None:
+    one = stage(mode="ssp", staleness=1)
+    one.optimizer("sgd", lr=1.0)
+    push(one, 1, [1])
+    for number in range(3):
+        push(one, 0, [1], number=number)
+    assert pull(one, 0, [1], after=3) == []
+    assert "staleness allows 1" in why(one, 0)
+    assert list(answers(push(one, 1, [2], number=1)).values()) == [[-4.0]]
+
+
+def test_a_key_that_is_replaced_takes_its_readers_along() -> None:
+    one = stage(MANY)
+    assert pull(one, 1, [0], after=1) == []
+    entry = Entry("t", 1, (5, 2), 0, 10)
+    said = one.say(0, Declare("kv", True, 1, (entry,)))
+    to_reader = [answer for answer in said if answer.to == b"w1"]
+    assert "key 't' was replaced by another shape" in refusal(to_reader)
+
+
+def test_a_replaced_worker_gets_no_rows() -> None:
+    one = stage()
+    pull(one, 0, [0], after=1)
+    one.replace(0)
+    push(one, 0, [1])
+    assert answers(push(one, 1, [1])) == {}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_rule_that_follows_readers_is_told_of_rows(mode: str) -> None:
+    """What a rank has read last is what its next gradient is compensated by."""
+    rows_of, whole = stage(MANY, mode=mode), stage(MANY, mode=mode)
+    for one in (rows_of, whole):
+        one.optimizer("dcasgd", lr=0.1, lamda=0.5)
+        for number in range(3):
+            for rank in (0, 1):
+                push_whole(one, rank, 1.0 + rank, number)
+            if one is rows_of:
+                assert pull(one, 0, list(range(MANY)), after=number + 1)
+            else:
+                for piece in one.pieces["t"]:
+                    assert read_piece(one, piece, number + 1)
+    assert rows_of.values("t") == whole.values("t")
+
+
+def read_piece(one: ServerStage, piece: Piece, after: int) -> list[Said]:
+    return one.say(0, Pull(piece.chunk, True, (Ask(piece.start, piece.size, after, 0),)))
+
+
+def test_integers_are_not_followed() -> None:
+    one = stage(dtype="int32", mode="sync")
+    one.optimizer("dcasgd")
+    said = pull(one, 0, [1])
+    assert heard(said, PulledRows)
+
+
+def test_rows_that_fill_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    monkeypatch.setattr(messages, "ROWS_FRAME_BYTES", 2 * WIDTH * 4)
+    message = PushRows("kv", "t", 1, (0,), 0, WIDTH, 3)
+    halves = (torch.ones(2 * WIDTH), torch.full((WIDTH,), 3.0))
+    assert one.say(0, message, torch.tensor([0, 2, 3]), *halves)
+    push(one, 1, [])
+    (said,) = pull(one, 0, [0, 1, 2, 3], after=1)
+    assert [len(frame) for frame in said.payload] == [24, 24]
+    got = torch.cat([from_frame(frame, "float32") for frame in said.payload])
+    assert got.view(-1, WIDTH)[:, 0].tolist() == [1.0, 0.0, 1.0, 3.0]

@@ -1,0 +1,143 @@
+"""Sparse gradients: parts, dense sums, sums of their own, and what users give put in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.core.sparse import Sparse, added, coalesce, numbered
+
+
+def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32) -> Sparse:
+    width = len(next(iter(rows.values()), [0.0, 0.0]))
+    ids = torch.tensor(sorted(rows), dtype=torch.int64)
+    values = torch.tensor([rows[one] for one in sorted(rows)], dtype=dtype).view(-1, width)
+    return Sparse(ids, values, count)
+
+
+def dense(one: Sparse) -> torch.Tensor:
+    out = torch.zeros(len(one) // one.width, one.width, dtype=one.dtype)
+    return out.index_copy_(0, one.ids, one.rows).view(-1)
+
+
+def test_it_has_as_many_elements_as_its_piece_of_the_table() -> None:
+    one = sparse({0: [1, 2], 3: [3, 4]}, 5, torch.float16)
+    assert (len(one), one.width, one.dtype) == (10, 2, torch.float16)
+    assert one.joined().tolist() == [1, 2, 3, 4]
+
+
+def test_a_part_numbers_its_rows_from_its_own_first() -> None:
+    part = sparse({0: [1, 2], 3: [3, 4], 4: [5, 6]}, 5).part(4, 8)
+    assert (len(part), part.ids.tolist(), part.joined().tolist()) == (4, [1], [3, 4])
+
+
+def test_the_whole_is_a_part() -> None:
+    one = sparse({1: [1.0]}, 3)
+    assert one.part(0, 3).rows.data_ptr() == one.rows.data_ptr()
+
+
+@given(st.data())
+def test_any_range_of_elements_is_added_to(data: st.DataObject) -> None:
+    width, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    ids = data.draw(st.sets(st.integers(0, count - 1)))
+    one = sparse({row: [float(row * width + at + 1) for at in range(width)] for row in ids}, count)
+    if not ids:
+        one = Sparse(one.ids, one.rows[:, :1].expand(0, width), count)
+    start = data.draw(st.integers(0, count * width))
+    stop = data.draw(st.integers(start, count * width))
+    out = torch.full((stop - start,), 0.5)
+    one.add_to(out, start, stop)
+    assert torch.equal(out, dense(one)[start:stop] + 0.5)
+
+
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_sums_name_each_row_once(divisor: int) -> None:
+    one, two = sparse({0: [1, 2], 3: [3, 4]}, 5), sparse({3: [5, 6], 4: [7, 8]}, 5)
+    total = added([one, two], divisor)
+    assert total.ids.tolist() == [0, 3, 4]
+    assert torch.equal(dense(total), (dense(one) + dense(two)) / divisor)
+
+
+def test_a_sum_is_in_memory_of_its_own() -> None:
+    one = sparse({0: [1.0]}, 2)
+    added([one]).rows.zero_()
+    assert one.rows.tolist() == [[1.0]]
+
+
+def test_halves_are_summed_in_float32() -> None:
+    ones = [sparse({0: [2048.0]}, 1, torch.float16), *[sparse({0: [1.0]}, 1, torch.float16)] * 2]
+    total = added(ones)
+    assert (total.dtype, total.rows.tolist()) == (torch.float32, [[2050.0]])
+    assert added(ones[:1]).rows.dtype is torch.float32
+    ids, _, rows = coalesce(torch.tensor([0, 0, 0]), torch.cat([one.rows for one in ones]))
+    assert (ids.tolist(), rows.dtype, rows.tolist()) == ([0], torch.float16, [[2050.0]])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(-9, 9)), max_size=12))
+def test_duplicates_are_summed_and_rows_are_sorted(given_rows: list[tuple[int, int]]) -> None:
+    ids = torch.tensor([one for one, _ in given_rows], dtype=torch.int64)
+    rows = torch.tensor([[float(value)] for _, value in given_rows]).view(-1, 1)
+    unique, places, summed = coalesce(ids, rows)
+    summed = summed[places]
+    assert unique.tolist() == sorted({one for one, _ in given_rows})
+    for row, value in zip(unique.tolist(), summed.tolist(), strict=True):
+        assert value == [sum(value for one, value in given_rows if one == row)]
+
+
+def test_rows_that_are_there_once_are_left_where_they_are() -> None:
+    ids, rows = torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]])
+    unique, places, found = coalesce(ids, rows)
+    assert (unique.tolist(), found[places].tolist()) == ([0, 1], [[0.0], [1.0]])
+    assert found is rows
+
+
+@given(st.lists(st.integers(-5, 5), max_size=12))
+def test_numbers_are_sorted_and_found_again(given_ids: list[int]) -> None:
+    ids = torch.tensor(given_ids, dtype=torch.int64)
+    unique, places = numbered(ids)
+    assert unique.tolist() == sorted(set(given_ids))
+    assert unique[places].tolist() == given_ids
+
+
+# --- sums of parts ------------------------------------------------------------------------------
+
+
+EDGES = (0, 2, 3, 5)
+
+
+def three(*rows: dict[int, list[float]]) -> list[list[Sparse]]:
+    """Gradients, each cut at the same places."""
+    return [sparse(one, 5).cut(EDGES) for one in rows]
+
+
+def test_parts_of_a_cut_are_numbered_from_their_own_first() -> None:
+    (parts,) = three({0: [1.0], 3: [2.0], 4: [3.0]})
+    assert [one.ids.tolist() for one in parts] == [[0], [], [0, 1]]
+    assert [len(one) for one in parts] == [2, 1, 2]
+    whole = sparse({1: [1.0]}, 3)
+    assert whole.cut((0, 3)) == [whole]
+
+
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_parts_are_summed_as_the_wholes_are(divisor: int) -> None:
+    one, two = three({0: [1.0], 3: [2.0], 4: [3.0]}, {0: [4.0], 2: [5.0]})
+    totals = [added([left, right], divisor) for left, right in zip(one, two, strict=True)]
+    found = torch.cat([dense(total) for total in totals])
+    assert torch.equal(found, torch.tensor([5.0, 0.0, 5.0, 2.0, 3.0]) / divisor)
+    storages = {total.rows.untyped_storage().data_ptr() for total in totals}
+    assert len(storages) == 1, "the whole is summed once"
+    assert one[0].rows.tolist() == [[1.0]], "what was pushed is only read"
+
+
+def test_other_companions_make_another_sum() -> None:
+    one, two, other = three({0: [1.0]}, {0: [2.0]}, {0: [4.0]})
+    assert added([one[0], two[0]]).rows.tolist() == [[3.0]]
+    assert added([one[0], other[0]]).rows.tolist() == [[5.0]]
+    assert added([one[0], two[0], other[0]]).rows.tolist() == [[7.0]]
+
+
+def test_a_part_of_a_cut_and_one_of_none_are_summed_by_themselves() -> None:
+    ((first, *_),) = three({0: [1.0]})
+    assert added([first, sparse({1: [2.0]}, 2)]).rows.tolist() == [[1.0], [2.0]]

@@ -1,0 +1,182 @@
+"""How values are moved by what was written of them, and which steps are remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.codecs import decode
+from kvps.codes import BIT1, BIT2, FP16, INT8, RANDOMK, Code
+from kvps.core.steps import STEPS_MAX, Back, Step, code_of
+
+TWO = Code(BIT2, 0.5)
+
+
+class Piece:
+    """One piece of 8 elements, from 4 on, and what is known of its way back."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(16)
+        self.back = Back(16)
+        self.version = 0
+
+    def move(self, by: list[float], code: Code | None = TWO, *, adds: bool = True) -> list[float]:
+        """Let the values lack ``by`` more, and publish them; return them."""
+        self.version += 1
+        self.back.own_rest()[4:12] += torch.tensor(by)
+        self.back.publish(self.values, 4, 12, self.version, code, adds=adds)
+        self.back.check()
+        found: list[float] = self.values[4:12].tolist()
+        return found
+
+    def lead(self, held: int) -> list[Step] | None:
+        return self.back.lead(4, 8, self.version, held)
+
+    def rest(self) -> list[float]:
+        found: list[float] = self.back.rest[4:12].tolist()
+        return found
+
+
+def eight(first: float, *others: float) -> list[float]:
+    return [first, *others] + [0.0] * (7 - len(others))
+
+
+def test_only_what_was_written_moves_the_values() -> None:
+    one = Piece()
+    assert one.move(eight(0.75, -0.25)) == eight(0.5)
+    assert one.rest() == eight(0.25, -0.25)
+    assert one.move(eight(0.25, -0.25)) == eight(1.0, -0.5)
+    assert one.rest() == eight(0.0)
+    assert one.values[:4].tolist() == one.values[12:].tolist() == [0.0] * 4
+
+
+def test_a_sum_becomes_the_values() -> None:
+    one = Piece()
+    assert one.move(eight(0.75), adds=False) == eight(0.5)
+    assert one.move(eight(0.0), adds=False) == eight(0.0)
+    assert one.move(eight(0.25), adds=False) == eight(0.5)
+
+
+def test_steps_lead_from_a_version_to_the_newest() -> None:
+    one = Piece()
+    copies = {0: torch.zeros(8)}
+    for step in range(5):
+        one.move(eight(0.6 * step, -0.4))
+        copies[step + 1] = one.values[4:12].clone()
+    for version, copy in copies.items():
+        found = one.lead(version)
+        assert found is not None
+        assert len(found) == 5 - version
+        for code, octets in found:
+            copy += decode(code, octets, torch.empty(8))
+        assert torch.equal(copy, one.values[4:12])
+    assert one.lead(6) is None
+    assert one.lead(-1) is None
+
+
+def test_a_step_that_is_a_sum_leads_from_anywhere() -> None:
+    one = Piece()
+    for _ in range(3):
+        one.move(eight(0.6), adds=False)
+    for held in (-1, 0, 2, 3):
+        assert len(one.lead(held) or ()) == 1
+
+
+def test_another_piece_or_version_has_no_steps() -> None:
+    one = Piece()
+    one.move(eight(0.6))
+    assert one.back.lead(4, 7, 1, 0) is None
+    assert one.back.lead(5, 8, 1, 0) is None
+    assert one.back.lead(4, 8, 2, 0) is None  # it moved otherwise since
+
+
+@pytest.mark.parametrize(
+    ("code", "kept"), [(TWO, 8), (Code(BIT1, 0.0), STEPS_MAX), (Code(FP16), 1), (Code(INT8), 1)]
+)
+def test_steps_are_kept_while_they_are_smaller_than_the_values(code: Code, kept: int) -> None:
+    back, values = Back(4096), torch.zeros(4096)
+    for version in range(1, 40):
+        back.own_rest()[:] += torch.randn(4096)
+        back.publish(values, 0, 4096, version, code, adds=True)
+        back.check()
+    assert back.lead(0, 4096, 39, 39 - kept) is not None
+    assert back.lead(0, 4096, 39, 39 - kept - 1) is None
+
+
+@pytest.mark.spec("R156")
+def test_without_a_code_the_values_become_what_they_should_be() -> None:
+    one = Piece()
+    one.move(eight(0.75))
+    assert one.back.owes(0, 16)
+    assert one.move(eight(0.1), None) == pytest.approx(eight(0.85))
+    assert one.rest() == eight(0.0)
+    assert not one.back.owes(0, 16)
+    assert one.lead(1) is None
+    one.move(eight(0.75))
+    assert one.lead(1) is None  # of what came before it nothing is known
+    assert one.lead(2) is not None
+    one.move(eight(0.3), None, adds=False)
+    assert one.values[4] == pytest.approx(0.55)
+
+
+@pytest.mark.spec("R156")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_written(bad: float) -> None:
+    one = Piece()
+    found = one.move(eight(bad, 0.2))
+    assert str(found[0]) == str(bad)
+    assert found[1:] == pytest.approx([0.2] + [0.0] * 6)
+    assert one.rest() == eight(0.0)
+    assert one.lead(0) is None
+
+
+def test_a_change_of_what_steps_mean_begins_anew() -> None:
+    one = Piece()
+    one.move(eight(0.6), adds=False)
+    one.move(eight(0.6), adds=True)
+    assert one.lead(0) is None
+    assert len(one.lead(1) or ()) == 1
+
+
+def test_what_is_forgotten_lacks_nothing() -> None:
+    one = Piece()
+    one.move(eight(0.75))
+    one.back.forget(0, 4)
+    assert one.back.owes(4, 12)
+    one.back.forget(4, 12)
+    assert not one.back.owes(0, 16)
+    assert one.rest() == eight(0.0)
+    assert one.lead(0) is None
+
+
+def test_rests_that_come_back() -> None:
+    one = Piece()
+    one.back.revive(4, torch.full((8,), 0.4))
+    assert one.back.owes(4, 12)
+    assert one.move([0.2] * 8) == [0.5] * 8
+
+
+def test_an_image_keeps_the_rests_it_saw() -> None:
+    one = Piece()
+    one.move(eight(0.75))
+    release = one.back.keep()
+    seen = one.back.rest
+    one.move(eight(0.1))
+    assert seen[4] == 0.25
+    assert one.back.rest is not seen
+    release()
+    now = one.back.rest
+    one.move(eight(0.1))
+    assert one.back.rest is now
+
+
+@pytest.mark.spec("R156")
+def test_how_a_step_is_written() -> None:
+    drawn, half = Code(RANDOMK, 0.1, 1.0, 5), Code(FP16)
+    assert code_of(None, 3, 0.1) is None
+    assert code_of(TWO, 3, None) == TWO
+    assert code_of(TWO, 3, 0.1) == TWO._replace(scale=0.1)
+    assert code_of(Code(BIT1), 3, -0.1) == Code(BIT1, scale=0.1)
+    assert code_of(TWO, 3, 0.0) is None
+    assert code_of(half, 3, 0.0) == half
+    assert code_of(drawn, 3, 0.1) == code_of(drawn, 3, None) == drawn._replace(seed=8)

@@ -1,0 +1,270 @@
+"""Embedding tables in images: back on the same server, on others, out of a file, and by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.checkpoint import disk, images
+from kvps.checkpoint.manifest import holdings
+from kvps.core import arenas, by_ids, table_imaging
+from kvps.core.ids import servers_of
+from kvps.core.image import Image
+from kvps.core.placement import home
+from kvps.core.recipe import Recipe, recipe_of
+from kvps.core.regroup import regroup
+from kvps.errors import Mismatch, StorageError
+from kvps.messages import Declared, Find, FoundAll, PulledIds, PullIds, PushIds
+from kvps.tensors import from_frame
+from tests.server_stage import ServerStage, acked, heard
+
+KEY = "kvps.embedding:t"
+ALL = np.arange(100)
+
+
+def recipe(**more: Any) -> Recipe:
+    plain: dict[str, Any] = {"admit": 1, "evict": None, "lr": 1.0, "momentum": 0.5}
+    given = plain | more
+    return recipe_of(
+        "t",
+        3,
+        ("normal", 0.5),
+        "sgd",
+        given.pop("admit"),
+        given.pop("evict"),
+        "float32",
+        5,
+        **given,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 8 * 24)
+    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 16 * 24)
+    monkeypatch.setattr(table_imaging, "BLOCK_ROWS", 5)
+
+
+def write(path: Path, image: Image) -> None:
+    disk.put(path, path.with_suffix(".aside"), images.stream(image).write)
+
+
+class Tabled:
+    """One server of several, with a table."""
+
+    def __init__(self, server: int, servers: int, image: Image | None = None, **more: Any) -> None:
+        self.stage = ServerStage(1, servers=servers, rank=server, every_s=0.0)
+        self.server, self.servers, self.version = server, servers, 0
+        if image is None:
+            self.stage.open()
+            if home("w", servers) == server:
+                self.stage.init("w", [1.0, 2.0])
+            said = self.stage.say(0, by_ids.message_of("kv", KEY, recipe(**more)))
+            (answer,) = heard(said, Declared)
+            self.chunk = answer.places[0].pieces[0].chunk
+        else:
+            self.stage.server.requests.restore(image)
+            space = self.stage.server.requests.spaces["kv"]
+            self.chunk = space.shards[KEY].pieces[0].chunk
+            self.version = self.stage.chunk(self.chunk).spans[0].version
+            self.stage.server.check()
+
+    def mine(self, ids: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(ids[servers_of(ids, self.servers) == self.server])
+
+    def push(self, first: int, last: int, value: float = 1.0) -> None:
+        ids = self.mine(np.arange(first, last))
+        message = PushIds(self.chunk, 1, (0,), self.version, 3, len(ids))
+        rows = (ids, torch.full((3 * len(ids),), value)) if len(ids) else ()
+        assert acked(self.stage.say(0, message, *rows))
+        self.version += 1
+
+    def rows(self) -> dict[int, list[float]]:
+        ids = self.mine(ALL)
+        (said,) = self.stage.say(0, PullIds(self.chunk, 0, 0, len(ids)), ids)
+        assert isinstance(said.message, PulledIds)
+        found = from_frame(said.payload[0], "float32").view(-1, 3)
+        return dict(zip(ids.tolist(), found.tolist(), strict=True))
+
+    @property
+    def count(self) -> int:
+        rows = self.stage.chunk(self.chunk).embedding
+        assert rows is not None
+        rows.check()
+        assert int(self.stage.chunk(self.chunk).buffer.tensor[0]) == len(rows)
+        return len(rows)
+
+    def image(self) -> Image:
+        found, release = self.stage.server.requests.image()
+        release()
+        return found
+
+
+def trained(server: int = 0, servers: int = 1, **more: Any) -> Tabled:
+    one = Tabled(server, servers, **more)
+    for first, last in ((0, 40), (20, 60), (10, 30)):
+        one.push(first, last)
+    return one
+
+
+def together(some: list[Tabled]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for one in some:
+        found |= one.rows()
+    return found
+
+
+@pytest.mark.spec("R195")
+@pytest.mark.parametrize("more", [{}, {"admit": 2}, {"evict": {"rows": 30}}, {"evict": {"age": 2}}])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 3), (3, 1)])
+def test_rows_come_back_on_any_number_of_servers(
+    before: int, after: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    old = [trained(server, before, **copy.deepcopy(more)) for server in range(before)]
+    wanted, count = together(old), sum(one.count for one in old)
+    files = []
+    for one in old:
+        path = tmp_path / f"{one.server}.safetensors"
+        write(path, one.image())
+        files.append(images.read(path))
+    new = [Tabled(server, after, regroup(files, server, after)) for server in range(after)]
+    assert together(new) == wanted
+    if "evict" not in more or before == after:
+        assert sum(one.count for one in new) == count
+    if not more or before == after:  # how ids are counted and dropped is up to each server
+        for some in (old, new):
+            for one in some:
+                one.push(0, 50)
+        assert together(new) == together(old)
+    assert [one.version for one in new] == [old[0].version] * after
+
+
+def test_what_is_kept_is_as_it_was_while_training_goes_on() -> None:
+    one = trained()
+    image, release = one.stage.server.requests.image()
+    former = [tensor.clone() for tensor in image.tensors()]
+    one.push(0, 90, 5.0)
+    for now, then in zip(image.tensors(), former, strict=True):
+        assert torch.equal(now, then)
+    release()
+    assert image.size_bytes == sum(one.nbytes for one in former)
+
+
+def test_a_table_is_no_key_of_an_image() -> None:
+    image = trained().image()
+    assert [key.name for key in image.stores[0].keys] == ["w"]
+    assert [table.key for table in image.stores[0].tables] == [KEY]
+    assert image.stores[0].versions == (0, 3)
+    assert holdings(image)["kv"].keys == 2
+    cuts = [holdings(trained(server, 3).image())["kv"].keys for server in range(3)]
+    assert sum(cuts) == 2
+
+
+def test_a_new_table_makes_an_image_too(tmp_path: Path) -> None:
+    image = Tabled(0, 1, admit=2).image()
+    write(tmp_path / "i", image)
+    back = Tabled(0, 1, images.read(tmp_path / "i"))
+    assert (back.count, back.version) == (0, 0)
+    (found,) = heard(back.stage.say(0, Find("kv", (KEY,))), FoundAll)
+    assert found.found[0].shape == (1,)
+
+
+def test_a_store_goes_back_to_what_it_was() -> None:
+    one = trained()
+    image, _ = one.stage.server.requests.image()  # held
+    wanted = one.rows()
+    one.push(0, 99)
+    assert one.rows() != wanted
+    list(one.stage.server.requests.revive("kv", image))
+    assert one.rows() == wanted
+    one.version = 3
+    one.push(0, 10)
+    assert one.count == 60
+
+
+def test_another_table_of_this_name_is_refused() -> None:
+    one = trained()
+    before = one.rows()
+    with pytest.raises(Mismatch, match="table 't' of store 'kv' has another hyper in the"):
+        list(one.stage.server.requests.revive("kv", trained(lr=2.0).image()))
+    assert one.rows() == before
+
+
+def test_servers_must_know_the_same_of_a_table() -> None:
+    mixed = [trained(0, 2).image(), trained(1, 2, lr=2.0).image()]
+    with pytest.raises(StorageError, match="another hyper on another server"):
+        regroup(mixed, 0, 1)
+
+
+def test_rows_that_move_take_the_later_history() -> None:
+    some = [trained(0, 2), trained(1, 2)]
+    some[1].push(0, 1)
+    history = regroup([one.image() for one in some], 0, 3).stores[0].tables[0].history
+    assert (history.version, history.step, history.pushed) == (4, 4, {0: 4})
+
+
+# --- files that lie --------------------------------------------------------------------------------
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Write the image of a trained server whose JSON was changed."""
+    import json
+
+    octets = b"".join(_frames(images.stream(trained(admit=2).image())))
+    length = int.from_bytes(octets[:8], "little")
+    header = json.loads(octets[8 : 8 + length])
+    image = json.loads(header["__metadata__"][images.ENTRY])
+    change(image["stores"][0]["tables"][0])
+    header["__metadata__"][images.ENTRY] = json.dumps(image)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + octets[8 + length :])
+
+
+def _frames(stream: Any) -> list[bytes]:
+    found: list[bytes] = []
+
+    class Sink:
+        def write(self, octets: Any) -> None:
+            found.append(bytes(octets))
+
+    stream.write(Sink())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: row.update(rows=7), "expected float32 .21."),
+        (lambda row: row.update(width=7), "counts"),
+        (lambda row: row.update(counted=-1), "counted"),
+        (lambda row: row.update(key=""), "key"),
+        (lambda row: row.pop("recipe"), "table"),
+        (lambda row: row["recipe"].__setitem__(0, 0), "dim=0"),
+        (lambda row: row["recipe"].__setitem__(2, "ones"), "init"),
+        (lambda row: row["recipe"].__setitem__(8, "eval"), "eval"),
+        (lambda row: row["recipe"].__setitem__(1, "float64"), "weight/float64"),
+        (lambda row: row["recipe"].pop(), "a recipe"),
+        (lambda row: row["history"].__setitem__(2, [[0, 1], [0, 2]]), "twice"),
+    ],
+)
+def test_a_file_that_lies_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    changed(tmp_path / "lie", change)
+    with pytest.raises(StorageError, match=says):
+        images.read(tmp_path / "lie")
+
+
+def test_an_older_file_has_no_tables(tmp_path: Path) -> None:
+    image = trained().image()
+    older = replace(image, stores=(replace(image.stores[0], tables=()),))
+    write(tmp_path / "i", older)
+    assert images.read(tmp_path / "i").stores[0].tables == ()

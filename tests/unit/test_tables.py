@@ -1,0 +1,393 @@
+"""Rows on a server: what is refused, how they are summed and updated, beside dense pushes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.hyper import resolve
+from kvps.core.updaters import create
+from kvps.messages import Ack, Error, Norms, PulledRows, PullRows, Push, PushRows, Run
+from kvps.specs import BY_NAME
+from kvps.tensors import from_frame
+from tests.server_stage import Said, ServerStage, acked, heard, refusal
+
+WIDTH = 3
+CHUNK_BYTES = 64 << 10
+MANY = 12_000
+"""Rows of a table that lies in several chunks of CHUNK_BYTES."""
+
+
+def stage(
+    count: int = 4, mode: str = "sync", dtype: str = "float32", **options: object
+) -> ServerStage:
+    """A server that holds table ``t``, of zeros, and in front of it ``v``."""
+    one = ServerStage(workers=2)
+    one.open(mode, chunk_bytes=CHUNK_BYTES, **options)
+    one.init("v", [0.0, 0.0])
+    kind = getattr(torch, dtype)
+    one.init("t", torch.zeros(count * WIDTH, dtype=kind), shape=(count, WIDTH))
+    return one
+
+
+def push(
+    one: ServerStage,
+    rank: int,
+    ids: list[int],
+    value: float = 1.0,
+    number: int = 0,
+    *,
+    dtype: str = "float32",
+    width: int = WIDTH,
+    key: str = "t",
+    ranks: tuple[int, ...] | None = None,
+    lent: bool = False,
+) -> list[Said]:
+    """Push rows that are all ``value``."""
+    message = PushRows("kv", key, BY_NAME[dtype].id, ranks or (rank,), number, width, len(ids))
+    rows = torch.full((len(ids) * width,), value, dtype=getattr(torch, dtype))
+    payload = (torch.tensor(ids), rows) if ids else ()
+    return one.say(rank, message, *payload, lent=lent)
+
+
+def push_whole(one: ServerStage, rank: int, value: float, number: int) -> None:
+    """Push ``value`` for all elements of ``t``, piece by piece."""
+    for piece in one.pieces["t"]:
+        run = Run(piece.start, piece.size, number)
+        message = Push(piece.chunk, BY_NAME["float32"].id, (rank,), 1.0, False, (run,))
+        one.say(rank, message, torch.full((piece.size,), value))
+
+
+def rows(one: ServerStage, key: str = "t") -> list[float]:
+    """The first element of each row; all elements of a row are the same here."""
+    table = torch.tensor(one.values(key)).view(-1, WIDTH)
+    assert (table == table[:, :1]).all()
+    return table[:, 0].tolist()
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R171")
+@pytest.mark.parametrize("message", ["push", "pull"])
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([4], "ProtocolError: key 't': rows 4 to 4 are not all of the rows 0 to 3"),
+        ([0, 9], "ProtocolError: key 't': rows 0 to 9 are not all of the rows 0 to 3"),
+        ([-1, 2], "ProtocolError: key 't': rows -1 to 2 are not all"),
+        ([2, 1], "ProtocolError: key 't': rows 2 to 1 are not all"),
+        ([0, 2, 1, 3], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
+        ([1, 1], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
+        ([0, 2**62, 3], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
+    ],
+)
+def test_numbers_ascend_and_are_all_here(message: str, ids: list[int], says: str) -> None:
+    one = stage()
+    push(one, 1, [1, 2])
+    before = one.snapshot()
+    if message == "push":
+        said = push(one, 0, ids)
+    else:
+        said = one.say(0, PullRows("kv", "t", 0, 0, len(ids)), torch.tensor(ids))
+    assert refusal(said).startswith(says)
+    assert one.snapshot() == before
+    assert acked(push(one, 0, [0])) != []
+    assert rows(one) == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.spec("R171", "R172")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"width": 2}, "Mismatch: key 't' is float32[4,3], of 3 elements in a row; pushed were"),
+        ({"dtype": "float64"}, "Mismatch: key 't' is float32[4,3]; pushed were rows of float64"),
+        (
+            {"key": "v"},
+            "ProtocolError: key 'v' of store 'kv' is float32[2] and does not lie here by",
+        ),
+        ({"key": "no"}, "KeyNotFound: key 'no' of store 'kv' has no value yet"),
+        ({"ranks": (5,)}, "ProtocolError: a push speaks for ranks [5]; there are 2"),
+        ({"ranks": (0, 1)}, "ProtocolError: a push for ranks [0, 1]: some were counted, some"),
+    ],
+)
+def test_what_is_no_gradient_of_the_table_changes_nothing(
+    more: dict[str, object], says: str
+) -> None:
+    one = stage()
+    push(one, 1, [1])
+    before = one.snapshot()
+    assert refusal(push(one, 0, [1], **more)).startswith(says)  # type: ignore[arg-type]
+    assert one.snapshot() == before
+
+
+def test_a_key_that_is_declared_and_not_loaded_has_no_rows() -> None:
+    one = stage()
+    one.declare("late", torch.zeros(6), shape=(2, 3))
+    assert refusal(push(one, 0, [1], key="late")).startswith("KeyNotFound: key 'late'")
+
+
+def test_a_table_whose_rows_are_larger_than_a_chunk_is_no_table() -> None:
+    one = stage()
+    one.init("wide", torch.zeros(2 * CHUNK_BYTES), shape=(2, CHUNK_BYTES))
+    said = one.say(0, PullRows("kv", "wide", 0, 0, 1), torch.tensor([1]))
+    assert "does not lie here by rows; push and pull it as a whole" in refusal(said)
+
+
+@pytest.mark.spec("R172")
+def test_a_store_without_rounds_needs_an_optimizer_for_rows_too() -> None:
+    one = stage(mode="async")
+    assert refusal(push(one, 0, [1])).startswith("ConfigError: store 'kv' is async and has no opt")
+
+
+def test_means_of_integers_are_refused() -> None:
+    one = stage(dtype="int32", average=True)
+    assert refusal(push(one, 0, [1], dtype="int32")).startswith(
+        "ConfigError: store 'kv' takes means"
+    )
+
+
+# --- rounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R172", "R174")
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_sum_of_a_round_is_assigned_and_all_else_is_0(lent: bool, deterministic: bool) -> None:
+    one = stage(deterministic=deterministic)
+    assert len(acked(push(one, 0, [0, 2], 1.0, lent=lent))) == 1
+    assert rows(one) == [0.0] * 4
+    push(one, 1, [2, 3], 2.0, lent=lent)
+    assert rows(one) == [1.0, 0.0, 3.0, 2.0]
+    push(one, 0, [], number=1, lent=lent)
+    push(one, 1, [1], 5.0, number=1, lent=lent)
+    assert rows(one) == [0.0, 5.0, 0.0, 0.0]
+    assert one.span("t").version == 2
+    assert one.span("v").version == 0
+
+
+@pytest.mark.spec("R174")
+def test_rows_that_were_filled_in_another_way_are_cleared_too() -> None:
+    one = stage()
+    for number, ids in enumerate([[0], [1]]):
+        push(one, 0, ids, number=number)
+        push(one, 1, ids, number=number)
+    for rank in (0, 1):
+        one.push(rank, "t", torch.ones(4 * WIDTH), 2)
+    assert rows(one) == [2.0] * 4
+    for rank in (0, 1):
+        push(one, rank, [3], number=3)
+    assert rows(one) == [0.0, 0.0, 0.0, 2.0]
+
+
+@pytest.mark.spec("R172")
+def test_a_push_of_rows_counts_once_and_in_its_turn() -> None:
+    one = stage()
+    assert push(one, 0, [1], number=1) == [], "early: not taken in, and not acknowledged"
+    for _ in range(2):
+        assert len(acked(push(one, 0, [1]))) == 1
+    assert len(acked(push(one, 1, [1], 2.0))) == 1
+    assert len(acked(push(one, 1, [1], 9.0))) == 1
+    assert rows(one) == [0.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.spec("R172", "R173")
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adam"])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_a_round_of_both_kinds_is_dense(optimizer: str | None, rows_first: bool) -> None:
+    both, dense = stage(), stage()
+    for one in (both, dense):
+        if optimizer:
+            one.optimizer(optimizer, lr=0.5, weight_decay=0.1)
+        one.push(0, "t", torch.full((4 * WIDTH,), 2.0), 0)
+        one.push(1, "t", torch.full((4 * WIDTH,), 2.0), 0)
+    if rows_first:
+        push(both, 0, [1], number=1)
+        both.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
+    else:
+        both.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
+        push(both, 0, [1], number=1)
+    dense.push(0, "t", torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(WIDTH), 1)
+    dense.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
+    assert rows(both) == pytest.approx(rows(dense))
+
+
+@pytest.mark.parametrize("count", [2, 10, 21])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_ranks_of_both_kinds_are_added_up(count: int, deterministic: bool) -> None:
+    one = ServerStage(workers=count)
+    one.open(deterministic=deterministic)
+    one.init("t", torch.zeros(4 * WIDTH), shape=(4, WIDTH))
+    for rank in range(count):
+        push(one, rank, [0, rank % 4], lent=rank % 2 == 0) if rank % 4 else push(one, rank, [0])
+    expected = [float(sum(1 for rank in range(count) if rank % 4 == row)) for row in range(4)]
+    assert rows(one) == [float(count), *expected[1:]]
+    for rank in range(count):
+        if rank % 3 == 1:
+            one.push(rank, "t", torch.ones(4 * WIDTH), 1)
+        else:
+            push(one, rank, [3], number=1, lent=rank % 2 == 0)
+    dense = float(len(range(1, count, 3)))
+    assert rows(one) == [dense, dense, dense, float(count)]
+
+
+@pytest.mark.spec("R173")
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
+def test_only_the_rows_that_were_named_are_updated(rule: str) -> None:
+    numbers = {"lr": 0.5, "weight_decay": 0.25} | ({"momentum": 0.5} if rule == "sgd" else {})
+    one = stage(MANY)
+    one.optimizer(rule, **numbers)
+    assert len(one.pieces["t"]) > 2
+    for rank in (0, 1):
+        push_whole(one, rank, 1.0, 0)
+    before = rows(one)
+    ids = [0, 5, MANY // 2, MANY - 1]
+    for number in (1, 2):
+        for rank in (0, 1):
+            push(one, rank, ids, 0.5 * number, number=number, dtype="float32")
+    after = rows(one)
+    assert [row for row in range(MANY) if before[row] != after[row]] == ids
+    updater = create(resolve(rule, numbers))
+    weight = torch.zeros(1)
+    state = updater.new_state(weight)
+    for step, gradient in enumerate([2.0, 1.0, 2.0], start=1):
+        updater.apply(weight, torch.tensor([gradient]), state, step=step, lr=0.5, weight_decay=0.25)
+    assert [after[row] for row in ids] == pytest.approx([weight.item()] * len(ids))
+
+
+@pytest.mark.spec("R173")
+def test_factors_of_one_key_hold_for_its_rows() -> None:
+    one = stage()
+    one.optimizer("sgd", lr=1.0, lr_mult={"t": 0.5})
+    for rank in (0, 1):
+        push(one, rank, [1])
+    assert rows(one) == [0.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.spec("R173")
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_without_rounds_each_push_of_rows_is_applied_by_itself(mode: str) -> None:
+    one = stage(mode=mode, staleness=9)
+    one.optimizer("sgd", lr=1.0, weight_decay=0.5)
+    push(one, 0, [1], lent=True)
+    push(one, 0, [1, 2], number=1)
+    push(one, 1, [2], 4.0)
+    assert rows(one) == [0.0, -1.5, -4.5, 0.0]
+    assert one.span("t").version == 3
+
+
+@pytest.mark.spec("R173")
+@pytest.mark.parametrize("rule", ["lars", "lamb"])
+def test_a_rule_that_needs_norms_takes_rows_as_a_dense_gradient(rule: str) -> None:
+    both, dense = stage(), stage()
+    for one in (both, dense):
+        one.optimizer(rule, lr=0.5)
+        for rank in (0, 1):
+            one.push(rank, "t", torch.ones(4 * WIDTH), 0)
+    for rank in (0, 1):
+        push(both, rank, [1], number=1)
+        dense.push(rank, "t", torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(WIDTH), 1)
+    assert rows(both) == pytest.approx(rows(dense))
+
+
+def test_means_are_those_of_all_who_pushed() -> None:
+    one = stage(average=True)
+    push(one, 0, [0, 1], 4.0)
+    push(one, 1, [1], 2.0)
+    assert rows(one) == [2.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_rows_are_summed_in_float32(dtype: str) -> None:
+    one = stage(dtype=dtype)
+    push(one, 0, [1], 256.0, dtype=dtype)
+    push(one, 1, [1], 2.0, dtype="float32")
+    assert rows(one) == [0.0, 258.0, 0.0, 0.0]
+
+
+def test_a_table_in_several_chunks_is_one_push() -> None:
+    one = stage(MANY)
+    ids = sorted({0, MANY - 1, *range(7, MANY, 1000)})
+    (first,) = heard(push(one, 0, ids), Ack)
+    assert [receipt.version for receipt in first.receipts] == [0]
+    (second,) = heard(push(one, 1, ids, 2.0), Ack)
+    assert [receipt.version for receipt in second.receipts] == [1]
+    assert [row for row, value in enumerate(rows(one)) if value] == ids
+    said = one.say(0, PullRows("kv", "t", 1, 0, len(ids)), torch.tensor(ids))
+    (answer,) = heard(said, PulledRows)
+    assert (answer.count, answer.lowest, answer.highest, answer.owed) == (len(ids), 1, 1, 1)
+    assert from_frame(said[0].payload[0], "float32").tolist() == [3.0] * len(ids) * WIDTH
+
+
+# --- what is not finite ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [4, MANY])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_an_update_by_rows_that_are_not_finite_is_not_made(
+    count: int, optimizer: str | None
+) -> None:
+    one = stage(count, on_nonfinite="error")
+    if optimizer:
+        one.optimizer(optimizer, lr=1.0, weight_decay=0.5)
+    for rank in (0, 1):
+        push(one, rank, [1, count - 1])
+    before = rows(one)
+    assert before[1] == before[-1] == (-2.0 if optimizer else 2.0)
+    push(one, 0, [2, count - 1], number=1)
+    push(one, 1, [1], float("nan"), number=1)
+    assert rows(one) == before
+    for rank in (0, 1):
+        push(one, rank, [1], number=2)
+    after = rows(one)
+    # The last row was not named in this round: with an optimizer it stays as it was.
+    assert (after[1], after[-1]) == ((-3.0, -2.0) if optimizer else (2.0, 0.0))
+    (answer,) = heard(one.say(0, PullRows("kv", "t", 3, 0, 1), torch.tensor([0])), PulledRows)
+    assert [(drop.number, drop.values, drop.ranks) for drop in answer.dropped] == [(1, WIDTH, (1,))]
+
+
+def test_a_half_sum_that_overflows_where_it_is_kept_is_dropped() -> None:
+    one = stage(dtype="float16", on_nonfinite="skip")
+    for rank in (0, 1):
+        push(one, rank, [1], 40_000.0, dtype="float16")
+    assert rows(one) == [0.0] * 4
+    assert one.span("t").version == 1
+
+
+@pytest.mark.parametrize("rule", ["lars", "sgd"])
+def test_rows_that_wait_for_word_are_applied_by_a_rule_that_comes_meanwhile(rule: str) -> None:
+    """Of two servers, this one has heard all of its part and the other has not."""
+    one = ServerStage(workers=1, servers=2)
+    one.open(on_nonfinite="skip", bigarray_bound=16)
+    one.optimizer("sgd", lr=1.0)
+    one.init("t", torch.ones(4 * WIDTH), shape=(8, WIDTH))
+    push(one, 0, [1])
+    assert rows(one) == [1.0] * 4
+    one.optimizer(rule, call=2, lr=0.5)
+
+    one.other(1, Norms("kv", "t", None, 0, (0.0, 0.0, 0.0), reply=False))
+    after = rows(one)
+    assert after[1] < 1.0
+    assert after[0] == after[2] == after[3] == 1.0
+
+
+# --- images ----------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_read_elsewhere_do_not_change_there() -> None:
+    one = stage()
+    held = one.chunk(one.pieces["t"][0].chunk).keep()
+    buffer = one.chunk(one.pieces["t"][0].chunk).buffer
+    for rank in (0, 1):
+        push(one, rank, [1])
+    assert rows(one) == [0.0, 2.0, 0.0, 0.0]
+    assert not buffer.tensor[: 2 + 4 * WIDTH].any()
+    held()
+
+
+def test_no_row_is_an_answer_too() -> None:
+    one = stage()
+    (answer,) = one.say(0, PullRows("kv", "t", 0, 0, 0))
+    assert isinstance(answer.message, PulledRows)
+    assert answer.payload == ()
+    assert not heard([answer], Error)
