@@ -54,9 +54,10 @@ def compress(kv: Any, params: object, argument: str) -> None:
 def state_of(kv: Any) -> State:
     """Return what compression left out of this worker's pushes; empty if that is nothing.
 
-    A plug-in keeps its own.
+    A plug-in keeps its own. A store that is closed has none any more, and an optimizer that runs here can
+    be saved all the same.
     """
-    rests = kv.compression_state() if isinstance(kv, KVStore) else {}
+    rests = kv.compression_state() if isinstance(kv, KVStore) and not kv.is_over else {}
     return {"rank": kv.rank, "rests": rests} if rests else {}
 
 
@@ -66,7 +67,7 @@ def put(kv: Any, state: Mapping[str, Any]) -> None:
     Raises:
         Mismatch: if it is of another model.
     """
-    if isinstance(kv, KVStore):
+    if isinstance(kv, KVStore) and not kv.is_over:
         is_mine = bool(state) and state["rank"] == kv.rank
         kv.load_compression_state(state["rests"] if is_mine else {})
 
@@ -90,7 +91,7 @@ def load(kv: Any, path: str) -> None:
     Raises:
         StorageError: if it cannot be read. Mismatch: if it is of another model.
     """
-    if not isinstance(kv, KVStore):
+    if not isinstance(kv, KVStore) or kv.is_over:
         return
     rests: dict[str, torch.Tensor] = {}
     beside = _beside(kv, path)

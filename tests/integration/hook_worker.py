@@ -134,6 +134,19 @@ def an_infinite_gradient_is_seen_by_all() -> None:
     assert all(one.grad.isfinite().all() for one in job.model.parameters())
 
 
+def ranks_may_have_more_batches_than_others() -> None:
+    """Who has none left pushes zeros, and what it owes; the mean is over both, as torch has it."""
+    reference = Reference(two_bits)
+    job = Job(TWO_BITS)
+    with job.ddp.join():
+        job.steps(0, 3 + RANK)
+    for step in range(3):
+        reference.step(step)
+    nothing = {name: torch.zeros_like(one) for name, one in gradients(0, 3).items()}
+    reference.step_by([nothing, gradients(1, 3)])
+    assert_close(job.weights(), reference.params)
+
+
 def an_error_reaches_who_called_backward() -> None:
     job = Job(TWO_BITS)
     job.steps(0, 2)
@@ -163,6 +176,7 @@ CASES: list[Callable[[], None]] = [
     rules_match_names,
     passes_inside_no_sync_are_added_up,
     an_infinite_gradient_is_seen_by_all,
+    ranks_may_have_more_batches_than_others,
     an_error_reaches_who_called_backward,
     what_cannot_be_is_refused,
 ]

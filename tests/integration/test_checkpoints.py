@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,7 @@ kv.barrier("trained")
 print("weights", [one.tolist() for one in model.state_dict().values()], flush=True)
 """
 SLOW = pytest.mark.slow
+INT8 = {"type": "int8", "min_bytes": 0, "pull": True}
 
 
 @pytest.mark.parametrize(
@@ -203,10 +205,14 @@ SLOW = pytest.mark.slow
         pytest.param(OPTIMIZER, {"update_on_kvstore": True, "overlap_forward": True}, marks=SLOW),
         (OPTIMIZER, {"update_on_kvstore": True}),
         (OPTIMIZER, {"overlap_forward": True}),
+        (TRAINER, {"compression_params": INT8}),
+        pytest.param(OPTIMIZER, {"compression": INT8}, marks=SLOW),
+        pytest.param(TRAINER, {"compression_params": INT8, "overlap": True}, marks=SLOW),
+        pytest.param(OPTIMIZER, {"compression": INT8, "overlap_forward": True}, marks=SLOW),
     ],
 )
 def test_a_front_end_goes_on_when_a_server_was_lost(
-    processes: Processes, tmp_path: Path, front_end: str, options: dict[str, bool]
+    processes: Processes, tmp_path: Path, front_end: str, options: dict[str, Any]
 ) -> None:
     text = f"{BEGIN}\nOPTIONS = {options}\n{front_end}\n{TRAIN}"
     script, enough = processes.script(text), tmp_path / "enough"

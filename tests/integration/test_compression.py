@@ -6,6 +6,7 @@ weights: a weight that differs in its last bit would move a gradient across a th
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 import kvps
 import kvps.torch
+from examples import digits
 from kvps.torch import DistributedOptimizer
 from tests.integration.processes import Processes
 
@@ -368,6 +372,18 @@ def test_a_state_dict_has_what_is_owed(on_store: bool, tmp_path: Path) -> None:
     assert alone.state_dict().keys() == {"state", "param_groups"}
 
 
+def test_a_state_dict_can_be_had_behind_the_end() -> None:
+    def work(rank: int) -> None:
+        params = parameters()
+        optimizer = wrapped(params)
+        loss_of(params, rank, 0).backward()
+        optimizer.step()
+        optimizer.close()
+        assert optimizer.state_dict().keys() == {"state", "param_groups"}
+
+    run(work)
+
+
 def test_a_state_dict_of_another_rank_owes_nothing() -> None:
     def work(rank: int) -> bool:
         params = parameters()
@@ -382,9 +398,57 @@ def test_a_state_dict_of_another_rank_owes_nothing() -> None:
     assert run(work) == [True, False]
 
 
+SUM = {"reduction": "sum"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("compression", "lr", "loss"),
+    [
+        ({"type": "fp16"}, 0.5, {}),
+        ({"type": "bf16"}, 0.5, {}),
+        ({"type": "int8", "pull": True}, 0.5, {}),
+        ({"type": "2bit", "threshold": 0.5 / 32}, 0.5, {}),
+        ({"type": "1bit", "threshold": 0.0}, 0.3 / 32, SUM),
+        ({"type": "topk", "ratio": 0.01, "pull": True}, 0.5, {}),
+        ({"type": "randomk", "ratio": 0.1}, 0.5, {}),
+    ],
+    ids=lambda one: one["type"] if isinstance(one, dict) and "type" in one else "",
+)
+def test_an_optimizer_learns_digits_by_every_codec(
+    compression: dict[str, Any], lr: float, loss: dict[str, Any]
+) -> None:
+    """In batches of 32 for each worker, as examples/compressed_digits.py does it with a Trainer."""
+    torch.manual_seed(3)
+    first = digits.ConvNet()
+    seen, unseen = digits.load()
+    epochs = 12
+
+    def work(rank: int) -> float:
+        model = copy.deepcopy(first)
+        sgd: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        optimizer = DistributedOptimizer(
+            sgd, model, "dist_sync", {**compression, "min_bytes": 2000}
+        )
+        sampler = kvps.data_sampler(seen, optimizer.kvstore)
+        loader = DataLoader(seen, 32, sampler=sampler)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / epochs)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for images, labels in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(images), labels, **loss).backward()
+                optimizer.step()
+            scheduler.step()
+        return digits.accuracy(model, unseen)
+
+    assert min(run(work)) >= 0.97
+
+
 # --- DistributedDataParallel ------------------------------------------------------------------------
 
-HOOK_CASES = 8
+HOOK_CASES = 9
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md, docs/pytorch.md and docs/migrating run as they are printed.
+"""The Python blocks of README.md, docs/pytorch.md, docs/compression.md and docs/migrating run as they are printed.
 
 Each is run by two workers of a LocalCluster, with the names that its page says are the reader's: a model,
 batches, an optimizer. Then both workers must have the same parameters. A comment before a block says what else it
@@ -57,6 +57,7 @@ def blocks(page: str) -> list[Block]:
 PAGES = [
     "README.md",
     "docs/pytorch.md",
+    "docs/compression.md",
     *sorted(str(one.relative_to(ROOT)) for one in (ROOT / "docs" / "migrating").glob("*.md")),
 ]
 ALL = [block for page in PAGES for block in blocks(page)]
@@ -66,7 +67,7 @@ EXAMPLES = [block for block in ALL if not block.kind]
 
 def test_there_are_blocks_of_each_kind() -> None:
     assert {block.page for block in ALL} == set(PAGES)
-    assert len(PAGES) == 6
+    assert len(PAGES) == 7
     known = {"", "fragment", "before", "after", "after: a group of processes"}
     assert {block.kind for block in ALL} == known
     before = [block.page for block in ALL if block.kind == "before"]

@@ -106,6 +106,25 @@ def test_recommender_counts_steps_and_compares(
         assert min(steps[0], steps[1]) > 1.5 * steps[2], "nobody waits for the slow one"
 
 
+def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> None:
+    """In a process of its own: it imports digits.py as its neighbour."""
+    example = ROOT / "examples" / "compressed_digits.py"
+    short = ("--codecs", "1bit", "fp16", "--epochs", 4, "--min-accuracy", 0.7)
+    process = processes.python(example, *short)
+    assert process.wait(90.0) == 0, process
+    rows = re.findall(r"│ (none|fp16|1bit).*?│.*│ +(0\.\d+) │ +([\d.]+) │ +([\d.]+) │", process.out)
+    assert [name for name, *_ in rows] == ["none", "fp16", "fp16", "1bit", "1bit"], process
+    pushed = {name: float(one) for name, _, one, _ in rows}
+    assert pushed["none"] / 2.1 < pushed["fp16"] < pushed["none"] / 1.9
+    assert pushed["1bit"] < pushed["none"] / 25
+    assert len({pulled for *_, pulled in rows}) == 3, "as they are, by fp16, by 2bit"
+    assert "1bit has a learning rate of its own, 0.3" in process.out
+
+    process = processes.python(example, "--codecs", "--epochs", 1, "--min-accuracy", 1.01)
+    assert process.wait(90.0) == 1, process
+    assert "below 1.01" in process.err
+
+
 def test_word_vectors_beat_frequency(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +150,7 @@ SEEN = {
     "gluon_digits.py": (r"test accuracy 0\.9[789]", 120.0),
     "linear_numpy.py": (r"(?s)(distance to the true weights .*){5}", 60.0),
     "async_vs_sync.py": (r"dist_async", 120.0),
+    "compressed_digits.py": (r"(?s)randomk, both ways: 0\.9[789].*1bit has a learning rate", 300.0),
     "gpt.py": (r"test loss [12]\.\d+", 600.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
     "word_vectors.py": (r"ranked right: 0\.[67]", 300.0),

@@ -113,6 +113,17 @@ def test_a_front_end_without_a_store_has_no_rests(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_saved_behind_the_end_of_a_store_owes_nothing(tmp_path: Path) -> None:
+    kv = owing()
+    state = rests.state_of(kv)
+    kv.close()
+    assert rests.state_of(kv) == {}
+    rests.put(kv, state)
+    rests.save(kv, str(tmp_path / "states"))
+    rests.load(kv, str(tmp_path / "states"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "states.rests-0").write_bytes(b"nonsense")
     with pytest.raises(kvps.StorageError, match=r"states\.rests-0.*nothing is owed"):
