@@ -80,6 +80,10 @@ def rules_of(params: str | Mapping[str, object]) -> Rules:
     Raises:
         ConfigError: naming what is unknown or out of its range, and what there is.
     """
+    if not isinstance(params, str | Mapping):
+        raise ConfigError(
+            f"compression {params!r:.40}: give a dict, such as {{'type': '2bit'}}, or the type alone"
+        )
     given: dict[str, object] = {"type": params} if isinstance(params, str) else dict(params)
     rules = given.pop("rules", ())
     if not isinstance(rules, list | tuple):

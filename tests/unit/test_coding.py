@@ -292,6 +292,15 @@ def test_of_more_steps_than_are_missing_the_last_count() -> None:
     assert torch.equal(other_sink, after[1])
 
 
+def test_a_sum_may_come_as_it_is() -> None:
+    one = bench(BOTH_WAYS)
+    ticket, sink = pull(one)
+    whole = random(6)
+    answer(one, 1, [(WHOLE, whole.view(torch.uint8))], adds=False)
+    assert one.is_done(ticket)
+    assert torch.equal(sink, whole)
+
+
 def test_a_sum_is_what_the_step_says() -> None:
     one = bench(BOTH_WAYS)
     ticket, sink = pull(one)
@@ -328,6 +337,10 @@ def test_pulls_ask_piece_by_piece() -> None:
     assert one.is_done(ticket)
     assert torch.equal(sinks[0], decode(TWO, octets, torch.empty(20)))
     assert torch.equal(sinks[1], whole)
+    push(one, "a", eager=False)  # from now on the two have conditions of their own
+    one.call(calls.PullValues("kv", ("a", "b"), sinks, 0, 0))
+    asked = one.sent(Pull)[-1]
+    assert [(ask.start, ask.size, ask.after) for ask in asked.runs] == [(0, 20, 1), (20, 20, 0)]
 
 
 @pytest.mark.spec("R159")

@@ -10,7 +10,7 @@ import torch
 from kvps.codecs import decode, encode
 from kvps.codes import BIT1, BIT2, CODECS, FP16, TOPK, Code, size
 from kvps.core.image import Image
-from kvps.messages import Ask, Pull, Pulled, Push, Run, Steps
+from kvps.messages import Ask, Pull, Pulled, Push, PushRows, Run, Steps
 from kvps.tensors import from_frame
 from tests.server_stage import Said, ServerStage, acked, heard, pulled, refusal
 
@@ -414,6 +414,27 @@ def _rests(image: Image) -> list[list[float]]:
         for key in store.keys
         for portion in key.portions
     ]
+
+
+def test_rows_of_a_table_that_comes_back_by_steps() -> None:
+    """A step is of a whole piece: what the values lack is added to them before rows are updated."""
+    one = ServerStage(workers=1)
+    one.open()
+    one.init("w", torch.zeros(COUNT), shape=(10, 4))
+    one.optimizer("sgd", lr=0.1)
+    worker = Worker(one, 0, TWO, TWO)
+    sent, said = worker.push(random(1))
+    worker.take(said)
+    assert one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
+    ids, rows = torch.tensor([2, 7]), torch.ones(8)
+    one.say(0, PushRows("kv", "w", 1, (0,), 1, 4, 2), ids, rows)
+    expected = (-0.1 * sent).view(10, 4)
+    expected[ids] -= 0.1
+    torch.testing.assert_close(torch.tensor(one.values("w")).view(10, 4), expected)
+    assert not one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
+    worker.number = 2
+    worker.take(worker.push(random(2))[1])
+    assert worker.copy.tolist() == one.values("w")
 
 
 def test_other_types_than_float32_come_back_as_they_are() -> None:

@@ -100,6 +100,8 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
     [
         ({}, "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, or none"),
         ("3bit", "type='3bit'"),
+        (True, "compression True: give a dict, such as {'type': '2bit'}, or the type alone"),
+        (None, "compression None: give a dict"),
         ({"type": 2}, "type=2"),
         (
             {"type": "2bit", "threshhold": 0.1},

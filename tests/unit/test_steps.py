@@ -149,6 +149,16 @@ def test_what_is_forgotten_lacks_nothing() -> None:
     assert one.lead(0) is None
 
 
+def test_what_is_settled_lacks_nothing() -> None:
+    one = Piece()
+    one.move(eight(0.75, -0.25))
+    one.back.settle(one.values, 4, 12)
+    assert one.values[4:12].tolist() == eight(0.75, -0.25)
+    assert one.rest() == eight(0.0)
+    assert not one.back.owes(0, 16)
+    assert one.lead(0) is None
+
+
 def test_rests_that_come_back() -> None:
     one = Piece()
     one.back.revive(4, torch.full((8,), 0.4))
