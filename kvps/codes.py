@@ -28,6 +28,10 @@ BLOCK = 65536
 GROUP = 256
 """Elements of ``int8`` that share a scale."""
 
+TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest normal float32."""
+SEEDS = 2**63
+
 FP16, BF16, BIT1, BIT2, INT8, TOPK, RANDOMK = range(1, 8)
 
 CODECS = {
@@ -69,13 +73,19 @@ def check(code: Code) -> Code:
     name = NAMES.get(code.codec)
     if name is None:
         raise ProtocolError(f"no codec has number {code.codec}; there are 1 to {max(NAMES)}")
-    if not (0 < code.scale < math.inf and math.isfinite(code.number)):
+    if not fits(code):
         raise ProtocolError(f"{name} with number {code.number} and scale {code.scale}")
-    if code.codec == BIT2 and code.number <= 0:
-        raise ProtocolError(f"2bit has a threshold over 0, not {code.number}")
     if code.codec in (TOPK, RANDOMK) and not 0 < code.number <= 1:
         raise ProtocolError(f"{name} has a ratio over 0 and up to 1, not {code.number}")
     return code
+
+
+def fits(code: Code) -> bool:
+    """Whether float32 can hold what a code says: its scale, its threshold and both multiplied."""
+    threshold = abs(code.number * code.scale)
+    if not (TINY <= code.scale <= HUGE and math.isfinite(code.number) and threshold <= HUGE):
+        return False
+    return code.codec != BIT2 or (code.number > 0 and threshold >= TINY)
 
 
 def kept(code: Code, count: int) -> int:
@@ -86,6 +96,11 @@ def kept(code: Code, count: int) -> int:
         3
     """
     return min(count, max(1, math.ceil(code.number * count)))
+
+
+def seeded(code: Code, number: int) -> Code:
+    """Return the code of push, or version, ``number``: by another seed, other elements are drawn."""
+    return code._replace(seed=(code.seed + number) % SEEDS)
 
 
 def size(code: Code, count: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from kvps.codes import BIT1, BIT2, CODECS, RANDOMK, TOPK, Code
+from kvps.codes import BIT1, BIT2, CODECS, RANDOMK, TOPK, Code, fits
 from kvps.errors import ConfigError
 from kvps.specs import Spec
 
@@ -138,8 +138,11 @@ def _code(params: Mapping[str, object]) -> Code | None:
     number = 0.0
     if "threshold" in takes:
         number = _float("threshold", params.get("threshold", THRESHOLD))
-        if codec == BIT2 and number <= 0:
-            raise ConfigError(f"compression threshold={number}: 2bit needs one over 0")
+        if not fits(Code(codec, number)):
+            over = " over 0" if codec == BIT2 else ""
+            raise ConfigError(
+                f"compression threshold={number}: {kind} needs one{over} that float32 can hold"
+            )
     if "ratio" in takes:
         number = _float("ratio", params.get("ratio", RATIO))
         if not 0 < number <= 1:

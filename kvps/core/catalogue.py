@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvps.core.coding import Coding
+from kvps.core.coding import Coding, Group
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.plan import Held, Key, Plan, make
 from kvps.errors import KeyNotFound
@@ -101,6 +101,15 @@ class Catalogue:
             self._plans[names] = plan
         return plan
 
+    def groups(self, plan: Plan) -> list[Group]:
+        """Return the keys of ``plan`` that is to be pushed, by how they travel.
+
+        A push that may be refused is not compressed: what was written of it would be gone from the
+        rest. Where each push is applied by itself, one needs an optimizer.
+        """
+        is_taken = self.ordered or self.optimized.number or any(key.applied for key in plan.keys)
+        return self.coding.groups(plan, self.rank) if is_taken else [Group(plan)]
+
     def key(self, name: str) -> Key:
         """Return one key.
 
@@ -129,7 +138,7 @@ class Catalogue:
 
     def forget(self) -> None:
         """Nothing that was counted here holds any more."""
-        self.coding.forget(self.keys)
+        self.coding.begin_anew()
         self.keys.clear()
         self.barriers.clear()
         self._plans.clear()

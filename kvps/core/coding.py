@@ -13,6 +13,7 @@ piece of a key: later steps are added to it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
@@ -48,7 +49,7 @@ class Group:
     """Those keys of a call that travel alike."""
 
     plan: Plan
-    setting: Setting | None
+    setting: Setting | None = None
     """None for as they are."""
     indices: tuple[int, ...] | None = None
     """Which keys of the call they are; None for all."""
@@ -88,6 +89,8 @@ class Coding:
     _copies: dict[str, dict[tuple[int, int], Copy]] = field(default_factory=dict)
     """By key, then by chunk and where in it the piece begins."""
     _groups: dict[tuple[str, ...], list[Group]] = field(default_factory=dict)
+    _unwritten: dict[int, deque[Request]] = field(default_factory=dict)
+    """By chunk, the pushes that were made and are not written yet, in order."""
 
     # --- which keys -----------------------------------------------------------------------------
 
@@ -102,10 +105,16 @@ class Coding:
             self._copies.pop(name, None)
         self._groups.clear()
 
+    def begin_anew(self) -> None:
+        """Nothing that was pushed or pulled counts any more; what was not written is void."""
+        self._copies.clear()
+        self._groups.clear()
+        self._unwritten.clear()
+
     def groups(self, plan: Plan, rank: int) -> list[Group]:
         """Return the keys of ``plan``, by how they travel."""
         if self.rules is OFF:
-            return [Group(plan, None)]
+            return [Group(plan)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)
         if groups is None:
@@ -151,7 +160,7 @@ class Coding:
         runs = tuple([Run(one.start, one.size, of_key(numbers, one.key)) for one in share.segments])
         code = setting.code
         if code.codec == RANDOMK:  # the same elements on every worker, others in every round
-            code = code._replace(seed=code.seed + runs[0].number)
+            code = codes.seeded(code, runs[0].number)
         held: tuple[int, ...] = ()
         if message.pull and setting.back is not None:
             held = self._held(share, keys)
@@ -160,7 +169,13 @@ class Coding:
             share.server, message, payload_bytes=message.payload_sizes()[0], lane=share.chunk
         )
 
+        unwritten = self._unwritten.setdefault(share.chunk, deque())
+        unwritten.append(request)
+
         def fill(route: str) -> tuple[torch.Tensor, ...]:
+            while unwritten[0] is not request:  # each rest goes with the push after it
+                unwritten[0].freeze()
+            unwritten.popleft()
             parts = [(keys[one.key], one, _part(rows[one.key], one)) for one in share.segments]
             if torch.isfinite(sum([part.sum() for _, _, part in parts], torch.tensor(0.0))):
                 return (self._written(parts, message, memory),)

@@ -256,16 +256,16 @@ def push(book: Catalogue, call: calls.PushValues, rows: Values) -> Conversation:
     for key in plan.keys:
         key.number += 1
     sink = sink_for(call.sinks, plan)
-    groups = book.coding.groups(plan, book.rank)
+    groups = book.groups(plan)
     tallies = [Tally(group.plan) for group in groups]
     requests: list[Request] = []
-    for group, tally in zip(groups, tallies, strict=True):
-        numbers = alike(group.numbers(each))
-        requests += _pushed(book, call, group, group.rows(rows), numbers, tally, sink)
     try:
         if full:
             yield from make_room(book, full)
         demand_presence(book)
+        for group, tally in zip(groups, tallies, strict=True):
+            numbers = alike(group.numbers(each))
+            requests += _pushed(book, call, group, group.rows(rows), numbers, tally, sink)
         yield requests
     except KvpsError:
         for key in plan.keys:

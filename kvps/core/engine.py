@@ -580,8 +580,11 @@ class Engine:
         _spread(due)
         ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
         state = space.state_of(chunk)
+        weight = chunk.buffer.tensor[span.start : span.stop]
+        if chunk.back is not None and chunk.back.owes(span.start, span.stop):
+            weight = weight + chunk.back.rest[span.start : span.stop]
         return updater.partial_norms(
-            chunk.buffer.tensor[span.start : span.stop],
+            weight,
             due.sum.parts[0].joined(),
             {name: tensor[span.start : span.stop] for name, tensor in state.items()},
             step=span.step + 1,

@@ -165,8 +165,7 @@ def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None
         chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
         chunk.fill(piece.start)
         space.forget_state(chunk, piece.start, stop)
-        rows = _states(cuts)
-        rest = rows.pop(REST, None)
+        rows, rest = _states(cuts), _rest(cuts)
         if rest is not None:
             back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
             assert back is not None, "only float32 values have rests"
@@ -199,10 +198,17 @@ def _states(cuts: list[Portion]) -> dict[str, torch.Tensor]:
     A chunk has states as soon as one of its keys was updated, so of two parts of a key that was not
     one may have some; they are as new, then.
     """
-    names = cuts[0].state.keys()
-    if any(one.state.keys() != names for one in cuts):
+    names = cuts[0].state.keys() - {REST}
+    if any(one.state.keys() - {REST} != names for one in cuts):
         return {}
     return {name: _joined([one.state[name] for one in cuts]) for name in names}
+
+
+def _rest(cuts: list[Portion]) -> torch.Tensor | None:
+    """Return what neighbours lack; None if that is nothing."""
+    if not any(REST in one.state for one in cuts):
+        return None
+    return _joined([one.state.get(REST, torch.zeros(len(one.weight))) for one in cuts])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -807,6 +807,7 @@ class Requests:
         pulls.check_held(message.held, message.runs)
         if message.code is None:
             return Strip.of(packet.payload, message.dtype)
+        chunk.validate(message.runs)  # a few octets may say very many elements
         if chunk.dtype != "float32":
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"

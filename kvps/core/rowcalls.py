@@ -263,8 +263,9 @@ class Wanted:
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
         key, told = self.key, [one.told for one in self.shelves]
-        applied = min([one.lowest if ordered else one.owed for one in told])
-        key.applied = max(key.applied, applied)
+        if len(told) == len(ranges(key)):  # of those that were not asked nothing is known
+            applied = min([one.lowest if ordered else one.owed for one in told])
+            key.applied = max(key.applied, applied)
         if not ordered:
             key.version = max([key.version, *(one.highest for one in told)])
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.codecs import decode, encode
-from kvps.codes import BIT1, BIT2, RANDOMK, Code
+from kvps.codes import BIT1, BIT2, RANDOMK, Code, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
@@ -180,5 +180,6 @@ def code_of(code: Code | None, version: int, lr: float | None) -> Code | None:
     if code is None:
         return None
     if code.codec in (BIT1, BIT2) and lr is not None:
-        return code._replace(scale=abs(lr)) if lr else None
-    return code._replace(seed=code.seed + version) if code.codec == RANDOMK else code
+        code = code._replace(scale=abs(lr))
+        return code if fits(code) else None
+    return seeded(code, version) if code.codec == RANDOMK else code

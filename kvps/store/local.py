@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvps.codecs import decode, encode
-from kvps.codes import RANDOMK
+from kvps.codes import RANDOMK, seeded
 from kvps.compression import OFF
 from kvps.compression import Rules as Compression
 from kvps.core.calls import Sinks, Views
@@ -345,10 +345,13 @@ class LocalStore(KVStore):
                 found.append(value)  # what becomes of that is for on_nonfinite to say
                 continue
             title = f"{name}@{index}" if index else name
-            rest = self._left.get(title, torch.zeros_like(flat)).to(flat.device)
+            rest = self._left.get(title)
+            if rest is None or len(rest) != len(flat):  # a broadcast may change its shape
+                rest = torch.zeros_like(flat)
+            rest = rest.to(flat.device)
             code = setting.code
             if code.codec == RANDOMK:
-                code = code._replace(seed=code.seed + self._versions[name])
+                code = seeded(code, self._versions[name])
             octets = encode(code, rest, flat)
             self._left[title] = rest
             found.append(decode(code, octets, torch.empty_like(flat)).view(self._specs[name].shape))

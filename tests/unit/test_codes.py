@@ -19,6 +19,7 @@ from kvps.codes import (
     Code,
     check,
     kept,
+    seeded,
     size,
 )
 from kvps.errors import ProtocolError
@@ -69,8 +70,13 @@ def test_how_much_less_than_float32(name: str, ratio: float) -> None:
         (Code(BIT1, 0.5, -1.0), "scale -1.0"),
         (Code(BIT1, math.nan), "1bit with number nan"),
         (Code(BIT1, 0.5, math.inf), "scale inf"),
-        (Code(BIT2, 0.0), "2bit has a threshold over 0, not 0.0"),
-        (Code(BIT2, -0.5), "threshold over 0"),
+        (Code(BIT2, 0.0), "2bit with number 0.0 and scale 1.0"),
+        (Code(BIT2, -0.5), "2bit with number -0.5"),
+        (Code(BIT2, 1e300), "2bit with number 1e"),
+        (Code(BIT2, 1e30, 1e30), "2bit with number 1e"),
+        (Code(BIT2, 1e-30, 1e-30), "2bit with number 1e-30 and scale 1e-30"),
+        (Code(BIT1, 0.5, 1e300), "1bit with number 0.5 and scale 1e"),
+        (Code(BIT1, 0.5, 1e-40), "scale 1e-40"),
         (Code(TOPK, 0.0), "topk has a ratio over 0 and up to 1, not 0.0"),
         (Code(RANDOMK, 1.5), "randomk has a ratio"),
     ],
@@ -85,6 +91,10 @@ def test_what_each_may_say(name: str) -> None:
     code = Code(CODECS[name], 0.5, 0.1, 7)
     assert check(code) is code
     assert NAMES[code.codec] == name
+
+
+def test_seeds_do_not_leave_their_range() -> None:
+    assert seeded(Code(RANDOMK, 0.1, 1.0, 2**63 - 1), 3).seed == 2
 
 
 def test_a_threshold_of_1bit_may_be_anything_finite() -> None:

@@ -9,7 +9,7 @@ from kvps.codecs import decode, encode
 from kvps.codes import BIT2, FP16, RANDOMK, Code, size
 from kvps.compression import rules_of
 from kvps.core import calls
-from kvps.errors import ProtocolError
+from kvps.errors import ConfigError, ProtocolError
 from kvps.messages import (
     Ack,
     Declare,
@@ -26,6 +26,7 @@ from kvps.messages import (
     Receipt,
     Stand,
     Steps,
+    Welcome,
 )
 from kvps.specs import Spec
 from kvps.tensors import from_frame
@@ -40,10 +41,18 @@ def random(seed: int, count: int = 20) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def bench(params: dict[str, object] | None = None, **options: object) -> Bench:
+def bench(
+    params: dict[str, object] | None = None,
+    *,
+    mode: str = "sync",
+    ready: bool = True,
+    **options: object,
+) -> Bench:
+    """A worker with two keys; one that is not ``ready`` has lost its server since."""
     one = Bench(servers=1, **options)  # type: ignore[arg-type]
-    one.open()
+    one.open(mode=mode)
     one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
+    one.core.links[0].ready = ready
     if params is not None:
         ticket = one.call(calls.Compress("kv", rules_of(params)))
         assert one.is_done(ticket)
@@ -179,6 +188,55 @@ def test_what_is_compressed_is_not_bundled() -> None:
     push(one, "b", pull=True)
     (sent,) = one.sends(Push, 0)
     assert sent.packet.message.code == TWO  # type: ignore[attr-defined]
+
+
+def test_rests_go_with_the_pushes_in_the_order_of_these() -> None:
+    """A pushpull that stands in line is written before the push that was made after it."""
+    one = bench(ALL, ready=False)
+    sink = torch.zeros(20)
+    one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), (sink,), 0, False))
+    one.call(calls.PushValues("kv", ("a",), (torch.full((20,), -0.4),), None, 0, True))
+    assert not one.sends(Push)
+    one.server(0, Welcome(0, 1, 2, 1))
+    first, second = [
+        decode(TWO, from_frame(send.packet.payload[0], "uint8").clone(), torch.empty(20))
+        for send in one.sends(Push)
+    ]
+    assert first.tolist() == [0.5] * 20
+    assert second.tolist() == [0.0] * 20
+    assert rests_now(one)["a"].tolist() == pytest.approx([-0.3] * 20)
+
+
+def rests_now(one: Bench) -> dict[str, torch.Tensor]:
+    return one.core.books["kv"].coding.rests
+
+
+def test_a_push_that_may_be_refused_is_not_compressed() -> None:
+    """In an asynchronous store nobody knows whether there is an optimizer before something was taken in."""
+    one = bench(ALL, mode="async")
+    ticket = push(one, "a", pull=True, eager=False)
+    message, _, seq = last(one, Push)
+    assert isinstance(message, Push)
+    assert message.code is None
+    one.server(0, Error(seq, ConfigError.code, "no optimizer"))
+    assert isinstance(one.error(ticket), ConfigError)
+    assert rests_now(one) == {}
+    one.core.books["kv"].keys["a"].applied = 1
+    one.core.books["kv"].keys["a"].is_refused = False
+    push(one, "a")
+    message, _, _ = last(one, Push)
+    assert isinstance(message, Push)
+    assert message.code == TWO
+
+
+def test_what_was_not_written_when_the_servers_returned_is_void() -> None:
+    one = bench(ALL, ready=False)
+    one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), None, 0, False))
+    coding = one.core.books["kv"].coding
+    assert coding._unwritten
+    coding.begin_anew()
+    assert not coding._unwritten
+    assert coding.rests == {}
 
 
 def test_rests_are_given_and_taken() -> None:

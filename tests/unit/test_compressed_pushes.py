@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvps.codecs import decode, encode
-from kvps.codes import BIT1, BIT2, CODECS, FP16, TOPK, Code, size
+from kvps.codes import BIT1, BIT2, CODECS, FP16, RANDOMK, TOPK, Code, size
 from kvps.core.image import Image
 from kvps.messages import Ask, Pull, Pulled, Push, PushRows, Run, Steps
 from kvps.tensors import from_frame
@@ -157,6 +157,48 @@ def test_octets_that_cannot_be_change_nothing() -> None:
             "ProtocolError: topk names elements out of order, or beyond the 40"
         )
         assert one.snapshot() == before
+
+
+@pytest.mark.spec("R14", "R153")
+@pytest.mark.parametrize("size_", [0, COUNT + 1, 2**33])
+def test_few_octets_do_not_allocate_much(size_: int) -> None:
+    """What a run says is checked before anything of its size is made."""
+    one = stage(workers=1)
+    code = Code(RANDOMK, 1e-12)
+    (piece,) = one.places("w")
+    message = Worker(one, 0, code).message(runs=(Run(piece.start, size_, 0),))
+    before = one.snapshot()
+    payload = torch.zeros(size(code, size_), dtype=torch.uint8)
+    assert refusal(one.say(0, message, payload)).startswith("ProtocolError: chunk 1")
+    assert one.snapshot() == before
+
+
+def test_a_rate_that_no_step_can_be_a_multiple_of() -> None:
+    one = stage(workers=1)
+    one.optimizer("sgd", lr=1e-44)
+    worker = Worker(one, 0, TWO, TWO)
+    answer = worker.take(worker.push(random(1))[1])
+    assert answer.steps == ()
+
+
+def test_norms_are_those_of_the_weights_and_not_of_what_is_pulled() -> None:
+    """LARS: what a rest adds to the values counts, too."""
+    one = stage(workers=1)
+    one.optimizer("lars", lr=0.1, trust_coefficient=0.01, weight_decay=0.0)
+    exact = stage(workers=1)
+    exact.optimizer("lars", lr=0.1, trust_coefficient=0.01, weight_decay=0.0)
+    for other in (one, exact):
+        other.init("w", random(9), call=1)
+    worker = Worker(one, 0, None, Code(BIT2, 1e-3))
+    for step in range(4):
+        gradient = random(step)
+        worker.take(worker.push(gradient)[1])
+        exact.push(0, "w", gradient, step)
+    rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+    assert rest.abs().max() > 0
+    torch.testing.assert_close(
+        torch.tensor(one.values("w")) + rest, torch.tensor(exact.values("w")), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.spec("R153")

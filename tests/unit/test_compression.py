@@ -111,6 +111,12 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
         ({"type": "none", "ratio": 0.1}, "none has no parameter 'ratio'"),
         ({"type": "2bit", "threshold": math.nan}, "threshold=nan: use a finite number"),
         ({"type": "2bit", "threshold": 0}, "threshold=0.0: 2bit needs one over 0"),
+        (
+            {"type": "2bit", "threshold": 1e39},
+            "threshold=1e.39: 2bit needs one over 0 that float32 can hold",
+        ),
+        ({"type": "2bit", "threshold": 1e-40}, "threshold=1e-40"),
+        ({"type": "1bit", "threshold": -1e39}, "1bit needs one that float32 can hold"),
         ({"type": "1bit", "threshold": "0.5"}, "threshold='0.5'"),
         ({"type": "1bit", "threshold": True}, "threshold=True"),
         ({"type": "topk", "ratio": 0}, "ratio=0.0: use one over 0 and up to 1"),

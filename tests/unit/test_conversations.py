@@ -454,12 +454,14 @@ class TestWindow:
         assert not one.is_copied(one.call(push({"w": HOT})))
 
     def test_the_values_are_those_of_the_call(self) -> None:
-        """However long an eager push waits for room, its copy was made before."""
+        """Also if its caller stops waiting for room, and uses their memory for others."""
         one = ready()
         for _ in range(64):
             one.call(push({"w": HOT}))
         values = HOT.clone()
-        one.call(push({"w": values}))
+        ticket = one.call(push({"w": values}), 1.0)
+        one.wait(1.5)
+        assert isinstance(one.error(ticket), Timeout)
         values.fill_(-1)
         for server in (0, 1):
             stood(one, one.seqs(Pull, server)[0], server, 1)

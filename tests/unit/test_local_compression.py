@@ -100,6 +100,15 @@ def test_switched_off_gradients_are_whole_again() -> None:
         assert kv.pushpull("w", torch.tensor([0.1, 0.1])).tolist() == pytest.approx([0.1, 0.1])
 
 
+def test_a_key_that_gets_another_shape_owes_nothing() -> None:
+    with kvps.create("local") as kv:
+        kv.set_gradient_compression(TWO)
+        kv.init("w", torch.zeros(4))
+        kv.push("w", torch.full((4,), 0.3))
+        kv.broadcast("w", torch.zeros(8), torch.zeros(8))
+        assert kv.pushpull("w", torch.full((8,), 0.4)).tolist() == [0.0] * 8
+
+
 def test_what_is_unknown_changes_nothing() -> None:
     with kvps.create("local") as kv:
         kv.set_gradient_compression(TWO)
