@@ -78,7 +78,7 @@ def work(given: argparse.Namespace) -> None:
     kv.barrier()
     rows_ms = median_ms(sparse, given.rounds)
     if kv.rank == 0:
-        print(  # noqa: T201
+        print(
             f"{given.rows} x {given.width}, {given.optimizer or 'no optimizer'}: all {whole_ms:.1f} ms, "
             f"{given.percent:g} % of the rows {rows_ms:.2f} ms, {100 * rows_ms / whole_ms:.1f} %"
         )

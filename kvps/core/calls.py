@@ -162,11 +162,13 @@ class PushRows(Call):
 
 @dataclass(frozen=True, slots=True)
 class PullRows(Call):
-    """Pull some rows; finishes with a tensor [k, width] for each key, in the order of the numbers."""
+    """Pull some rows; finishes with a tensor [k, width] for each key."""
 
     keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]
-    """Of each key int64, ascending, each once and in the key."""
+    """Of each key int64 [k], ascending, each once and in the key."""
+    places: tuple[torch.Tensor, ...]
+    """Of each key where each of these rows goes in the tensor, int64 [k], each place once."""
     priority: Numbers
 
 

@@ -207,7 +207,9 @@ class Shelf:
     place: Range
     ids: torch.Tensor
     out: torch.Tensor
-    """Where they go, [k, width]."""
+    """Where they go, with those of other servers."""
+    places: torch.Tensor
+    """Where in it each goes."""
     answer: PulledRows | None = None
 
     def ask(self, book: Catalogue, after: int, least: int, priority: int) -> Request:
@@ -227,7 +229,7 @@ class Shelf:
         answer = packet.message
         assert isinstance(answer, PulledRows)
         spec = self.key.spec
-        if (answer.count, answer.width) != tuple(self.out.shape) or (
+        if (answer.count, answer.width) != (len(self.ids), spec.width) or (
             answer.dtype != BY_NAME[spec.dtype].id
         ):
             raise ProtocolError(
@@ -238,7 +240,7 @@ class Shelf:
         at = 0
         for frame in packet.payload if wanted else ():
             values = from_frame(frame, spec.dtype).view(-1, spec.width)
-            self.out[at : at + len(values)].copy_(values)
+            self.out.index_copy_(0, self.places[at : at + len(values)], values)
             at += len(values)
 
     @property
@@ -250,7 +252,7 @@ class Shelf:
 
 @dataclass(slots=True)
 class Wanted:
-    """The rows of one key, in the order of their numbers, and who has them."""
+    """The rows of one key, and who has them."""
 
     key: Key
     rows: torch.Tensor
@@ -279,9 +281,9 @@ def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
     """Pull some rows of each key after this rank's own pushes; finish with them, key by key."""
     plan = yield from numbered(book, call.keys)
     found = [_wanted(book, plan, call, index) for index in range(len(plan.keys))]
-    for one, ids in zip(found, call.ids, strict=True):
+    for one, ids, places in zip(found, call.ids, call.places, strict=True):
         if not one.shelves and len(ids):
-            yield from _read_whole(book, one, ids)
+            yield from _read_whole(book, one, ids, places)
     by_rows = [one for one in found if one.shelves]
     yield [shelf.ask(book, one.after, 0, one.priority) for one in by_rows for shelf in one.shelves]
     for one in by_rows:
@@ -303,7 +305,7 @@ def _wanted(book: Catalogue, plan: Plan, call: calls.PullRows, index: int) -> Wa
     one = Wanted(key, rows, key.number, of_key(call.priority, index))
     for place, some in _split(ranges(key), ids):
         if some.start < some.stop:
-            one.shelves.append(Shelf(key, place, ids[some], rows[some]))
+            one.shelves.append(Shelf(key, place, ids[some], rows, call.places[index][some]))
     return one
 
 
@@ -321,12 +323,12 @@ def _even_out(book: Catalogue, found: Sequence[Wanted]) -> Generator[Step, list[
 
 
 def _read_whole(
-    book: Catalogue, one: Wanted, ids: torch.Tensor
+    book: Catalogue, one: Wanted, ids: torch.Tensor, places: torch.Tensor
 ) -> Generator[Step, list[Packet], None]:
     """Read all of a key, and take the rows ``ids`` of it."""
     dense = torch.empty(one.key.spec.shape, dtype=one.rows.dtype)
     plan = book.plan((one.key.name,))
     tally = yield from reading.read(book, plan, reading.Rows([dense]), one.after, 0, one.priority)
-    torch.index_select(dense.view(-1, one.key.spec.width), 0, ids, out=one.rows)
+    one.rows.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
     if tally.dropped and not tally.is_unwanted:
         complain(book.opened.store, book.ordered, book.keys, tally.dropped)

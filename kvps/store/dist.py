@@ -344,10 +344,11 @@ class DistStore(KVStore):
         self,
         names: tuple[str, ...],
         ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
         priority: Numbers,
         limit_s: float,
     ) -> Ticket:
-        return self._session.call(calls.PullRows(self._name, names, ids, priority), limit_s)
+        return self._session.call(calls.PullRows(self._name, names, ids, places, priority), limit_s)
 
     def _broadcast(
         self,

@@ -368,10 +368,12 @@ class KVStore(KVStoreBase, abc.ABC):
         self._demand_known(names)
         picks = picks_of(names, is_many, self._specs, row_ids, out)
         ids = tuple([one.ids for one in picks])
-        ticket = self._pull_rows(names, ids, _priority_of(names, priority), self._limit(timeout))
+        places = tuple([one.places for one in picks])
+        urgency, limit_s = _priority_of(names, priority), self._limit(timeout)
+        ticket = self._pull_rows(names, ids, places, urgency, limit_s)
 
         def deliver(found: object) -> object:
-            rows = self._picked(found, names, ids)
+            rows = self._picked(found, names, ids, places)
             results = [pick.deliver(one) for pick, one in zip(picks, rows, strict=True)]
             return (out if out is not None else results) if is_many else results[0]
 
@@ -763,15 +765,23 @@ class KVStore(KVStoreBase, abc.ABC):
         self,
         names: tuple[str, ...],
         ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
         priority: Numbers,
         limit_s: float,
     ) -> Ticket:
         """Finish with something of which :meth:`_picked` makes these rows."""
 
     def _picked(
-        self, found: Any, names: tuple[str, ...], ids: tuple[torch.Tensor, ...]
+        self,
+        found: Any,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
     ) -> list[torch.Tensor]:
-        """Return the rows of each key, [k, width], on the CPU; ``found`` is what a pull finished with."""
+        """Return the rows ``ids`` of each key at their ``places`` in a tensor [k, width] on the CPU.
+
+        ``found`` is what the pull finished with.
+        """
         rows: list[torch.Tensor] = found
         return rows
 

@@ -29,7 +29,7 @@ from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
-from kvps.store.rows import Rows
+from kvps.store.rows import Rows, taken
 from kvps.store.states import States
 
 log = logging.getLogger("kvps")
@@ -268,13 +268,14 @@ class LocalStore(KVStore):
         self,
         names: tuple[str, ...],
         ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
         priority: Numbers,
         limit_s: float,
     ) -> Ticket:
-        found = []
-        for name, some in zip(names, ids, strict=True):
-            table = self._table(name)
-            found.append(table.index_select(0, some.to(table.device)).cpu())
+        found = [
+            taken(self._table(self._known(name)), some, at)
+            for name, some, at in zip(names, ids, places, strict=True)
+        ]
         self._raise_untold(names)
         return _over(found)
 

@@ -169,6 +169,12 @@ def dense_of(spec: Spec, rows: Rows) -> torch.Tensor:
     return dense.index_copy_(0, rows.ids, rows.inorder).view(spec.shape)
 
 
+def taken(table: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``ids`` of a table, each at its place, on the CPU."""
+    rows = table.index_select(0, ids.to(table.device)).cpu()
+    return torch.empty_like(rows).index_copy_(0, places, rows)
+
+
 class Pick:
     """The rows that a user wants of one key, and where they go."""
 
@@ -189,10 +195,16 @@ class Pick:
         assert spec is not None
         self._shape = (*wanted.shape, *spec.shape[1:])
         flat = wanted.cpu().view(-1)
-        self.ids, self._places = numbered(flat)
+        self.ids, which = numbered(flat)
         """The numbers of the rows that are asked for, ascending, each once."""
+        self.places = torch.arange(len(self.ids))
+        """Where each of them is to come: as the user wants them, if he wants each once."""
+        self._repeats: torch.Tensor | None = which
+        if len(self.ids) == len(flat):
+            self.places = torch.empty_like(which).index_copy_(0, which, self.places)
+            self._repeats = None
+        self._flat = flat
         self._out = out
-        self._is_in_order = torch.equal(self.ids, flat)
         outs: Sequence[object] = out if isinstance(out, list | tuple) else [out]
         self._targets: list[torch.Tensor] = []
         for one in outs if out is not None else ():
@@ -211,18 +223,15 @@ class Pick:
         self._whole = spec.shape
 
     def deliver(self, rows: torch.Tensor) -> object:
-        """Hand out the rows :attr:`ids`, [k, width]; return what the call returns."""
-        shaped = rows.view(len(self.ids), *self._whole[1:])
+        """Hand out rows, [k, width], that are at their places; return what the call returns."""
+        inorder = rows if self._repeats is None else rows.index_select(0, self._repeats)
         for target in self._targets:
             if tuple(target.shape) == self._whole:
-                target.index_copy_(0, self.ids.to(target.device), shaped.to(target.device))
+                shaped = inorder.view(len(self._flat), *self._whole[1:])
+                target.index_copy_(0, self._flat.to(target.device), shaped.to(target.device))
             else:
-                target.copy_(self._wanted(rows))
-        return self._wanted(rows) if self._out is None else self._out
-
-    def _wanted(self, rows: torch.Tensor) -> torch.Tensor:
-        found = rows if self._is_in_order else rows.index_select(0, self._places)
-        return found.view(self._shape)
+                target.copy_(inorder.view(self._shape))
+        return inorder.view(self._shape) if self._out is None else self._out
 
 
 def picks_of(

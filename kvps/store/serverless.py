@@ -20,6 +20,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
+from kvps.store.rows import taken
 from kvps.store.states import States
 
 
@@ -51,19 +52,23 @@ class Serverless(KVStore):
         self,
         names: tuple[str, ...],
         ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
         priority: Numbers,
         limit_s: float,
     ) -> Ticket:
         return self._pull(names, (), priority, 0, limit_s)
 
     def _picked(
-        self, found: Any, names: tuple[str, ...], ids: tuple[torch.Tensor, ...]
+        self,
+        found: Any,
+        names: tuple[str, ...],
+        ids: tuple[torch.Tensor, ...],
+        places: tuple[torch.Tensor, ...],
     ) -> list[torch.Tensor]:
-        each = []
-        for name, values, some in zip(names, found, ids, strict=True):
-            table = values.view(-1, self._specs[name].width)
-            each.append(table.index_select(0, some.to(table.device)).cpu())
-        return each
+        return [
+            taken(values.view(-1, self._specs[name].width), some, at)
+            for name, values, some, at in zip(names, found, ids, places, strict=True)
+        ]
 
     def save_optimizer_states(self, path: str) -> None:
         """Is refused: the optimizer, if there is one, is in the script."""

@@ -99,6 +99,21 @@ def test_half_types_are_summed_in_float32(of_contract, dtype):
     contract.test_half_types_are_summed_in_float32(dtype)
 
 
+def test_rows_are_summed_as_dense_values_and_pulled_by_their_numbers():
+    def work(rank):
+        kv = store()
+        kv.init(["t", "b"], [torch.zeros(5, 2), torch.zeros(3)])
+        kv.push(["t", "b"], [([3, rank, 3], torch.ones(3, 2)), torch.ones(3)])
+        full = torch.full((5, 2), -1.0)
+        kv.row_sparse_pull("t", out=full, row_ids=[1, 4])
+        return kv.row_sparse_pull("t", row_ids=[3, 0, 1, 3]), full, kv.pull("b")
+
+    for rows, full, dense in run(work):
+        assert rows[:, 0].tolist() == [4.0, 1.0, 1.0, 4.0]
+        assert full[:, 1].tolist() == [-1.0, 1.0, -1.0, -1.0, 0.0]
+        assert dense.tolist() == [2.0] * 3
+
+
 def test_bad_calls_raise_at_the_offender_and_change_nothing():
     contract.test_bad_calls_raise_at_the_offender_and_change_nothing("allreduce")
 

@@ -129,7 +129,8 @@ class Store:
     def pull_rows(self, wanted: Values, priority: int = 0) -> Script:
         """Pull rows by their numbers, which are in order."""
         ids = tuple(wanted.values())
-        found = yield self._do(calls.PullRows(self.name, tuple(wanted), ids, priority))
+        places = tuple(torch.arange(len(one)) for one in ids)
+        found = yield self._do(calls.PullRows(self.name, tuple(wanted), ids, places, priority))
         return dict(zip(wanted, found, strict=True))
 
     def set_optimizer(self, name: str, **hyper: Any) -> Script:

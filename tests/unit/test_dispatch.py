@@ -25,7 +25,7 @@ CALLS = {
     "push": calls.PushValues("kv", (), (), None, 0, True),
     "pull": calls.PullValues("kv", (), (), 0, 0),
     "push_rows": calls.PushRows("kv", (), (), 0, True),
-    "pull_rows": calls.PullRows("kv", (), (), 0),
+    "pull_rows": calls.PullRows("kv", (), (), (), 0),
     "allocate": calls.Allocate("kv", ()),
     "versions": calls.Versions("kv", ()),
     "resume": calls.Resume("kv", ()),

@@ -67,7 +67,10 @@ def pushing(one: Catalogue, ids: tuple[int, ...], key: str = "t", **more: Any) -
 
 
 def pulling(one: Catalogue, *ids: int, key: str = "t") -> Any:
-    return rowcalls.pull_rows(one, calls.PullRows("kv", (key,), (torch.tensor(ids).long(),), 7))
+    """Pull rows, the last of them to come first."""
+    numbers = torch.tensor(ids, dtype=torch.int64)
+    places = torch.arange(len(ids)).flip(0)
+    return rowcalls.pull_rows(one, calls.PullRows("kv", (key,), (numbers,), (places,), 7))
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
@@ -209,7 +212,7 @@ def test_rows_go_to_the_servers_and_not_to_neighbours() -> None:
     bench.init({"t": torch.zeros(40, 2)})
     before = len(bench.sends(Message))
     bench.call(calls.PushRows("kv", ("t",), rows(3, 39), 0, True))
-    bench.call(calls.PullRows("kv", ("t",), (torch.tensor([3]),), 0))
+    bench.call(calls.PullRows("kv", ("t",), (torch.tensor([3]),), (torch.tensor([0]),), 0))
     routes = {send.to for send in bench.sends(Message)[before:]}
     assert routes == {"server 0", "server 1"}
 
@@ -226,7 +229,7 @@ def test_only_those_who_have_rows_are_asked() -> None:
     assert request.message == PullRows("kv", "t", 4, 0, 2)
     assert (request.server, request.priority, request.lane) == (1, 7, 3)
     (found,) = end(steps, [reply(request, 4)])
-    assert found.tolist() == [[403.0, 403.0], [407.0, 407.0]]
+    assert found.tolist() == [[407.0, 407.0], [403.0, 403.0]]
     assert one.keys["t"].applied == 4
     steps = pulling(one)
     assert next(steps) == []
@@ -243,7 +246,7 @@ def test_those_who_lag_behind_are_asked_again() -> None:
     (more,) = steps.send([reply(again[0], 6), reply(again[1], 5)])
     assert (more.server, more.message.least) == (1, 6)
     (found,) = end(steps, [reply(more, 6)])
-    assert found[:, 0].tolist() == [600.0, 601.0, 607.0]
+    assert found[:, 0].tolist() == [607.0, 601.0, 600.0]
 
 
 @pytest.mark.spec("R176")
@@ -251,7 +254,7 @@ def test_a_push_that_this_rank_owes_to_some_is_not_waited_for() -> None:
     steps = pulling(book(), 0, 7)
     first, second = next(steps)
     (found,) = end(steps, [reply(first, 3, owed=3), reply(second, 4, owed=4)])
-    assert found[:, 0].tolist() == [300.0, 407.0]
+    assert found[:, 0].tolist() == [407.0, 300.0]
 
 
 @pytest.mark.spec("R176")
@@ -267,7 +270,7 @@ def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short:
     else:
         assert isinstance(steps.send(answers), Lagging)
         (found,) = end(steps, [])
-    assert found[:, 0].tolist() == [300.0, 407.0]
+    assert found[:, 0].tolist() == [407.0, 300.0]
     assert (one.keys["t"].applied, one.keys["t"].version) == (2, 4)
 
 
