@@ -446,8 +446,7 @@ class Engine:
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
         if chunk.embedding is not None:
-            row_bytes = chunk.embedding.row_bytes
-            self.chunks.weight_bytes += by_ids.update(chunk, span, due) * row_bytes
+            space.grow(by_ids.update(chunk, span, due) * chunk.embedding.row_bytes)
         elif space.updater is None:
             self._assign(chunk, span, due)
         else:

@@ -291,6 +291,10 @@ class Namespace:
         """Return the chunk in which a piece of one of these keys lies."""
         return self._chunks.by_number[piece.chunk]
 
+    def grow(self, size: int) -> None:
+        """Count so many bytes more of rows among what the server holds; less, if below 0."""
+        self._chunks.weight_bytes += size
+
     def embedding_at(self, piece: Piece) -> Embedding:
         """Return the table whose element here a piece is."""
         rows = self.chunk_at(piece).embedding

@@ -83,7 +83,9 @@ def revive(space: Namespace, table: TableImage, server: int, servers: int) -> Pi
     """Give a store a table as it was, in place of what it has; return its piece."""
     piece = by_ids.embed(space, table.key, table.recipe, server, servers)
     chunk = space.chunk_at(piece)
+    before = len(by_ids.embedding_of(chunk))
     chunk.embedding = rows = filled(table, server, servers)
+    space.grow((len(rows) - before) * rows.row_bytes)
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
     span.rounds.clear()  # what was pushed to other rows is void

@@ -172,7 +172,7 @@ def test_all_rows_are_those_of_one_process(seed: int, request: pytest.FixtureReq
 
 
 def small_job() -> TableJob:
-    job = TableJob(3, 2, 2, 3, recipe=recipe(momentum=0.5, lr=1.0))
+    job = TableJob(3, 2, 2, 2, recipe=recipe(momentum=0.5, lr=1.0))
     job.faults = Faults(in_order=True)
     return job
 

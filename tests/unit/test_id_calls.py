@@ -224,5 +224,6 @@ def test_a_table_that_is_unknown_is_asked_for_by_its_name() -> None:
 
 def test_a_push_that_no_frame_holds_is_refused() -> None:
     wide = torch.zeros(1, 1024).expand(16_385, 1024)
+    check_size("table 't'", ((torch.zeros(1), wide[:-1]),))
     with pytest.raises(Mismatch, match="for server 1, and one push has 67108864 at most"):
         check_size("table 't'", ((torch.zeros(1), torch.zeros(1)), (torch.zeros(1), wide)))

@@ -68,6 +68,7 @@ def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
         ({"evict": {"age": 2**63}}, "2\\*\\*63"),
         ({"seed": -1}, "seed=-1"),
         ({"optimizer": "lamb"}, "lamb"),
+        ({"lr_mult": {"words": 2.0}}, "lr_mult"),
         ({"optimizer": "dcasgd"}, "dcasgd"),
         ({"optimizer": "sdg"}, "sdg"),
         ({"optimizer": None}, "unknown optimizer"),

@@ -184,6 +184,8 @@ def test_a_store_goes_back_to_what_it_was() -> None:
     assert one.rows() != wanted
     list(one.stage.server.requests.revive("kv", image))
     assert one.rows() == wanted
+    held = one.stage.server.requests.engine.chunks.weight_bytes
+    assert held == 8 + 2 * 4 + 60 * 3 * 4  # the table's element, the key, the rows
     one.version = 3
     one.push(0, 10)
     assert one.count == 60
