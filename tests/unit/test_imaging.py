@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvps.codes import BIT2, Code
 from kvps.core import imaging
 from kvps.core.image import Image
 from kvps.core.placement import parts
@@ -143,6 +144,33 @@ def test_parts_of_a_key_with_different_histories_get_pieces_of_their_own() -> No
     ]
     assert {span.version for span in spans} == {2, 3}
     assert elements([image_of(whole)])["kv", "big"] == elements(images)["kv", "big"]
+
+
+def test_a_part_that_lacks_something_beside_one_that_lacks_nothing() -> None:
+    """Values of one server were compressed for who pulls them, those of the other were not."""
+    images, rests = [], []
+    for server in (0, 1):
+        one = stage(server, 2)
+        one.optimizer("adam", lr=0.5)
+        (part,) = [part for part in parts("v", 80, 2, BOUND) if part.server == server]
+        one.declare("v", torch.zeros(part.size), start=part.start, shape=(80,))
+        one.load("v", torch.zeros(part.size))
+        (piece,) = one.pieces["v"]
+        runs = (Run(piece.start, piece.size, 0),)
+        back = Code(BIT2, 0.3) if server == 0 else None
+        for rank in (0, 1):
+            row = torch.linspace(0.1, 1, part.size)
+            one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, runs, None, back), row)
+        images.append(image_of(one))
+        lacks = one.chunk().back.rest[: part.size] if back is not None else torch.zeros(part.size)  # type: ignore[union-attr]
+        rests.append(lacks)
+    assert rests[0].any()
+    whole = fresh(regroup(images, 0, 1))
+    (key,) = image_of(whole).stores[0].keys
+    (portion,) = key.portions
+    assert portion.state.keys() == {"exp_avg", "exp_avg_sq", "kvps.rest"}
+    assert torch.equal(portion.state["kvps.rest"], torch.cat(rests))
+    assert (portion.state["exp_avg"] > 0).all()
 
 
 def test_a_part_without_states_beside_one_with_some_is_as_new() -> None:
