@@ -177,7 +177,7 @@ def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
     Raises:
         ProtocolError: if the rows of some are not on this server.
     """
-    ids = from_frame(frame, "int64").numpy()
+    ids = from_frame(frame, "int64").numpy().copy()  # what was checked, its sender must not change
     foreign = servers_of(ids, servers) != server
     if foreign.any():
         raise ProtocolError(
@@ -217,9 +217,25 @@ def summed(parts: Sequence[ByIds], rows: Embedding) -> tuple[Ids, torch.Tensor]:
 
 # --- pulls and exports ------------------------------------------------------------------------------
 
+ANSWER_BYTES = 64 << 20
+"""As much as one payload frame holds."""
 
-def asked_ids(message: PullIds, payload: Sequence[memoryview], server: int, servers: int) -> Ids:
-    """Return the ids of a pull, checked as :func:`ids_of` does."""
+
+def asked_ids(
+    chunk: Chunk, message: PullIds, payload: Sequence[memoryview], server: int, servers: int
+) -> Ids:
+    """Return the ids of a pull, checked as :func:`ids_of` does.
+
+    Raises:
+        ProtocolError: also if their rows do not fit in one frame.
+    """
+    rows = embedding_of(chunk)
+    size = message.count * rows.recipe.dim * BY_NAME[rows.recipe.dtype].itemsize
+    if size > ANSWER_BYTES:
+        raise ProtocolError(
+            f"chunk {chunk.number}: {message.count} rows are {size} octets, and an answer has "
+            f"{ANSWER_BYTES} at most; ask for fewer at once"
+        )
     if not message.count:
         return np.empty(0, np.int64)
     return ids_of(payload[0], server, servers)

@@ -17,6 +17,7 @@ from kvps.core.drops import ACTIONS, Drops
 from kvps.core.embedding import Embedding
 from kvps.core.hyper import Hyper
 from kvps.core.joins import Joins
+from kvps.core.placement import EMBEDDING
 from kvps.core.rules import MASTER, State
 from kvps.core.slab import Chunk, Chunks, Slab
 from kvps.core.updaters import Updater, create
@@ -165,6 +166,9 @@ class Namespace:
         """
         if len({entry.key for entry in entries}) != len(entries):
             raise ProtocolError("a DECLARE names a key twice")
+        table = next((entry.key for entry in entries if entry.key.startswith(EMBEDDING)), None)
+        if table is not None:
+            raise ProtocolError(f"key {table!r:.60} is that of a table, which EMBED makes")
         new = [entry for entry in entries if self._is_new(entry, call)]
         self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
         replaced: list[Shard] = []
@@ -261,6 +265,19 @@ class Namespace:
             raise Overload(
                 f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
                 "--memory-limit hold weights; add servers or raise the limit"
+            )
+
+    def check_growth(self, key: str) -> None:
+        """Check that a table may have more rows: they may be more than there is room for by one push.
+
+        Raises:
+            Overload: if there is no room left.
+        """
+        used, limit = self._chunks.weight_bytes, self._limit_bytes
+        if limit is not None and used > limit:
+            raise Overload(
+                f"no room for more rows of table {key.removeprefix(EMBEDDING)!r}: {used} of the {limit} "
+                "bytes of --memory-limit hold weights; evict rows (evict=), add servers or raise the limit"
             )
 
     def _place(self, entry: Entry, call: int) -> None:

@@ -344,6 +344,8 @@ class Requests:
         verdict, woken = self.engine.push_ids(space, message, gradient, self._quorum(space), now)
         if verdict is Verdict.EARLY:
             return  # as with any push
+        if verdict is Verdict.COUNTED:
+            space.check_growth(chunk.keys[0])
         yield from self._wake(woken)
         (span,) = chunk.spans
         yield self._send(session, Ack((Receipt(seq, span.version),)))
@@ -351,8 +353,8 @@ class Requests:
     def _pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        by_ids.embedding_of(chunk)
-        ids = by_ids.asked_ids(message, packet.payload, self.engine.server, self.engine.servers)
+        server, servers = self.engine.server, self.engine.servers
+        ids = by_ids.asked_ids(chunk, message, packet.payload, server, servers)
         asks = (Ask(0, 1, message.after, message.least),)
         reading = IdReading(session, seq, space.name, chunk.number, True, asks, ids=ids)
         session.pending[seq] = reading

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding as looked_up
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store.embedding import EmbeddingTable
+from kvps.torch.passes import graph_task
 
 log = logging.getLogger("kvps")
 OPS = ("average", "sum")
@@ -68,6 +69,8 @@ class Embedding(torch.nn.Module):
         self.op = op
         self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Ids and gradients of this backward."""
+        self._backward = -1
+        """Which one that is."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.
@@ -94,7 +97,11 @@ class Embedding(torch.nn.Module):
     def _gather(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
         """Take a gradient that is complete; the first one has all pushed at the end of the pass."""
         assert leaf.grad is not None
-        if not self._gathered:
+        backward = graph_task()
+        if (
+            backward != self._backward
+        ):  # of one that failed nothing is pushed, and torch says nothing
+            self._backward, self._gathered = backward, []
             torch.autograd.Variable._execution_engine.queue_callback(self._push)
         gradients = leaf.grad
         if self.padding_idx is not None:

@@ -73,7 +73,7 @@ class Tabled:
             for name in ("on_worker_lost", "average", "staleness")
             if name in given
         }
-        self.stage = ServerStage(workers)
+        self.stage = ServerStage(workers, memory_limit=given.pop("memory_limit", None))
         self.stage.open(mode, **options)
         self.dtype = given.get("dtype", "float32")
         (answer,) = heard(self.stage.say(0, embed(**given)), Declared)
@@ -180,6 +180,45 @@ def test_rows_count_as_weights_do() -> None:
         table.push(rank, [1, 2, 3], 0)
     chunks = table.stage.server.requests.engine.chunks
     assert chunks.weight_bytes == 8 + 3 * 2 * 4
+
+
+def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
+    table = Tabled(workers=1, memory_limit=100)
+    table.push(0, range(20), 0)
+    before = table.stage.snapshot()
+    assert refusal(table.push(0, [99], 1)).startswith(
+        "Overload: no room for more rows of table 'words': 168 of the 100 bytes"
+    )
+    assert table.stage.snapshot() == before
+    again = table.push(0, range(20), 0)
+    assert acked(again), "what is in is acknowledged again"
+
+
+def test_a_key_may_not_have_the_name_of_a_table() -> None:
+    """Nor take the place of one."""
+    table = Tabled()
+    before = table.stage.snapshot()
+    for call in (0, 1):
+        entry = Entry(KEY, 8, (1,), 0, 1)
+        said = table.stage.say(0, Declare("kv", True, call, (entry,)))
+        assert "that of a table, which EMBED makes" in refusal(said)
+    assert table.stage.snapshot() == before
+
+
+def test_an_answer_fits_in_a_frame() -> None:
+    table = Tabled(dim=65_536)
+    said = table.stage.say(0, PullIds(table.piece.chunk, 0, 0, 257), torch.arange(257))
+    assert refusal(said).startswith("ProtocolError: chunk 1: 257 rows are 67371008 octets")
+
+
+def test_ids_that_were_checked_stay_as_they_were() -> None:
+    """Their sender may have lent them, and write others there."""
+    table = Tabled()
+    message, ids, rows = table.pushing(0, [1, 2, 3], 0)
+    table.stage.say(0, message, ids, rows, lent=True)
+    ids.fill_(7)
+    table.push(1, [], 0)
+    assert table.rows(1, 2, 3, 7) == [[-1.0, -1.0]] * 3 + [[0.0, 0.0]]
 
 
 def test_a_table_is_found_as_a_key_is() -> None:

@@ -48,6 +48,26 @@ def test_several_forwards_before_one_backward_are_one_push(table: kvps.Embedding
     assert table.version() == 2
 
 
+def test_a_backward_that_failed_leaves_nothing_behind(table: kvps.EmbeddingTable) -> None:
+    module = Embedding(table)
+    before = table.pull([1, 2])
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    first = torch.ones(3, requires_grad=True)
+    first.register_hook(fail)
+    scaled = (first * 1.0).sum()  # what was made first is gone back through last
+    with pytest.raises(RuntimeError, match="on purpose"):
+        (scaled + module(torch.tensor([1])).sum()).backward()
+    assert len(module._gathered) == 1
+    module(torch.tensor([2])).sum().backward()
+    assert table.version() == 1
+    after = table.pull([1, 2])
+    assert torch.equal(after[0], before[0])
+    assert torch.allclose(after[1], before[1] - 1)
+
+
 def test_a_graph_that_is_kept_pushes_each_time(table: kvps.EmbeddingTable) -> None:
     before = table.pull([4])
     loss = Embedding(table)(torch.tensor([4])).sum()
