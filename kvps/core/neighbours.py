@@ -236,12 +236,9 @@ class Neighbours:
         they leave out of it.
         """
         message = request.message
-        if isinstance(message, Push | Pull) and (
-            message.held or (isinstance(message, Push) and message.code is not None)
-        ):
-            return False
         return (
-            book.opened.bundles
+            not _is_compressed(message)
+            and book.opened.bundles
             and len(self._alive) > 1
             and request.server in self._far
             and (isinstance(message, Push) or (isinstance(message, Pull) and message.values))
@@ -356,6 +353,10 @@ class Neighbours:
             return
         if seq in caller.asked:
             return  # it came twice
+        if _is_compressed(message):
+            raise ProtocolError(
+                f"worker {caller.rank} sent what is compressed to a worker: it goes to the server"
+            )
         if isinstance(message, Push):
             if message.ranks != (caller.rank,):
                 raise ProtocolError(f"worker {caller.rank} pushes for ranks {message.ranks!s:.60}")
@@ -526,3 +527,10 @@ class Neighbours:
                 assert isinstance(asker.who, Letter)
                 assert asker.who.seq == seq
                 assert asker.bundle is not None
+
+
+def _is_compressed(message: Message) -> bool:
+    """Whether a push is written by a codec, or values may be answered by one."""
+    if isinstance(message, Push) and message.code is not None:
+        return True
+    return isinstance(message, Push | Pull) and bool(message.held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvps.codes import FP16, Code
 from kvps.core import calls
 from kvps.core.bundles import HURRY_S, WAIT_MAX_S
 from kvps.core.effects import Connect, Effect, Exit, Listen, Send
@@ -422,6 +423,18 @@ class TestLeading:
         assert answers(effects, 1) == [(5, [7.0] * 4)]
         assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
         assert one.is_done(ticket)
+
+    @pytest.mark.spec("R155")
+    @pytest.mark.parametrize("more", [{"code": Code(FP16)}, {"held": (3,)}])
+    def test_takes_in_nothing_that_is_compressed(self, more: dict[str, object]) -> None:
+        one = bench()
+        message = Push(3, FLOAT, (1,), 1.0, True, (Run(0, 4, 0),), **more)  # type: ignore[arg-type]
+        values = torch.ones(4).half().view(torch.uint8) if "code" in more else ONES
+        (said,) = one.neighbour(1, message, values, seq=5)
+        assert isinstance(said, Send)
+        answer = said.packet.message
+        assert isinstance(answer, Error)
+        assert "it goes to the server" in answer.text
 
     def test_takes_in_once_what_comes_twice(self) -> None:
         one = bench()
