@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import kvps
 import kvps.torch
 from kvps.core import id_calls
 from kvps.errors import ConfigError, Mismatch
-from tests.integration.processes import Processes
+from tests.integration.processes import Processes, until
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 
@@ -253,3 +255,44 @@ def test_each_push_counts_once_though_a_worker_is_killed(
     assert "replaced at" in process.out
     found = load_file(tmp_path / "rows-0")
     assert sorted(found["ids"].tolist()) == [*range(60), 1000, 1001, 5000]
+
+
+TRAIN = """
+import pathlib, sys, torch, kvps, kvps.torch
+
+kv = kvps.create("dist_sync")
+module = kvps.torch.Embedding(kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=0.1))
+targets = torch.arange(40.0).view(20, 2)
+steps, enough = 0, pathlib.Path(sys.argv[1])
+while not enough.exists() or steps < 300:
+    loss = (module(torch.arange(20)) - targets).square().sum() / 2
+    loss.backward()
+    steps += 1
+    if steps % 20 == 0:
+        print("steps", steps, flush=True)
+while True:
+    try:
+        kv.join()
+        break
+    except kvps.EpochChanged:
+        pass
+print("rows", torch.allclose(module.table.pull(range(20)), targets, atol=1e-3), flush=True)
+"""
+
+
+@pytest.mark.spec("R195")
+def test_a_module_goes_on_when_a_server_was_lost(processes: Processes, tmp_path: Path) -> None:
+    script, enough = processes.script(TRAIN, "train.py"), tmp_path / "enough"
+    folder = tmp_path / "checkpoints"
+    launch = processes.kvps(
+        "launch",
+        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", folder),
+        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
+    )
+    launch.expect("steps 60")
+    until(lambda: list(folder.glob("cut-*/manifest.json")), "checkpoint")
+    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
+    launch.expect("all servers returned to the last checkpoint")
+    enough.touch()
+    assert launch.wait(90.0) == 0, launch
+    assert launch.out.count("rows True") == 2, launch
