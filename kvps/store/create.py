@@ -24,12 +24,13 @@ from kvps.store.base import KVStoreBase
 from kvps.store.cluster import LocalCluster, worker_session
 from kvps.store.dist import DistStore
 from kvps.store.endings import AtExit
-from kvps.store.kvstore import TIMEOUT_S, seconds
+from kvps.store.kvstore import TIMEOUT_S
 from kvps.store.leaving import leave_if_wished
 from kvps.store.local import LocalStore
 from kvps.store.meeting import places
 from kvps.store.names import Kind, kind_of
 from kvps.store.session import Session, leave_at_exit
+from kvps.store.steps import seconds
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0

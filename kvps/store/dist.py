@@ -22,10 +22,11 @@ from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
 from kvps.store import states
 from kvps.store.arguments import names_of, reduce, tag_of
+from kvps.store.contract import Straggler
 from kvps.store.dist_embedding import DistEmbedding
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
-from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.kvstore import KVStore
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
 from kvps.store.rows import Rows

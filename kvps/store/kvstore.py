@@ -1,34 +1,25 @@
 """The KVStore that users call: one face for every kind of store.
 
-The public methods turn arguments into names, rows and sinks, check them, and hand them to the few
-hooks that a kind of store implements: :class:`~kvps.store.local.LocalStore` within the process,
-:class:`~kvps.store.dist.DistStore` over servers.
+The public methods turn arguments into names, rows and sinks (:mod:`kvps.store.steps`), and hand these to
+the few hooks that a kind of store implements (:mod:`kvps.store.contract`).
 """
 
 from __future__ import annotations
 
-import abc
 import builtins
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvps.compression import OFF, Rules, rules_of
-from kvps.core.calls import Sinks, Views
+from kvps.compression import rules_of
 from kvps.core.hyper import Hyper, resolve
-from kvps.core.placement import EMBEDDING, Part
-from kvps.core.plan import Numbers, alike, of_key
-from kvps.core.recipe import Recipe, recipe_of
+from kvps.core.placement import EMBEDDING
+from kvps.core.recipe import recipe_of
 from kvps.core.torch_optim import describe
-from kvps.errors import ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
+from kvps.errors import ConfigError, Mismatch
 from kvps.messages import KEY_MAX
-from kvps.specs import Spec
 from kvps.store.arguments import (
-    Form,
-    as_list,
-    check_values,
     names_of,
     rows_of,
     sinks_for,
@@ -36,45 +27,18 @@ from kvps.store.arguments import (
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Handle, Ticket
-from kvps.store.names import Kind
-from kvps.store.rows import Rows, are_rows, dense_of, picks_of
-from kvps.store.rows import rows_of as row_values
-from kvps.store.states import States
-from kvps.tensors import Array, spec_of
+from kvps.store.handle import Handle
+from kvps.store.rows import picks_of
+from kvps.store.steps import Steps, Wanted, priority_of
+from kvps.tensors import spec_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 TIMEOUT_S = 300.0
-LISTS_MAX = 256
-"""How many lists of keys are remembered."""
 
 
-VIEWS = Views.VIEWS
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What becomes of pulled values: where they go, and from what the call finishes with, what it
-    returns."""
-
-    rows: Sinks
-    result: Callable[[Any], Any]
-
-
-class Straggler(NamedTuple):
-    """A rank that an open round waits for."""
-
-    rank: int
-    key: str
-    """One key of that round."""
-    round: int
-    age_s: float
-    """Seconds since the round was opened."""
-
-
-class KVStore(KVStoreBase, abc.ABC):
+class KVStore(Steps):
     """A store of named tensors that workers push gradients to and pull weights from.
 
     Use :meth:`create`; the classes of the stores are not for calling.
@@ -89,20 +53,6 @@ class KVStore(KVStoreBase, abc.ABC):
     """
 
     CAPABILITIES: ClassVar[frozenset[str]] = frozenset({KVStoreBase.OPTIMIZER})
-
-    def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
-        self._kind = kind
-        self._name = name
-        self._timeout_s = timeout_s
-        self._specs: dict[str, Spec] = {}
-        self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
-        """Of lists of keys that were used before."""
-        self._forms: dict[tuple[str, ...], Form] = {}
-        self._hyper: Hyper | None = None
-        self._compression = OFF
-        self._tables: dict[str, EmbeddingTable] = {}
-        self._is_closed = False
-        self._later: list[KvpsError] = []
 
     @staticmethod
     def create(store: str = "local", /, **options: Any) -> Any:
@@ -286,7 +236,7 @@ class KVStore(KVStoreBase, abc.ABC):
         wanted = self._wanted(names, is_many, out, copy)
         least = _version_of(min_version)
         ticket = self._pull(
-            names, wanted.rows, _priority_of(names, priority), least, self._limit(timeout)
+            names, wanted.rows, priority_of(names, priority), least, self._limit(timeout)
         )
         return self._result(ticket, wanted, async_op)
 
@@ -311,13 +261,13 @@ class KVStore(KVStoreBase, abc.ABC):
         if self._have_rows(names, is_many, value):
             wanted = self._wanted(names, is_many, out, copy)
             pushes = self._pushes(names, is_many, value, priority, False, timeout)
-            urgency = _priority_of(names, priority)
+            urgency = priority_of(names, priority)
             ticket = self._pull(names, wanted.rows, urgency, 0, self._limit(timeout))
             return self._result(ticket, wanted, async_op, pushes)
         rows = self._rows(names, is_many, value, timeout)
         wanted = self._wanted(names, is_many, out, copy)
         ticket = self._push(
-            names, rows, wanted.rows, _priority_of(names, priority), False, self._limit(timeout)
+            names, rows, wanted.rows, priority_of(names, priority), False, self._limit(timeout)
         )
         return self._result(ticket, wanted, async_op)
 
@@ -371,7 +321,7 @@ class KVStore(KVStoreBase, abc.ABC):
         picks = picks_of(names, is_many, self._specs, row_ids, out)
         ids = tuple([one.ids for one in picks])
         places = tuple([one.places for one in picks])
-        urgency, limit_s = _priority_of(names, priority), self._limit(timeout)
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         ticket = self._pull_rows(names, ids, places, urgency, limit_s)
 
         def deliver(found: object) -> object:
@@ -660,367 +610,6 @@ class KVStore(KVStoreBase, abc.ABC):
     def __repr__(self) -> str:
         return f"<KVStore {self.type} {self._name!r} rank {self.rank} of {self.num_workers}>"
 
-    # --- shared steps -------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        if self._is_closed:
-            raise ConfigError(f"store {self._name!r} is closed; create another one")
-        self._raise_later()
-
-    def _raise_later(self) -> None:
-        """Raise what an earlier push, whose caller had gone on, has failed with."""
-        while self._later:
-            error = self._later.pop(0)
-            if not isinstance(error, EpochChanged):
-                raise error
-            if not error.was_raised:  # several calls end with one
-                error.was_raised = True
-                raise error
-
-    def _limit(self, timeout: float | None) -> float:
-        return self._timeout_s if timeout is None else seconds("timeout", timeout)
-
-    def _know(self, names: tuple[str, ...], timeout: float | None) -> None:
-        """Learn of keys that another rank has initialised and this one has not declared."""
-        if names in self._forms:
-            return
-        unknown = tuple(name for name in names if name not in self._specs)
-        if unknown:
-            self._specs.update(self._lookup(unknown, self._limit(timeout)))
-
-    def _demand_known(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            if name not in self._specs:
-                raise KeyNotFound(
-                    f"key {name!r} was never initialised; call init({name!r}, value) on every "
-                    "worker first"
-                )
-
-    def _pushes(
-        self,
-        names: tuple[str, ...],
-        is_many: bool,
-        value: object,
-        priority: object,
-        eager: bool,
-        timeout: float | None,
-    ) -> list[Ticket]:
-        """Push dense values in one call, and rows, if there are any, in another."""
-        urgency, limit_s = _priority_of(names, priority), self._limit(timeout)
-        self._know(names, timeout)
-        if not self._have_rows(names, is_many, value):
-            rows = self._rows(names, is_many, value, timeout)
-            return [self._push(names, rows, None, urgency, eager, limit_s)]
-        given = value if is_many else [value]
-        assert isinstance(given, list | tuple)
-        if len(given) != len(names):
-            raise ConfigError(f"{len(names)} keys need as many values, got {len(given)}")
-        self._demand_known(names)
-        some: list[tuple[int, Rows]] = []
-        dense: list[int] = []
-        for index, (name, one) in enumerate(zip(names, given, strict=True)):
-            if are_rows(one, self._specs[name]):
-                some.append((index, row_values(name, self._specs[name], one)))
-            else:
-                dense.append(index)
-        tickets = []
-        if dense:
-            whole = tuple([names[index] for index in dense])
-            values = self._rows(whole, True, [given[index] for index in dense], timeout)
-            each = alike([of_key(urgency, index) for index in dense])
-            tickets.append(self._push(whole, values, None, each, eager, limit_s))
-        pushed = tuple([names[index] for index, _ in some])
-        each = alike([of_key(urgency, index) for index, _ in some])
-        found = tuple([rows for _, rows in some])
-        tickets.append(self._push_rows(pushed, found, each, eager, limit_s))
-        return tickets
-
-    def _have_rows(self, names: tuple[str, ...], is_many: bool, value: object) -> bool:
-        """Whether some of the values of these keys are rows; quick where they are plain tensors."""
-        given = value if is_many else [value]
-        form = self._form(names)
-        if (form is not None and form.fits(given)) or not isinstance(given, list | tuple):
-            return False
-        return any(
-            are_rows(one, self._specs.get(name)) for name, one in zip(names, given, strict=False)
-        )
-
-    def _rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
-    ) -> tuple[torch.Tensor, ...]:
-        self._know(names, timeout)
-        form = self._form(names)
-        given = value if is_many else [value]
-        if form is not None and form.fits(given):
-            return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
-        values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push")
-        return self._rows_of(names, values, self._limit(timeout))
-
-    def _rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key: the sum of its values, in this machine's memory."""
-        return rows_of(values, self._kind.on_device)
-
-    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Wanted:
-        """Return what becomes of pulled values."""
-        if not copy:
-            if out is not None:
-                raise ConfigError("copy=False returns the values where they are; leave out= away")
-            return Wanted(VIEWS, lambda found: found if is_many else found[0])
-        form = self._form(names)
-        given = out if is_many else [out]
-        if form is not None and form.fits_as_sinks(given):
-            return Wanted(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
-        sinks = sinks_for(names, is_many, out, self._specs)
-        return Wanted(sinks.rows, lambda _: sinks.deliver())
-
-    def _names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
-        """Return the names of one key or a list of keys, and whether it was a list."""
-        keys = as_list(key)
-        if keys is None:
-            return names_of(key)
-        names = self._names.get(keys)
-        if names is None:
-            names, _ = names_of(key)
-            if len(self._names) >= LISTS_MAX:
-                self._names.clear()
-            self._names[keys] = names
-        return names, True
-
-    def _form(self, names: tuple[str, ...]) -> Form | None:
-        form = self._forms.get(names)
-        if form is None:
-            form = Form.of(names, self._specs)
-            if form is not None:
-                if len(self._forms) >= LISTS_MAX:
-                    self._forms.clear()
-                self._forms[names] = form
-        return form
-
-    def _result(
-        self, ticket: Ticket, wanted: Wanted, async_op: bool, before: Sequence[Ticket] = ()
-    ) -> Any:
-        handle = Handle(ticket, lambda: wanted.result(ticket.value), before)
-        return handle if async_op else handle.wait()
-
-    # --- hooks --------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _init(
-        self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
-    ) -> None: ...
-
-    @abc.abstractmethod
-    def _push(
-        self,
-        names: tuple[str, ...],
-        rows: tuple[torch.Tensor, ...],
-        sinks: Sinks,
-        priority: Numbers,
-        eager: bool,
-        limit_s: float,
-    ) -> Ticket: ...
-
-    def _push_rows(
-        self,
-        names: tuple[str, ...],
-        rows: tuple[Rows, ...],
-        priority: Numbers,
-        eager: bool,
-        limit_s: float,
-    ) -> Ticket:
-        """Push some rows of each key; in a store that knows no rows, as dense values."""
-        dense = [dense_of(self._specs[name], one) for name, one in zip(names, rows, strict=True)]
-        return self._push(names, tuple(dense), None, priority, eager, limit_s)
-
-    @abc.abstractmethod
-    def _pull_rows(
-        self,
-        names: tuple[str, ...],
-        ids: tuple[torch.Tensor, ...],
-        places: tuple[torch.Tensor, ...],
-        priority: Numbers,
-        limit_s: float,
-    ) -> Ticket:
-        """Finish with something of which :meth:`_picked` makes these rows."""
-
-    def _picked(
-        self,
-        found: Any,
-        names: tuple[str, ...],
-        ids: tuple[torch.Tensor, ...],
-        places: tuple[torch.Tensor, ...],
-    ) -> list[torch.Tensor]:
-        """Return the rows ``ids`` of each key at their ``places`` in a tensor [k, width] on the CPU.
-
-        ``found`` is what the pull finished with.
-        """
-        rows: list[torch.Tensor] = found
-        return rows
-
-    @abc.abstractmethod
-    def _pull(
-        self,
-        names: tuple[str, ...],
-        sinks: Sinks,
-        priority: Numbers,
-        least: int,
-        limit_s: float,
-    ) -> Ticket: ...
-
-    @abc.abstractmethod
-    def _broadcast(
-        self,
-        keys: tuple[tuple[str, Spec], ...],
-        rows: tuple[torch.Tensor, ...],
-        sinks: tuple[torch.Tensor, ...],
-        limit_s: float,
-    ) -> Ticket: ...
-
-    @abc.abstractmethod
-    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]: ...
-
-    @abc.abstractmethod
-    def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]: ...
-
-    @abc.abstractmethod
-    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None: ...
-
-    @abc.abstractmethod
-    def _set_rate(self, hyper: Hyper, limit_s: float) -> None: ...
-
-    @abc.abstractmethod
-    def _compress(self, rules: Rules) -> None: ...
-
-    @abc.abstractmethod
-    def _rests(self) -> dict[str, torch.Tensor]: ...
-
-    @abc.abstractmethod
-    def _set_rests(self, rests: dict[str, torch.Tensor]) -> None: ...
-
-    @abc.abstractmethod
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
-        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
-
-    @abc.abstractmethod
-    def _close(self) -> None: ...
-
-    # --- the rest of the contract ---------------------------------------------------------------------
-
-    @property
-    @abc.abstractmethod
-    def num_dead_nodes(self) -> int:
-        """How many members are lost."""
-
-    @abc.abstractmethod
-    def version(self, key: object, *, timeout: float | None = None) -> Any:
-        """Return the closed rounds (sync) or applied pushes (async) of a key since init."""
-
-    @abc.abstractmethod
-    def resume(self, keys: object, *, timeout: float | None = None) -> int:
-        """Number the next pushes of ``keys`` from the lowest one that this rank still owes."""
-
-    @abc.abstractmethod
-    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
-        """Flush, then wait until every worker stands here."""
-
-    @property
-    def joins(self) -> int:
-        """How many joins are over; a replacement knows it after :meth:`resume`."""
-        return 0
-
-    @abc.abstractmethod
-    def join(self, timeout: float | None = None) -> int:
-        """Let the others go on without this worker until all have joined; return who was last."""
-
-    @abc.abstractmethod
-    def placement(self) -> dict[str, tuple[Part, ...]]:
-        """Return which elements of each key lie on which server."""
-
-    @abc.abstractmethod
-    def staleness(self) -> dict[str, int]:
-        """Return for each key by how many pushes this rank is ahead of the slowest live one."""
-
-    @abc.abstractmethod
-    def stragglers(self) -> list[Straggler]:
-        """Return the ranks that open rounds wait for, oldest round first."""
-
-    @abc.abstractmethod
-    def dropped_rounds(self) -> dict[str, int]:
-        """Return of how many rounds of each key nothing came, as their sums were not finite.
-
-        Where each push is applied by itself they are pushes. Keys without any are left out; see
-        ``on_nonfinite`` of :func:`kvps.create`.
-        """
-
-    @abc.abstractmethod
-    def save_optimizer_states(self, path: str) -> None:
-        """Write the optimizer's state of every key to a safetensors file."""
-
-    @abc.abstractmethod
-    def load_optimizer_states(self, path: str) -> None:
-        """Put back what :meth:`save_optimizer_states` wrote."""
-
-    @abc.abstractmethod
-    def optimizer_states(self) -> States:
-        """Return the optimizer's state of every key that was updated, on the CPU.
-
-        Key -> (how many updates, name of the state -> flat tensor). Names are torch.optim's, where
-        torch has the optimizer.
-        """
-
-    @abc.abstractmethod
-    def set_optimizer_states(self, found: States) -> None:
-        """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
-
-    @abc.abstractmethod
-    def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Have everything that the store holds written down; return the checkpoint's number.
-
-        Every worker calls; all pushes of all workers are in it. One with a tag is kept until
-        somebody removes it, of the others the newest two. ``kvps checkpoint list`` shows them.
-
-        Args:
-            tag: a name to find it by.
-            timeout: seconds to wait, instead of the store's.
-
-        Raises:
-            ConfigError: without a place for checkpoints (``kvps-server --checkpoint-dir``, or
-                ``KVPS_CHECKPOINT_DIR`` for a local store).
-            StorageError: if it could not be written; training can go on.
-        """
-
-    @abc.abstractmethod
-    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
-
-        Every worker calls. Keys, versions, the optimizer and its state come back, and the next
-        pushes are numbered from there, also where the number of servers has changed. Keys that the
-        checkpoint does not have keep their values. Whoever sets the learning rate later calls
-        ``set_optimizer`` in this process, too, before or after; states are kept.
-
-        Args:
-            tag: restore the newest with this tag; None for the newest of all.
-            timeout: seconds to wait, instead of the store's.
-
-        Raises:
-            ConfigError: without a place for checkpoints. StorageError: if there is none, or it
-                cannot be read. Mismatch: if a key has another shape or type here.
-        """
-
-
-def seconds(name: str, value: object) -> float:
-    """Return a time limit.
-
-    Raises:
-        ConfigError: unless it is a number over 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ConfigError(f"{name}={value!r}: use a number of seconds over 0")
-    return float(value)
-
 
 def _version_of(given: int | None) -> int:
     if given is None:
@@ -1028,13 +617,3 @@ def _version_of(given: int | None) -> int:
     if type(given) is not int or given < 0:
         raise ConfigError(f"min_version={given!r}: use a whole number from 0 on")
     return given
-
-
-def _priority_of(names: tuple[str, ...], given: object) -> Numbers:
-    if type(given) is int:
-        return given
-    if isinstance(given, list | tuple) and all(type(one) is int for one in given):
-        if len(given) == len(names):
-            return alike(given)
-        raise ConfigError(f"{len(names)} keys need as many priorities, got {len(given)}")
-    raise ConfigError(f"priority={given!r:.40}: use a whole number, or one for each key")

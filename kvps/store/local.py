@@ -27,9 +27,10 @@ from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 from kvps.specs import Spec
 from kvps.store import keeping
 from kvps.store.arguments import check_values, names_of, rows_of, tag_of, values_of
+from kvps.store.contract import Straggler
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
-from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.kvstore import KVStore
 from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
