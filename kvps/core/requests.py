@@ -1,54 +1,40 @@
 """What each request of a worker does on a server, and when it is answered.
 
-One method per message. A request that can be answered at once is; one that cannot is *pending*
+One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.values`. A request that can be answered at once is; one that cannot is *pending*
 in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as a
 :class:`Waiting` (it wants something to exist), until something moves that it waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-import torch
-
-from kvps import codes
-from kvps.codecs import decode
-from kvps.core import by_ids, imaging, pulls, rowreads
+from kvps.core import by_ids, imaging, pulls
 from kvps.core.effects import Effects, Send
-from kvps.core.engine import Engine
 from kvps.core.hyper import Hyper
 from kvps.core.image import Image
 from kvps.core.joins import JUDGE, Joins
-from kvps.core.member import Membership
 from kvps.core.namespace import Namespace
-from kvps.core.norms import Norm, NormId, Told
-from kvps.core.presence import quiet_in_words, ranks_in_words
-from kvps.core.quorum import Quorum
-from kvps.core.rounds import Span, Verdict
-from kvps.core.rowreads import RowReading
-from kvps.core.sessions import Describe, IdReading, Reading, Session, Waiting
+from kvps.core.presence import ranks_in_words
+from kvps.core.rounds import Span
+from kvps.core.sessions import Describe, Reading, Session, Waiting
 from kvps.core.slab import Chunk
 from kvps.core.stalls import Stall
-from kvps.core.strip import Strip
-from kvps.core.tables import Table
+from kvps.core.values import Values
 from kvps.errors import (
     ConfigError,
     KeyNotFound,
-    KvpsError,
     Mismatch,
     ProtocolError,
     StorageError,
 )
 from kvps.messages import (
-    Ack,
-    Ask,
     Clock,
     Declare,
     Declared,
     Done,
     Embed,
-    Error,
     Export,
     Field,
     Find,
@@ -61,7 +47,6 @@ from kvps.messages import (
     Joined,
     Load,
     Message,
-    Norms,
     Open,
     OpenRound,
     Optimize,
@@ -71,24 +56,19 @@ from kvps.messages import (
     Probe,
     Probed,
     Pull,
-    Pulled,
-    PulledIds,
     PullIds,
     PullRows,
     Push,
     PushIds,
     PushRows,
     Rate,
-    Receipt,
     Return,
     Run,
     SetState,
     StateIs,
     Status,
     StatusIs,
-    Steps,
     TableRate,
-    rows_in_frame,
 )
 from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -98,41 +78,8 @@ COUNTS_MAX = 16 * 1024
 """How many keys, and how many counts of ranks, one STATUS answer names."""
 
 
-class Requests:
+class Requests(Values):
     """Answers the requests of one job's workers."""
-
-    def __init__(
-        self,
-        member: Membership,
-        engine: Engine,
-        memory_limit: int | None,
-        lives: dict[int, int] | None = None,
-    ) -> None:
-        self.member = member
-        self.engine = engine
-        self.spaces: dict[str, Namespace] = {}
-        self.sessions: dict[int, Session] = {}
-        """By rank: the newest incarnation that has spoken."""
-        self.lives: dict[int, int] = dict(lives or {})
-        """By rank: the newest incarnation that was heard of."""
-        self._memory_limit = memory_limit
-
-    def life(self, rank: int) -> int:
-        """The newest incarnation of ``rank`` that was heard of; 0 before the first."""
-        return self.lives.get(rank, 0)
-
-    def begin(self, rank: int, incarnation: int) -> None:
-        """``rank`` has this incarnation: if it is newer, drop what an older one had pending."""
-        before = self.life(rank)
-        if incarnation <= before:
-            return
-        self.lives[rank] = incarnation
-        old = self.sessions.pop(rank, None)
-        if old is not None:
-            old.pending.clear()
-        if before:
-            for space in self.spaces.values():
-                self.engine.replaced(space, rank, self._quorum(space))
 
     def answer(self, session: Session, packet: Packet, now: float) -> Effects:
         """Do what ``packet`` asks.
@@ -291,197 +238,6 @@ class Requests:
         for chunk in self.engine.chunks.of_store(space.name):
             yield from self._wake(chunk.woken(0, chunk.used))
 
-    # --- values ---------------------------------------------------------------------------------
-
-    def _push(
-        self, session: Session, seq: int, message: Push, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        gradient = self._gradient(chunk, message, packet)
-        verdict, woken = self.engine.push(
-            space, message, gradient, self._quorum(space), now, lent=_is_lent(packet)
-        )
-        if verdict is Verdict.EARLY:
-            return  # not taken in: the worker will probe, and send it again
-        reading = None
-        if message.pull:
-            asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
-            reading = Reading(session, seq, space.name, chunk.number, True, asks, message.held)
-            session.pending[seq] = reading
-        yield from self._wake(woken)
-        yield from self._tell_norms()
-        if reading is not None:
-            yield from self._read(reading)
-            if not reading.is_pending or _is_lent(packet):
-                return  # no window waits for the receipt of what is lent; its values will do
-        version = min(
-            span.version
-            for run in message.runs
-            for span in chunk.spans_in(run.start, run.start + run.size)
-        )
-        yield self._send(session, Ack((Receipt(seq, version),)))
-
-    def _pull(self, session: Session, seq: int, message: Pull) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        chunk.validate(message.runs)
-        chunk.check_filled(message.runs)
-        pulls.check_held(message.held, message.runs)
-        reading = Reading(
-            session, seq, space.name, chunk.number, message.values, message.runs, message.held
-        )
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _push_ids(
-        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        server, servers = self.engine.server, self.engine.servers
-        gradient = by_ids.gradient_of(chunk, message, packet.payload, server, servers)
-        verdict, woken = self.engine.push_ids(space, message, gradient, self._quorum(space), now)
-        if verdict is Verdict.EARLY:
-            return  # as with any push
-        if verdict is Verdict.COUNTED:
-            space.check_growth(chunk.keys[0])
-        yield from self._wake(woken)
-        (span,) = chunk.spans
-        yield self._send(session, Ack((Receipt(seq, span.version),)))
-
-    def _pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        server, servers = self.engine.server, self.engine.servers
-        ids = by_ids.asked_ids(chunk, message, packet.payload, server, servers)
-        asks = (Ask(0, 1, message.after, message.least),)
-        reading = IdReading(session, seq, space.name, chunk.number, True, asks, ids=ids)
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _push_rows(
-        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space(message.store)
-        table = Table.of(space, message.key)
-        gradient = table.gradient(message, packet.payload)
-        verdict, woken = self.engine.push_rows(
-            space, table, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
-        )
-        if verdict is Verdict.EARLY:
-            return  # as a PUSH
-        yield from self._wake(woken)
-        yield from self._tell_norms()
-        spans = [self.engine.span_at(piece) for piece in table.shard.pieces]
-        version = min([span.version for span in spans])
-        yield self._send(session, Ack((Receipt(seq, version),)))
-
-    def _pull_rows(self, session: Session, seq: int, message: PullRows, packet: Packet) -> Effects:
-        space = self._space(message.store)
-        table = Table.of(space, message.key)
-        ids = table.ids(packet.payload[0] if packet.payload else None)
-        reading = RowReading.of(session, seq, message, table, ids)
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _read_rows(self, reading: RowReading) -> Effects:
-        """Answer a request for rows, or let it wait at the first piece that lacks something."""
-        space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
-        if not rowreads.holds(space, chunks, reading, self._quorum(space)):
-            chunks.by_number[reading.chunk].wait(reading)
-            return
-        del session.pending[reading.seq]
-        answer, rows = rowreads.read(space, chunks, reading)
-        each = rows_in_frame(answer.dtype, answer.width) * answer.width
-        payload = tuple([to_frame(one) for one in torch.split(rows, each)]) if len(rows) else ()
-        yield Send(session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _read(self, reading: Reading) -> Effects:
-        """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
-        if not reading.is_pending:
-            return
-        if isinstance(reading, RowReading):
-            yield from self._read_rows(reading)
-            return
-        space, session = self.spaces[reading.store], reading.session
-        try:
-            chunk = self.engine.chunk(reading.chunk)
-            if not pulls.holds(space, chunk, reading, self._quorum(space)):
-                chunk.wait(reading)
-                return
-        except KvpsError as error:
-            yield self._refuse(session, reading.seq, error)
-            return
-        del session.pending[reading.seq]
-        if isinstance(reading, IdReading):
-            yield self._rows(space, chunk, reading)
-            return
-        stands, values, hold = pulls.read(space, chunk, reading)
-        steps: tuple[Steps, ...] = ()
-        adds = False
-        if values is not None and reading.held and not self._is_lent_to(session, values):
-            adds = space.updater is not None
-            steps, octets = pulls.lead(chunk, reading, stands)
-            if steps:
-                values, hold = octets, None
-        answer = Pulled(
-            reading.seq,
-            chunk.number,
-            BY_NAME[chunk.dtype].id,
-            values is not None,
-            stands,
-            pulls.dropped(space, chunk, reading),
-            steps,
-            adds,
-        )
-        payload = () if values is None else (to_frame(values),)
-        packet = Packet(self.member.envelope(), answer, payload)
-        yield Send(session.route, packet, hold)
-
-    def _is_lent_to(self, session: Session, values: torch.Tensor) -> bool:
-        """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
-        return self.engine.memory.lends(session.route, (values,))
-
-    def _rows(self, space: Namespace, chunk: Chunk, reading: IdReading) -> Send:
-        """Answer a request for rows."""
-        rows, (span,) = by_ids.embedding_of(chunk), chunk.spans
-        recipe, count = rows.recipe, len(reading.ids)
-        owed = span.owed(reading.session.rank, space.ordered)
-        answer = PulledIds(
-            reading.seq, BY_NAME[recipe.dtype].id, recipe.dim, count, span.version, owed
-        )
-        payload = (to_frame(rows.pull(reading.ids).view(-1)),) if count else ()
-        return Send(reading.session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _embed(self, seq: int, message: Embed) -> Message:
-        space = self._space(message.store)
-        recipe = by_ids.recipe_of(message)
-        piece = by_ids.embed(space, message.key, recipe, self.engine.server, self.engine.servers)
-        return Declared(seq, (Place(False, (piece,)),))
-
-    def _export(self, session: Session, seq: int, message: Export) -> Send:
-        answer, payload = by_ids.exported(seq, self.engine.chunk(message.chunk), message)
-        return Send(session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _wake(self, woken: Iterable[Reading]) -> Effects:
-        """Look again at those who waited for what has moved."""
-        for reading in woken:
-            yield from self._read(reading)
-
-    def _load(self, session: Session, seq: int, message: Load, packet: Packet) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        if BY_ID[message.dtype].name != chunk.dtype:
-            raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
-            )
-        values = Strip.of(packet.payload, message.dtype).joined()
-        became_ready = space.load(chunk, message, values, session.rank)
-        yield self._send(session, Ack((Receipt(seq, 0),)))
-        if became_ready:
-            yield from self._retry()
-
     # --- what waits for something to exist --------------------------------------------------------
 
     def _declare(self, session: Session, seq: int, message: Declare) -> Effects:
@@ -585,30 +341,6 @@ class Requests:
         yield from self._attempt(
             session, seq, Waiting(retry, _of(0, "has not set the learning rate"))
         )
-
-    def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
-        """Answer ``waiting``, or let it wait on."""
-        try:
-            answer = waiting.retry()
-        except KvpsError as error:
-            yield self._refuse(session, seq, error)
-            return
-        if answer is None:
-            session.pending[seq] = waiting
-        else:
-            session.pending.pop(seq, None)
-            yield self._send(session, answer)
-
-    def _retry(self) -> Effects:
-        """Something exists now: try all that waits for that."""
-        for session in self.sessions.values():
-            for seq, one in list(session.pending.items()):
-                if isinstance(one, Waiting):
-                    yield from self._attempt(session, seq, one)
-
-    def _only_rank_0(self, session: Session, what: str) -> None:
-        if session.rank != 0:
-            raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
 
     # --- those who have run out of batches ----------------------------------------------------------
 
@@ -744,134 +476,6 @@ class Requests:
         }
         space.restore(chunk, message.start, message.start + message.size, message.step, rows)
         return Done(seq)
-
-    # --- norms of whole tensors -----------------------------------------------------------------------
-
-    def norms(self, message: Norms, server: int) -> Effects:
-        """Another server told its sums of squares, or asked for ours.
-
-        Raises:
-            KvpsError: if there is no such update; nothing was changed.
-        """
-        space = self._space(message.store)
-        shard = space.shards.get(message.key)
-        if shard is not None and shard.born != message.call:
-            return  # another key of this name; who holds the newer one tells again
-        number = (message.store, message.key, message.rank, message.number)
-        ours = self.engine.told(space, number, len(message.sums))
-        woken = self.engine.hear(space, number, server, Told(message.sums, message.culprits))
-        yield from self._wake(woken)
-        if message.reply and ours.sums:
-            yield from self._norms(number, ours, server, reply=False)
-        yield from self._tell_norms()
-
-    def _tell_norms(self) -> Effects:
-        """Tell the sums that were just completed here, and the log of updates that were dropped."""
-        for norm in self.engine.untold():
-            yield from self._tell(norm, norm.holders)
-        for space in self.spaces.values():
-            if space.drops is not None:
-                yield from space.drops.report()
-
-    def look_at_drops(self) -> Effects:
-        """Say which updates were dropped since the last line about that; called now and then."""
-        for space in self.spaces.values():
-            if space.drops is not None:
-                yield from space.drops.look()
-
-    def tell_again(self) -> Effects:
-        """Tell the sums again to those who may have missed them, and ask for theirs."""
-        for norm in self.engine.norms.values():
-            yield from self._tell(norm, norm.unheard)
-
-    def _tell(self, norm: Norm, servers: Iterable[int]) -> Effects:
-        for server in sorted(servers):
-            yield from self._norms(norm.id, norm.told, server, reply=server in norm.unheard)
-
-    def _norms(self, number: NormId, told: Told, server: int, reply: bool) -> Effects:
-        """Tell one server; not before a view has named it, as there is no way to it."""
-        if self.member.view is None:
-            return
-        store, key, _, _ = number
-        born = self.spaces[store].shards[key].born
-        message = Norms(*number, told.sums, reply, told.culprits, born)
-        yield Send(f"server {server}", self.member.packet(message))
-
-    # --- small things ---------------------------------------------------------------------------------
-
-    def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> Strip:
-        """Return what was pushed, decompressed if need be.
-
-        Raises:
-            Mismatch: if it was compressed, and the chunk holds what cannot be.
-            ProtocolError: if its octets cannot mean it.
-        """
-        pulls.check_held(message.held, message.runs)
-        if message.code is None:
-            return Strip.of(packet.payload, message.dtype)
-        chunk.validate(message.runs)  # a few octets may say very many elements
-        if chunk.dtype != "float32":
-            raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
-            )
-        octets = Strip.of(packet.payload, BY_NAME["uint8"].id).joined()
-        gradient = torch.empty(sum([run.size for run in message.runs]))
-        begin = at = 0
-        for run in message.runs:
-            end = begin + codes.size(message.code, run.size)
-            decode(message.code, octets[begin:end], gradient[at : at + run.size])
-            begin, at = end, at + run.size
-        return Strip([gradient])
-
-    def _description(self, now: float) -> Describe:
-        """Return what says how a rank stands, as this server has heard."""
-
-        def describe(rank: int) -> str:
-            session = self.sessions.get(rank)
-            if rank in self.member.quorum().lost:
-                return "lost"
-            if session is None or session.asked_at is None:
-                return "has asked nothing here yet"
-            return quiet_in_words(now - session.asked_at, "request")
-
-        return describe
-
-    def _quorum(self, space: Namespace) -> Quorum:
-        """Return who counts in a store."""
-        return self.member.quorum().without(space.joins.away)
-
-    def _required(self, space: Namespace) -> frozenset[int]:
-        """Return which ranks a round of a store waits for."""
-        return self._quorum(space).required(space.opened.on_worker_lost)
-
-    def _members(self, space: Namespace) -> frozenset[int]:
-        """Return which ranks a join of a store waits for."""
-        return self.member.quorum().members(
-            space.opened.on_worker_lost if space.ordered else "shrink"
-        )
-
-    def _space(self, name: str) -> Namespace:
-        space = self.spaces.get(name)
-        if space is None:
-            raise ProtocolError(f"server {self.engine.server}: store {name!r} was not opened")
-        return space
-
-    def _space_of(self, chunk: int) -> Namespace:
-        return self.spaces[self.engine.chunk(chunk).store]
-
-    def _refuse(self, session: Session, seq: int, error: KvpsError) -> Send:
-        """Answer a request that was pending by an error."""
-        session.pending.pop(seq, None)
-        return self._send(session, Error(seq, error.code, str(error)))
-
-    def _send(self, session: Session, message: Message) -> Send:
-        return Send(session.route, self.member.packet(message))
-
-
-def _is_lent(packet: Packet) -> bool:
-    """Whether a gradient is its sender's memory: what was decompressed is not."""
-    message = packet.message
-    return bool(packet.loans) and isinstance(message, Push) and message.code is None
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:
