@@ -1,15 +1,18 @@
 """What a round of some rows of a table costs, beside a round of all of it.
 
     python benchmarks/sparse.py [--rows 1000000] [--width 64] [--percent 1] [--optimizer sgd]
+    sudo python benchmarks/sparse.py --rate 1gbit
 
 Workers push random values: first of the whole table, which they pull again, then of random rows, other
 ones in each round and on each worker, of which they pull those that they need next. Printed are
-medians of rank 0, and how much of the dense round the sparse one takes.
+medians of rank 0, and how much of the dense round the sparse one takes. With a rate, each process has a
+network namespace of its own behind a link of that rate (root, Linux); else all share this machine's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -27,10 +30,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rate", help="of the link of each process, such as 1gbit")
     parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:
         work(given)
+        return
+    if given.rate:
+        apart(given)
         return
     subprocess.run(
         [
@@ -40,6 +47,35 @@ def main() -> None:
         ],
         check=True,
     )
+
+
+def apart(given: argparse.Namespace) -> None:
+    """Give each process a host of its own, and run the cluster there."""
+    from kvps import config
+    from kvps.bench.namespaces import Namespaces, demand_root
+
+    demand_root()
+    with Namespaces(given.workers + given.servers, given.rate) as hosts:
+        scheduler = f"tcp://{hosts.address(0)}:9091"
+        place = {"KVPS_SCHEDULER": scheduler, "OMP_NUM_THREADS": "1"}
+        env = {**config.environment(place, {}), "PATH": os.environ["PATH"]}
+
+        def start(host: int, *words: str) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(hosts.inside(host, [sys.executable, *words]), env=env)
+
+        sizes = ("--workers", str(given.workers), "--servers", str(given.servers))
+        cli = ("-m", "kvps.cli.scheduler", *sizes, "--bind", scheduler, "--insecure")
+        started = [start(0, *cli)]
+        for server in range(given.servers):
+            host = given.workers + server
+            bind = f"tcp://{hosts.address(host)}:0"
+            cli = ("-m", "kvps.cli.server", "--scheduler", scheduler, "--bind", bind, "--insecure")
+            started.append(start(host, *cli))
+        words = (__file__, "--as-worker", *sys.argv[1:])
+        started += [start(worker, *words) for worker in range(given.workers)]
+        codes = [one.wait() for one in started]
+    if any(codes):
+        raise SystemExit(f"the processes ended with {codes}")
 
 
 def work(given: argparse.Namespace) -> None:
