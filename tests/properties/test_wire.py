@@ -97,8 +97,8 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
 codes = st.builds(
     Code,
     st.sampled_from(sorted(NAMES)),
-    st.floats(0, 1, exclude_min=True),
-    st.floats(0, 1e30, exclude_min=True),
+    st.floats(1e-10, 1),
+    st.floats(1e-20, 1e20),
     naturals,
 )
 
