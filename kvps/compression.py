@@ -52,6 +52,11 @@ class Rules:
         default_factory=dict, repr=False, compare=False
     )
 
+    @property
+    def are_off(self) -> bool:
+        """Whether nothing is compressed, whatever its key."""
+        return self.default is None and all(one is None for _, one in self.patterns)
+
     def setting_of(self, key: str, spec: Spec) -> Setting | None:
         """Return how a key travels; None for as it is."""
         known = (key, spec)

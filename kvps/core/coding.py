@@ -113,7 +113,7 @@ class Coding:
 
     def groups(self, plan: Plan, rank: int) -> list[Group]:
         """Return the keys of ``plan``, by how they travel."""
-        if self.rules is OFF:
+        if self.rules.are_off:
             return [Group(plan)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)

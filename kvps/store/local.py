@@ -14,7 +14,6 @@ import torch
 
 from kvps.codecs import decode, encode
 from kvps.codes import RANDOMK, seeded
-from kvps.compression import OFF
 from kvps.compression import Rules as Compression
 from kvps.core.calls import Sinks, Views
 from kvps.core.drops import ACTIONS, count_nonfinite
@@ -327,7 +326,7 @@ class LocalStore(KVStore):
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
     ) -> tuple[torch.Tensor, ...]:
-        if self._compression is OFF:
+        if self._compression.are_off:
             return super()._rows(names, is_many, value, timeout)
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")

@@ -111,7 +111,7 @@ class Serverless(KVStore):
         )
 
     def _compress(self, rules: Rules) -> None:
-        if rules.default is not None or any(one is not None for _, one in rules.patterns):
+        if not rules.are_off:
             self._refuse(
                 "set_gradient_compression()",
                 "a ring sums what it is given; use a dist store, or kvps.torch.comm_hook with DDP",

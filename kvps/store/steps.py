@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from kvps.tensors import Array
 LISTS_MAX = 256
 """How many lists of keys are remembered."""
 VIEWS = Views.VIEWS
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,10 @@ class Steps(Contract):
     def _have_rows(self, names: tuple[str, ...], is_many: bool, value: object) -> bool:
         """Whether some of the values of these keys are rows; quick where they are plain tensors."""
         given = value if is_many else [value]
-        form = self._form(names)
-        if (form is not None and form.fits(given)) or not isinstance(given, list | tuple):
+        if not isinstance(given, list | tuple):
             return False
+        if TENSORS.issuperset(map(type, given)):
+            return torch.sparse_coo in set(map(attrgetter("layout"), given))
         return any(
             are_rows(one, self._specs.get(name)) for name, one in zip(names, given, strict=False)
         )
