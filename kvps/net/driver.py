@@ -40,6 +40,9 @@ LEVELS = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+LOOK_EVERY_S = 1.0
+"""The longest wait. A signal that comes between Python's last look and the system call ends no wait: its
+handler runs when that returns, and so does what the handler has put into the inbox."""
 BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log."""
 
@@ -186,7 +189,7 @@ def drive(
 
     while True:
         due = core.deadline()
-        timeout_s = None if due is None else max(0.0, due - clock())
+        timeout_s = LOOK_EVERY_S if due is None else min(max(0.0, due - clock()), LOOK_EVERY_S)
         arrivals = transport.poll(timeout_s)
         while (arrival := receive(arrivals)) is not None:
             route, packet = arrival

@@ -23,7 +23,7 @@ def seeds(default: int) -> range:
     return range(int(os.environ.get("KVPS_SEEDS", default)))
 
 
-SEEDS = seeds(120)
+SEEDS = seeds(80)
 FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
 
 
