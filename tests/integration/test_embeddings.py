@@ -100,10 +100,9 @@ def test_workers_must_agree_on_a_table() -> None:
             kv.barrier()
         return ""
 
-    said = sorted(run(work))
-    assert said[0] == ""
-    assert "table 'u'" in said[1]
-    assert "has dim" in said[1]
+    said = [one for one in run(work) if one]
+    assert said, "of two workers one is first on each server, and perhaps the other on the next"
+    assert all("table 'u'" in one and "has dim" in one for one in said)
 
 
 def test_what_a_store_cannot_do_is_said_at_once() -> None:

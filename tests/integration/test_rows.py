@@ -29,8 +29,8 @@ def store(kind="dist_sync", **options):
 
 
 def table(seed=0, count=COUNT):
-    torch.manual_seed(seed)
-    return torch.randn(count, WIDTH)
+    dice = torch.Generator().manual_seed(seed)  # ranks are threads here, and share the global one
+    return torch.randn(count, WIDTH, generator=dice)
 
 
 def coo(ids, rows, count=COUNT):
