@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from kvps.cli import flags
 from kvps.cli.leash import Leash
+from kvps.cli.stopping import stopped_by_signals
 
 NAME = "kvps bench"
 WHAT = """\
@@ -75,23 +74,16 @@ def _main(argv: Sequence[str]) -> int:
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     leash = Leash()  # before anything has threads
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
-    try:
-        # These load rich and numpy, which --help does not wait for.
-        from kvps.bench.perform import perform
-        from kvps.bench.plan import plan_of
+    with stopped_by_signals():
+        try:
+            # These load rich and numpy, which --help does not wait for.
+            from kvps.bench.perform import perform
+            from kvps.bench.plan import plan_of
 
-        perform(plan_of(parsed), leash)
-    finally:
-        leash.close()
+            perform(plan_of(parsed), leash)
+        finally:
+            leash.close()
     return 0
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    """End as after an error, which ends processes and hosts too; once is enough."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

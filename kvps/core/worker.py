@@ -242,9 +242,11 @@ class Worker:
         yield from self._go_on(talk, None, now)
         yield from self._say_where_it_stands()
 
-    def leave(self, done: bool, exit_code: int, reason: str) -> Effects:
-        """The process ends: say so."""
-        yield from self.member.leave(done, exit_code, replaceable=True, reason=reason)
+    def leave(
+        self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True
+    ) -> Effects:
+        """The process ends: say so, and if it failed, whether another can take its place."""
+        yield from self.member.leave(done, exit_code, replaceable, reason)
         if self.member.welcome is None:
             yield Exit(0, "left before it had joined")
 

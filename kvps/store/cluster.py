@@ -49,6 +49,8 @@ def worker_session(
     incarnation: int = 0,
     job: bytes = bytes(16),
     join_max_s: float = JOIN_MAX_S,
+    *,
+    is_replaceable: bool = True,
 ) -> Session:
     """Return a session of this process with the cluster at ``scheduler``."""
     identity = Identity(
@@ -65,7 +67,7 @@ def worker_session(
         machine=own_machine(),
     )
     transport, memory, _ = open_transport()
-    return Session(identity, transport, memory)
+    return Session(identity, transport, memory, is_replaceable=is_replaceable)
 
 
 class LocalCluster:
@@ -181,7 +183,11 @@ class LocalCluster:
                     "that creates a store is one; give LocalCluster(workers=...) more"
                 )
             rank = getattr(self._mine, "rank", None)
-            session = worker_session(self.scheduler, taken if rank is None else rank)
+            session = worker_session(
+                self.scheduler,
+                taken if rank is None else rank,
+                is_replaceable=False,  # nobody starts a thread that raised again
+            )
             self._sessions[id(session)] = session
         self._mine.session = session
         return session
@@ -193,21 +199,22 @@ class LocalCluster:
             BaseException: the first that a worker raised; the others then end with WorkerLost.
         """
 
+        errors: list[BaseException] = []
+
         def one(rank: int) -> T:
             self._mine.rank = rank
             try:
                 result = work(rank, *args)
             except BaseException as error:
+                errors.append(error)  # before the others can have one for that reason
                 self._leave(done=False, reason=f"raised {type(error).__name__}")
                 raise
             return result
 
         with ThreadPoolExecutor(self.workers, thread_name_prefix="worker") as pool:
             futures = [pool.submit(one, rank) for rank in range(self.workers)]
-        errors = [error for error in (one.exception() for one in futures) if error is not None]
         if errors:
-            causes = [error for error in errors if not isinstance(error, KvpsError)]
-            raise (causes or errors)[0]
+            raise errors[0]
         return [one.result() for one in futures]
 
     def leave(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -36,7 +37,9 @@ def write(path: Path, blocks: Iterator[Block], recipe: Recipe) -> int:
     Raises:
         StorageError: if that fails; what lay there before still does.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(
+        f"{path.name}.{secrets.token_hex(8)}.part"
+    )  # several workers may write it
     try:
         with ExitStack() as stack:
             stack.callback(lambda: part.unlink(missing_ok=True))

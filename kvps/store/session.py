@@ -37,12 +37,27 @@ LEAVE_MAX_S = 5.0
 
 
 class Session(Silent):
-    """One worker of one cluster, in this process."""
+    """One worker of one cluster, in this process.
 
-    def __init__(self, identity: Identity, transport: Transport, memory: Memory) -> None:
+    Args:
+        identity: who it is.
+        transport: how it talks.
+        memory: where values lie that travel.
+        is_replaceable: if it fails, somebody may start another in its place.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        memory: Memory,
+        *,
+        is_replaceable: bool = True,
+    ) -> None:
         self.core = Worker(identity, time.monotonic(), memory)
         self.pid = os.getpid()
         self.staging = Staging(memory.extent if isinstance(memory, Shared) else (0, 0))
+        self._is_replaceable = is_replaceable
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
         """Type of each store, by name."""
@@ -148,7 +163,8 @@ class Session(Silent):
         if self.is_over or os.getpid() != self.pid:
             return
         if say:
-            self._inbox.put(lambda core, now: core.leave(done, exit_code, reason))
+            can = self._is_replaceable
+            self._inbox.put(lambda core, now: core.leave(done, exit_code, reason, replaceable=can))
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)

@@ -7,7 +7,7 @@ file's metadata. The file is written aside and renamed, so that a reader sees al
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,9 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
     Raises:
         StorageError: if it cannot be written; an older file of that name is kept.
     """
-    aside = Path(f"{path}.{os.getpid()}.tmp")
+    aside = Path(
+        f"{path}.{secrets.token_hex(8)}.tmp"
+    )  # its own: several workers may write this file
     try:
         save_file(tensors, aside, metadata)
         aside.replace(path)

@@ -784,3 +784,19 @@ def test_values_on_a_gpu():
         torch.testing.assert_close(out, torch.stack(values).sum(0))
 
     run(work)
+
+
+def test_when_a_worker_raises_the_others_do_not_wait_for_another():
+    def work(rank):
+        kv = kvps.create("dist_sync")  # would wait minutes for a replacement
+        kv.init("w", torch.zeros(3))
+        if rank:
+            raise ZeroDivisionError("in worker 1")
+        with pytest.raises(kvps.WorkerLost, match=r"raised ZeroDivisionError.*no replacement can"):
+            kv.pushpull("w", torch.ones(3))
+        ended.append(rank)
+
+    ended = []
+    with pytest.raises(ZeroDivisionError, match="in worker 1"):
+        run(work, workers=2)
+    assert ended == [0]

@@ -1,0 +1,56 @@
+"""Signals end a command as an error would: by an exception, wherever it is, so that it cleans up.
+
+Python drops what is raised in some places: a destructor, a callback of the garbage collector, an import
+lock. An exception that came there is raised again a moment later.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+AGAIN_S = 0.05
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(SystemExit):
+    """A signal came; the exit code is 128 and its number."""
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Within the block, the first signal of ``NUMBERS`` raises :class:`Stopped`, and later ones nothing.
+
+    Call it in the main thread.
+    """
+    was_dropped = sys.unraisablehook
+
+    def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, Stopped):
+            was_dropped(dropped)
+            return
+        code = dropped.exc_value.code
+        signal.signal(signal.SIGALRM, lambda *_: _stop(code))
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)  # not here: it would be dropped again
+
+    def on_signal(number: int, frame: object) -> NoReturn:
+        for one in NUMBERS:
+            signal.signal(one, signal.SIG_IGN)
+        _stop(128 + number)
+
+    before = {one: signal.signal(one, on_signal) for one in NUMBERS}
+    sys.unraisablehook = on_dropped
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        sys.unraisablehook = was_dropped
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _stop(code: object) -> NoReturn:
+    raise Stopped(code)
