@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -376,7 +377,7 @@ kv.init(keys, [torch.zeros(count + index) for index in range({KEYS})])
 mine = kv.empty_like(keys) if lends else [torch.zeros(count + index) for index in range({KEYS})]
 outs = [torch.empty_like(one) for one in mine]
 for turn in range(int(sys.argv[3])):
-    if turn in (10, 60):
+    if turn in (10, 60, 160, 260):
         kv.barrier()
         until(f"turn-{{turn}}")
     if lends:
@@ -421,13 +422,13 @@ def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
 def test_the_memory_of_a_server_does_not_grow(
     processes: Processes, how: str, transport: str
 ) -> None:
-    """From round 60 to round 360; 4 MB of weights."""
+    """Of 300 rounds with 4 MB of weights, the quietest 100: what leaks does so in all of them."""
     parts = training(processes, 85_000, how, 360, 2, KVPS_TRANSPORT=transport)
     _, server, workers = parts
     at(processes, workers, server, "turn-10")
-    before = at(processes, workers, server, "turn-60")
-    after = at(processes, workers, server, "turn-last")
-    assert sum(after) <= sum(before) * 1.08, (before, after)
+    stops = ("turn-60", "turn-160", "turn-260", "turn-last")
+    sizes = [sum(at(processes, workers, server, stop)) for stop in stops]
+    assert min(after / before for before, after in pairwise(sizes)) <= 1.01, sizes
     finish(*parts)
 
 
