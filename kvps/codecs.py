@@ -18,9 +18,9 @@ import torch
 
 from kvps.codes import BF16, BIT1, BIT2, BLOCK, FP16, GROUP, INT8, RANDOMK, TOPK, Code, kept, size
 from kvps.errors import ProtocolError
+from kvps.mixing import GOLDEN, mixed
 
 _TINY = torch.finfo(torch.float32).tiny
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def encode(code: Code, rest: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
@@ -241,21 +241,17 @@ def _read_randomk(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
 def drawn(seed: int, count: int, total: int) -> torch.Tensor:
     """Return ``count`` different indices below ``total``, ascending, the same wherever it is asked.
 
-    The elements are cut into ``count`` near-equal parts, and of each one is drawn, by the mixer of
-    splitmix64 (Steele et al.: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+    The elements are cut into ``count`` near-equal parts, and of each one is drawn.
 
     Example:
         >>> drawn(1, 3, 9).tolist()
         [1, 3, 7]
     """
     part = np.arange(count, dtype=np.uint64)
-    mixed = (part + np.uint64(seed)) * np.uint64(_GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX_1)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
-    mixed ^= mixed >> np.uint64(31)
+    bits = mixed((part + np.uint64(seed)) * np.uint64(GOLDEN))
     begin = part * np.uint64(total) // np.uint64(count)
     end = (part + np.uint64(1)) * np.uint64(total) // np.uint64(count)
-    return torch.from_numpy((begin + mixed % (end - begin)).astype(np.int64))
+    return torch.from_numpy((begin + bits % (end - begin)).astype(np.int64))
 
 
 # --- octets as numbers --------------------------------------------------------------------------------

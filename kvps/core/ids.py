@@ -17,32 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 from kvps.errors import ConfigError
+from kvps.mixing import GOLDEN, Bits, mixed
 
 Ids: TypeAlias = npt.NDArray[np.int64]
-Hashes: TypeAlias = npt.NDArray[np.uint64]
+Hashes: TypeAlias = Bits
 
 KINDS = ("zeros", "normal", "uniform")
 SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
 """Of the hashes for different ends, which must not depend on each other."""
-_GOLDEN = 0x9E3779B97F4A7C15
 _COLUMN = 0xD1342543DE82EF95
-"""Apart from column to column. Not _GOLDEN, or the hash of one salt would be that of a neighbour."""
+"""Apart from column to column. Not GOLDEN, or the hash of one salt would be that of a neighbour."""
 _MASK = 2**64 - 1
 
 
 def hashes(ids: Ids | Hashes, salt: int) -> Hashes:
-    """Return 64 well mixed bits of each id (SplitMix64's).
+    """Return 64 well mixed bits of each id.
 
     Args:
         ids: 64-bit numbers, of any shape.
         salt: other salts give hashes that have nothing to do with these.
     """
-    mixed = ids.view(np.uint64) + np.uint64((salt + 1) * _GOLDEN & _MASK)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(factor)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    return mixed(ids.view(np.uint64) + np.uint64((salt + 1) * GOLDEN & _MASK))
 
 
 def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
