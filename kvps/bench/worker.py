@@ -24,9 +24,10 @@ class Copying:
 
     def __init__(self, shapes: Shapes, rule: str, codec: str = "none") -> None:
         self._kv = opened(shapes, rule)
-        self._kv.set_gradient_compression(
-            {"rules": [{"pattern": "*", "type": codec, "pull": True, "min_bytes": 0}]}
-        )
+        if codec != "none":
+            self._kv.set_gradient_compression(
+                {"rules": [{"pattern": "*", "type": codec, "pull": True, "min_bytes": 0}]}
+            )
         self.rank: int = self._kv.rank
         self.workers: int = self._kv.num_workers
         self._keys = list(range(len(shapes)))

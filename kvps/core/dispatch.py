@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core import calls, conversations, id_calls, rowcalls, saving
+from kvps.core import calls, conversations, id_calls, row_calls, saving
 from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, Values
 
@@ -25,9 +25,9 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
         case calls.PullValues():
             return conversations.pull(book, call)
         case calls.PushRows():
-            return rowcalls.push_rows(book, call, rows)
+            return row_calls.push_rows(book, call, rows)
         case calls.PullRows():
-            return rowcalls.pull_rows(book, call)
+            return row_calls.pull_rows(book, call)
         case calls.OpenStore():
             return conversations.open_store(book, call)
         case calls.Init():

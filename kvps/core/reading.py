@@ -243,17 +243,18 @@ def read(
     priority: Numbers,
 ) -> Generator[Step, list[Packet], list[Tally]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
+    groups = book.coding.groups(plan, book.rank)
+    tallies = [Tally(group.plan) for group in groups]
     requests: list[Request] = []
-    parts = []
-    for group in book.coding.groups(plan, book.rank):
-        part = group.plan, group.numbers(after), group.numbers(priority)
-        tally, own = Tally(group.plan), own_sink(group, sink)
-        requests += _asked(book, part[0], tally, own, part[1], group.numbers(least), part[2], group)
-        parts.append((tally, own, part[1], part[2]))
+    for group, tally in zip(groups, tallies, strict=True):
+        urgent, own = group.numbers(priority), own_sink(group, sink)
+        conditions, oldest = group.numbers(after), group.numbers(least)
+        requests += _asked(book, group.plan, tally, own, conditions, oldest, urgent, group)
     yield requests
-    for tally, own, conditions, urgent in parts:
-        yield from even_out(book, tally, own, conditions, urgent)
-    return [tally for tally, *_ in parts]
+    for group, tally in zip(groups, tallies, strict=True):
+        own = own_sink(group, sink)
+        yield from even_out(book, tally, own, group.numbers(after), group.numbers(priority))
+    return tallies
 
 
 def even_out(

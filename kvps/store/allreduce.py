@@ -32,6 +32,7 @@ from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.specs import Spec
 from kvps.store.arguments import names_of, reduce, targets_for
+from kvps.store.calling import Wanted
 from kvps.store.cells import Awaited, Cells
 from kvps.store.contract import Straggler
 from kvps.store.endings import Endings
@@ -42,7 +43,6 @@ from kvps.store.names import Kind
 from kvps.store.ring import Ring
 from kvps.store.serverless import Serverless
 from kvps.store.staging import bring_back
-from kvps.store.steps import Wanted
 from kvps.store.turns import Turn, Turns
 from kvps.tensors import TORCH, Array
 

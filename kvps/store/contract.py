@@ -2,7 +2,7 @@
 
 :class:`~kvps.store.local.LocalStore` keeps it within the process, :class:`~kvps.store.dist.DistStore`
 over servers, :class:`~kvps.store.allreduce.AllReduceStore` among workers. What they have in common
-is built on these hooks: the steps of a call in :mod:`kvps.store.steps`, the calls in
+is built on these hooks: the steps of a call in :mod:`kvps.store.calling`, the calls in
 :mod:`kvps.store.kvstore`.
 """
 

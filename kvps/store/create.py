@@ -21,6 +21,7 @@ from kvps.errors import ConfigError, SchedulerLost
 from kvps.messages import KEY_MAX, Open
 from kvps.store.allreduce import AllreduceStore
 from kvps.store.base import KVStoreBase
+from kvps.store.calling import seconds
 from kvps.store.cluster import LocalCluster, worker_session
 from kvps.store.dist import DistStore
 from kvps.store.endings import AtExit
@@ -30,7 +31,6 @@ from kvps.store.local import LocalStore
 from kvps.store.meeting import places
 from kvps.store.names import Kind, kind_of
 from kvps.store.session import Session, leave_at_exit
-from kvps.store.steps import seconds
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0

@@ -1,6 +1,6 @@
 """The KVStore that users call: one face for every kind of store.
 
-The public methods turn arguments into names, rows and sinks (:mod:`kvps.store.steps`), and hand these to
+The public methods turn arguments into names, rows and sinks (:mod:`kvps.store.calling`), and hand these to
 the few hooks that a kind of store implements (:mod:`kvps.store.contract`).
 """
 
@@ -26,10 +26,10 @@ from kvps.store.arguments import (
     values_of,
 )
 from kvps.store.base import KVStoreBase
+from kvps.store.calling import Calling, Wanted, priority_of
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle
 from kvps.store.rows import picks_of
-from kvps.store.steps import Steps, Wanted, priority_of
 from kvps.tensors import spec_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0
 
 
-class KVStore(Steps):
+class KVStore(Calling):
     """A store of named tensors that workers push gradients to and pull weights from.
 
     Use :meth:`create`; the classes of the stores are not for calling.

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import RANDOMK, seeded
 from kvps.compression import Rules as Compression
 from kvps.core.calls import Sinks, Views
 from kvps.core.drops import ACTIONS, count_nonfinite
@@ -30,12 +28,13 @@ from kvps.store.contract import Straggler
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
+from kvps.store.local_coding import LocalCoding
 from kvps.store.local_embedding import LocalEmbedding
 from kvps.store.names import Kind
 from kvps.store.optimizers import Rules
 from kvps.store.rows import Rows, taken
 from kvps.store.states import States
-from kvps.tensors import Array, as_tensor
+from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
 
@@ -54,8 +53,7 @@ class LocalStore(KVStore):
         self._rows_by_key: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._rules: Rules | None = None
-        self._left: dict[str, torch.Tensor] = {}
-        """By key, what compression left out of its gradients so far."""
+        self._coding = LocalCoding()
         self._local_tables: dict[str, LocalEmbedding] = {}
         """All that there are, also of a checkpoint and not asked for yet."""
 
@@ -315,13 +313,13 @@ class LocalStore(KVStore):
         self._rules.set_rate(hyper)
 
     def _compress(self, rules: Compression) -> None:
-        """Nothing travels here: gradients become what servers would read of them."""
+        """Nothing is to be told to anybody."""
 
     def _rests(self) -> dict[str, torch.Tensor]:
-        return {name: rest.to("cpu", copy=True) for name, rest in self._left.items()}
+        return self._coding.rests()
 
     def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
-        self._left = {name: rest.clone() for name, rest in rests.items()}
+        self._coding.put(rests)
 
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
@@ -330,32 +328,14 @@ class LocalStore(KVStore):
             return super()._rows(names, is_many, value, timeout)
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
-        written = [self._written(*one) for one in zip(names, values, strict=True)]
-        return rows_of(written, self._kind.on_device)
+        read = [self._read(*one) for one in zip(names, values, strict=True)]
+        return rows_of(read, self._kind.on_device)
 
-    def _written(self, name: str, devices: list[Array]) -> list[Array]:
-        """Return what can be read of a key's values once they were compressed."""
+    def _read(self, name: str, devices: list[Array]) -> list[Array]:
         setting = self._compression.setting_of(name, self._specs[name])
         if setting is None:
             return devices
-        found: list[Array] = []
-        for index, value in enumerate(devices):
-            flat = as_tensor(value).contiguous().view(-1)
-            if not torch.isfinite(flat.sum()):
-                found.append(value)  # what becomes of that is for on_nonfinite to say
-                continue
-            title = f"{name}@{index}" if index else name
-            rest = self._left.get(title)
-            if rest is None or len(rest) != len(flat):  # a broadcast may change its shape
-                rest = torch.zeros_like(flat)
-            rest = rest.to(flat.device)
-            code = setting.code
-            if code.codec == RANDOMK:
-                code = seeded(code, self._versions[name])
-            octets = encode(code, rest, flat)
-            self._left[title] = rest
-            found.append(decode(code, octets, torch.empty_like(flat)).view(self._specs[name].shape))
-        return found
+        return self._coding.read(name, setting, self._versions[name], devices)
 
     def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
         if self._on_nonfinite != ACTIONS[0]:

@@ -182,6 +182,7 @@ def test_rows_count_as_weights_do() -> None:
     assert chunks.weight_bytes == 8 + 3 * 2 * 4
 
 
+@pytest.mark.spec("R197")
 def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
     table = Tabled(workers=1, memory_limit=100)
     table.push(0, range(20), 0)
@@ -194,6 +195,7 @@ def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
     assert acked(again), "what is in is acknowledged again"
 
 
+@pytest.mark.spec("R197")
 def test_a_key_may_not_have_the_name_of_a_table() -> None:
     """Nor take the place of one."""
     table = Tabled()
@@ -205,6 +207,7 @@ def test_a_key_may_not_have_the_name_of_a_table() -> None:
     assert table.stage.snapshot() == before
 
 
+@pytest.mark.spec("R197")
 def test_an_answer_fits_in_a_frame() -> None:
     table = Tabled(dim=65_536)
     said = table.stage.say(0, PullIds(table.piece.chunk, 0, 0, 257), torch.arange(257))

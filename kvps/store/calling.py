@@ -46,7 +46,7 @@ class Wanted:
     result: Callable[[Any], Any]
 
 
-class Steps(Contract):
+class Calling(Contract):
     """A store, below its calls."""
 
     def _begin(self) -> None:

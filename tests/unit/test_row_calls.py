@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvps import messages
-from kvps.core import calls, rowcalls
+from kvps.core import calls, row_calls
 from kvps.core.catalogue import Catalogue
 from kvps.core.link import Request
 from kvps.core.plan import Held
@@ -63,14 +63,14 @@ def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def pushing(one: Catalogue, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
     values = list(rows(*ids, width=one.keys[key].spec.width))
     call = calls.PushRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
-    return rowcalls.push_rows(one, call, values)
+    return row_calls.push_rows(one, call, values)
 
 
 def pulling(one: Catalogue, *ids: int, key: str = "t") -> Any:
     """Pull rows, the last of them to come first."""
     numbers = torch.tensor(ids, dtype=torch.int64)
     places = torch.arange(len(ids)).flip(0)
-    return rowcalls.pull_rows(one, calls.PullRows("kv", (key,), (numbers,), (places,), 7))
+    return row_calls.pull_rows(one, calls.PullRows("kv", (key,), (numbers,), (places,), 7))
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
@@ -141,7 +141,7 @@ def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
 def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rowcalls, "IDS_MAX", 2)
+    monkeypatch.setattr(row_calls, "IDS_MAX", 2)
     one = book()
     with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
         next(pushing(one, (3, 4, 5)))

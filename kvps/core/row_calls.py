@@ -200,7 +200,7 @@ def _whole_pushes(
 
 
 @dataclass(slots=True)
-class Shelf:
+class Portion:
     """What one server has of the rows that are wanted of one key; it takes its answer in."""
 
     key: Key
@@ -251,31 +251,31 @@ class Shelf:
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedRows:
     """The rows of one key, and who has them."""
 
     key: Key
     rows: torch.Tensor
     after: int
     priority: int
-    shelves: list[Shelf] = field(default_factory=list)
+    portions: list[Portion] = field(default_factory=list)
 
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
-        key, told = self.key, [one.told for one in self.shelves]
+        key, told = self.key, [one.told for one in self.portions]
         if len(told) == len(ranges(key)):  # of those that were not asked nothing is known
             applied = min([one.lowest if ordered else one.owed for one in told])
             key.applied = max(key.applied, applied)
         if not ordered:
             key.version = max([key.version, *(one.highest for one in told)])
 
-    def lagging(self) -> tuple[list[Shelf], int]:
+    def lagging(self) -> tuple[list[Portion], int]:
         """Return those who lag behind the newest version, and that; as whole keys are read."""
-        told = [one.told for one in self.shelves]
+        told = [one.told for one in self.portions]
         newest = max([one.highest for one in told])
         if len({one.owed for one in told}) > 1:
             return [], newest  # torn by a push that this rank owes to some parts only
-        return [one for one in self.shelves if one.told.lowest < newest], newest
+        return [one for one in self.portions if one.told.lowest < newest], newest
 
 
 def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
@@ -283,40 +283,42 @@ def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
     plan = yield from numbered(book, call.keys)
     found = [_wanted(book, plan, call, index) for index in range(len(plan.keys))]
     for one, ids, places in zip(found, call.ids, call.places, strict=True):
-        if not one.shelves and len(ids):
+        if not one.portions and len(ids):
             yield from _read_whole(book, one, ids, places)
-    by_rows = [one for one in found if one.shelves]
-    yield [shelf.ask(book, one.after, 0, one.priority) for one in by_rows for shelf in one.shelves]
+    by_rows = [one for one in found if one.portions]
+    yield [
+        portion.ask(book, one.after, 0, one.priority) for one in by_rows for portion in one.portions
+    ]
     for one in by_rows:
         one.settle(book.ordered)
     yield from _even_out(book, by_rows)
     dropped: dict[str, Dropped] = {}
     for one in by_rows:
-        for shelf in one.shelves:
-            for drop in shelf.told.dropped:
+        for portion in one.portions:
+            for drop in portion.told.dropped:
                 dropped[one.key.name] = drop
     if dropped:
         complain(book.opened.store, book.ordered, book.keys, dropped)
     return [one.rows for one in found]
 
 
-def _wanted(book: Catalogue, plan: Plan, call: calls.PullRows, index: int) -> Wanted:
+def _wanted(book: Catalogue, plan: Plan, call: calls.PullRows, index: int) -> WantedRows:
     key, ids = plan.keys[index], call.ids[index]
     rows = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
-    one = Wanted(key, rows, key.number, of_key(call.priority, index))
+    one = WantedRows(key, rows, key.number, of_key(call.priority, index))
     for place, some in _split(ranges(key), ids):
         if some.start < some.stop:
-            one.shelves.append(Shelf(key, place, ids[some], rows, call.places[index][some]))
+            one.portions.append(Portion(key, place, ids[some], rows, call.places[index][some]))
     return one
 
 
-def _even_out(book: Catalogue, found: Sequence[Wanted]) -> Generator[Step, list[Packet], None]:
+def _even_out(book: Catalogue, found: Sequence[WantedRows]) -> Generator[Step, list[Packet], None]:
     """Read rows again that lag behind others of their key, until none does."""
     while book.ordered or not book.is_short:
         requests = Lagging()
         for one in found:
             behind, newest = one.lagging()
-            requests += [shelf.ask(book, one.after, newest, one.priority) for shelf in behind]
+            requests += [portion.ask(book, one.after, newest, one.priority) for portion in behind]
         if not requests:
             return
         if not (yield requests):
@@ -324,7 +326,7 @@ def _even_out(book: Catalogue, found: Sequence[Wanted]) -> Generator[Step, list[
 
 
 def _read_whole(
-    book: Catalogue, one: Wanted, ids: torch.Tensor, places: torch.Tensor
+    book: Catalogue, one: WantedRows, ids: torch.Tensor, places: torch.Tensor
 ) -> Generator[Step, list[Packet], None]:
     """Read all of a key, and take the rows ``ids`` of it."""
     dense = torch.empty(one.key.spec.shape, dtype=one.rows.dtype)
