@@ -2,11 +2,15 @@
 
     python benchmarks/sparse.py [--rows 1000000] [--width 64] [--percent 1] [--optimizer sgd]
     sudo python benchmarks/sparse.py --rate 1gbit
+    python benchmarks/sparse.py --floor
 
 Workers push random values: first of the whole table, which they pull again, then of random rows, other
 ones in each round and on each worker, of which they pull those that they need next. Printed are
 medians of rank 0, and how much of the dense round the sparse one takes. With a rate, each process has a
 network namespace of its own behind a link of that rate (root, Linux); else all share this machine's memory.
+
+``--floor`` sends nothing. It moves the rows of such a round from place to place as often as they must be,
+by the fastest calls that torch and numpy have for that: no store that runs on them takes less.
 """
 
 from __future__ import annotations
@@ -31,10 +35,14 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--rate", help="of the link of each process, such as 1gbit")
+    parser.add_argument("--floor", action="store_true", help="measure what memory alone takes")
     parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:
         work(given)
+        return
+    if given.floor:
+        floor(given)
         return
     if given.rate:
         apart(given)
@@ -118,6 +126,47 @@ def work(given: argparse.Namespace) -> None:
             f"{given.rows} x {given.width}, {given.optimizer or 'no optimizer'}: all {whole_ms:.1f} ms, "
             f"{given.percent:g} % of the rows {rows_ms:.2f} ms, {100 * rows_ms / whole_ms:.1f} %"
         )
+
+
+def floor(given: argparse.Namespace) -> None:
+    """Print what moving the rows takes, on one thread, and what is left of it on all cores."""
+    import numpy as np
+    import torch
+
+    from kvps.core.sparse import numbered
+
+    def in_order(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order = torch.from_numpy(np.argsort(ids.numpy()))
+        return ids.index_select(0, order), order
+
+    torch.set_num_threads(1)
+    count = max(1, round(given.rows * given.percent / 100))
+    table = torch.randn(given.rows, given.width)
+    pushed = [torch.randn(count, given.width) for _ in range(given.workers)]
+    shared = [torch.empty(count, given.width) for _ in range(given.workers)]
+    times = []
+    for _ in range(given.rounds + 3):
+        batches = [torch.randperm(given.rows)[:count] for _ in range(2 * given.workers)]
+        begin = time.perf_counter()
+        ordered = [in_order(one) for one in batches]
+        for (_, places), rows, out in zip(ordered, pushed, shared, strict=False):
+            torch.index_select(rows, 0, places, out=out)  # to where servers read them
+        ids, at = numbered(torch.cat([ids for ids, _ in ordered[: given.workers]]), are_runs=True)
+        total = torch.zeros(len(ids), given.width)
+        for rows, some in zip(shared, at.split(count), strict=True):
+            total.index_add_(0, some, rows)
+        weights = table.index_select(0, ids).add_(total, alpha=-1e-3)
+        table.numpy()[ids.numpy()] = weights.numpy()
+        for ids, places in ordered[given.workers :]:
+            answer = table.index_select(0, ids)  # to where workers read them
+            torch.empty_like(answer).numpy()[places.numpy()] = answer.numpy()
+        times.append(time.perf_counter() - begin)
+    alone_ms = 1e3 * statistics.median(times[3:])
+    cores = os.cpu_count() or 1
+    print(
+        f"{given.rows} x {given.width}, {given.percent:g} % of the rows: {alone_ms:.2f} ms of one core for "
+        f"{given.workers} workers, {alone_ms / cores:.2f} ms on {cores}"
+    )
 
 
 if __name__ == "__main__":
