@@ -5,8 +5,9 @@
     python benchmarks/sparse.py --floor
 
 Workers push random values: first of the whole table, which they pull again, then of random rows, other
-ones in each round and on each worker, of which they pull those that they need next. Printed are
-medians of rank 0, and how much of the dense round the sparse one takes. With a rate, each process has a
+ones in each round and on each worker, of which they pull those that they need next; then they push such
+rows again, and bring a copy of the whole table up to date. Printed are medians of rank 0, and how much of
+the dense round the others take. With a rate, each process has a
 network namespace of its own behind a link of that rate (root, Linux); else all share this machine's memory.
 
 ``--floor`` sends nothing. It moves the rows of such a round from place to place as often as they must be,
@@ -110,6 +111,13 @@ def work(given: argparse.Namespace) -> None:
         kv.push("table", (batches[number], rows))
         kv.row_sparse_pull("table", row_ids=batches[number + 1])
 
+    held = None
+
+    def refresh(number: int) -> None:
+        nonlocal held
+        kv.push("table", (batches[number], rows))
+        held = kv.refresh("table", out, held)
+
     def median_ms(make: Callable[[int], None], rounds: int) -> float:
         times = []
         for number in range(rounds + 3):
@@ -121,10 +129,14 @@ def work(given: argparse.Namespace) -> None:
     whole_ms = median_ms(dense, max(3, given.rounds // 4))
     kv.barrier()
     rows_ms = median_ms(sparse, given.rounds)
+    kv.barrier()
+    copy_ms = median_ms(refresh, given.rounds)
     if kv.rank == 0:
         print(
-            f"{given.rows} x {given.width}, {given.optimizer or 'no optimizer'}: all {whole_ms:.1f} ms, "
-            f"{given.percent:g} % of the rows {rows_ms:.2f} ms, {100 * rows_ms / whole_ms:.1f} %"
+            f"{given.rows} x {given.width}, {given.optimizer or 'no optimizer'}: all {whole_ms:.1f} ms; "
+            f"{given.percent:g} % of the rows pushed and as many pulled {rows_ms:.2f} ms, "
+            f"{100 * rows_ms / whole_ms:.1f} %; pushed and a copy refreshed {copy_ms:.2f} ms, "
+            f"{100 * copy_ms / whole_ms:.1f} %"
         )
 
 

@@ -32,6 +32,8 @@ ENTRIES_MAX = 1024
 ROWS_FRAME_BYTES = 32 << 20
 ROWS_FRAMES_MAX = 63
 """Rows fill payload frames of so many octets, or of one row; and at most so many frames."""
+IDS_FRAME_BYTES = 64 << 20
+"""Octets of the numbers of rows, which are one frame, at most."""
 
 KEY_MAX = 256
 TEXT_MAX = 4096
@@ -454,6 +456,11 @@ def rows_in_frame(dtype: int, width: int) -> int:
     return max(1, ROWS_FRAME_BYTES // max(1, width * BY_ID[dtype].itemsize))
 
 
+def rows_in_message(dtype: int, width: int) -> int:
+    """Return how many rows of so many elements, with their numbers, one message holds."""
+    return min(rows_in_frame(dtype, width) * ROWS_FRAMES_MAX, IDS_FRAME_BYTES // 8)
+
+
 def _id_sizes(count: int) -> tuple[int, ...]:
     return (8 * count,) if count else ()
 
@@ -652,6 +659,42 @@ class PulledRows(Message):
     def payload_sizes(self) -> tuple[int, ...]:
         """The rows."""
         return _row_sizes(self.dtype, self.width, self.count)
+
+
+@_tag(38)
+@dataclass(frozen=True, slots=True)
+class PullChanged(Message):
+    """Worker to server: those rows of a key that changed since a version, once the conditions hold."""
+
+    store: str
+    key: str
+    after: int
+    least: int
+    """As in PULL-ROWS."""
+    since: int
+    """The version that the worker has of all that is there."""
+
+
+@_tag(39)
+@dataclass(frozen=True, slots=True)
+class Changed(Message):
+    """Answer to PULL-CHANGED: numbers of rows, ascending, and the rows."""
+
+    seq: int
+    known: bool
+    """Whether this server still knows what changed; if not, there are no rows."""
+    dtype: int
+    width: int
+    count: int
+    lowest: int
+    highest: int
+    owed: int
+    dropped: tuple[Dropped, ...] = ()
+    """As in PULLED-ROWS."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The numbers of the rows, and the rows."""
+        return (*_id_sizes(self.count), *_row_sizes(self.dtype, self.width, self.count))
 
 
 # --- the optimizer on the servers -------------------------------------------------------------

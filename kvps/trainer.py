@@ -50,6 +50,7 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
+from kvps.store.refreshing import Held
 from kvps.torch.broadcasts import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -90,8 +91,9 @@ class Trainer:
             "threshold": 0.5}``. Keys are the names of parameters, which the patterns of ``rules``
             match. What is compressed is the gradient before it is divided by ``batch_size``.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
-            else False. It must be True for dist_async and dist_ssp. With it sparse gradients travel
-            as rows, and the weights come back whole; without it, they travel whole both ways.
+            else False. It must be True for dist_async and dist_ssp. With it a sparse gradient travels
+            as rows, and what comes back are the rows that anybody's have updated; without it, it
+            travels whole both ways.
         overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
             then, nothing may change a gradient in between, and with the optimizer in the store
             ``.grad`` is None behind :meth:`step`.
@@ -132,6 +134,8 @@ class Trainer:
         check_free(kv, tensors, "Trainer")
         rests.compress(kv, compression_params, "compression_params")
         self._kv: Any = kv
+        self._held: dict[str, Held] = {}
+        """By parameter, what it holds of the weights in the store, if its gradients are sparse."""
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
@@ -396,11 +400,33 @@ class Trainer:
             # The first layers are needed first, in the next forward pass. Within one level chunks
             # go to all servers in turns.
             levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            self._kv.pushpull(names, values, out=out, priority=levels)
+            if any(value.is_sparse for value in values):
+                self._refresh(names, values, out, levels)
+            else:
+                self._kv.pushpull(names, values, out=out, priority=levels)
             return
         for index, name in enumerate(names):  # a plug-in need not take lists
             value = values[index].to_dense() if values[index].is_sparse else values[index]
             self._kv.pushpull(name, value, out=out[index], priority=-index)
+
+    def _refresh(
+        self,
+        names: list[str],
+        values: list[torch.Tensor],
+        out: list[torch.Tensor],
+        levels: list[int],
+    ) -> None:
+        """Push gradients of which some are sparse; of what those update take what is new."""
+        calls = list(zip(names, values, out, levels, strict=True))
+        rows = [one for one in calls if one[1].is_sparse]
+        tables, gradients, copies, urgency = map(list, zip(*rows, strict=True))
+        self._kv.push(tables, gradients, priority=urgency)
+        held = [self._held.get(table) for table in tables]
+        refreshed = self._kv.refresh(tables, copies, held, priority=urgency, async_op=True)
+        if dense := [one for one in calls if not one[1].is_sparse]:
+            others, gradients, weights, urgency = map(list, zip(*dense, strict=True))
+            self._kv.pushpull(others, gradients, out=weights, priority=urgency)
+        self._held.update(zip(tables, refreshed.wait(), strict=True))
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:

@@ -19,7 +19,7 @@ import torch
 from kvps.compression import Rules
 from kvps.core.hyper import Hyper
 from kvps.core.ids import Ids
-from kvps.core.plan import Numbers
+from kvps.core.plan import Mark, Numbers
 from kvps.core.recipe import Recipe
 from kvps.messages import Open
 from kvps.specs import Spec
@@ -174,6 +174,18 @@ class PullRows(Call):
 
 
 @dataclass(frozen=True, slots=True)
+class Refresh(Call):
+    """Bring copies of keys up to date; finishes with a Fresh for each."""
+
+    keys: tuple[str, ...]
+    sinks: tuple[torch.Tensor | None, ...]
+    """Where those go that have to be read whole; None for a new tensor."""
+    marks: tuple[Mark | None, ...]
+    """What each copy holds, if that is known."""
+    priority: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Allocate(Call):
     """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
 
@@ -291,6 +303,7 @@ REPEATED = (
     Lookup,
     PullValues,
     PullRows,
+    Refresh,
     Versions,
     Resume,
     Broadcast,

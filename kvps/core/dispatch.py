@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core import calls, conversations, id_calls, row_calls, saving
+from kvps.core import calls, conversations, id_calls, refreshing, row_calls, saving
 from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, Values
 
@@ -28,6 +28,8 @@ def start(book: Catalogue, call: calls.Call, rows: Values) -> Conversation:
             return row_calls.push_rows(book, call, rows)
         case calls.PullRows():
             return row_calls.pull_rows(book, call)
+        case calls.Refresh():
+            return refreshing.refresh(book, call)
         case calls.OpenStore():
             return conversations.open_store(book, call)
         case calls.Init():

@@ -500,6 +500,8 @@ class Engine:
             if back is not None:  # a step is of all of a piece
                 back.settle(chunk.writable(), span.start, span.stop)
             tables.update(space, chunk, span, due.sum.gathered(), due.rank)
+            if back is not None:
+                chunk.forget_changes(span)
             return
         _spread(due)
         weight, state = chunk.writable(), space.state_of(chunk)

@@ -106,6 +106,7 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.PullValues: "pull()",
     calls.PushRows: "push()",
     calls.PullRows: "row_sparse_pull()",
+    calls.Refresh: "refresh()",
     calls.Allocate: "empty_like()",
     calls.Versions: "version()",
     calls.Resume: "resume()",

@@ -70,6 +70,17 @@ class Key:
     """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
 
 
+class Mark(NamedTuple):
+    """What a copy of a key holds: all of these pieces, at one version.
+
+    The pieces are told apart by being this very tuple. A key that was replaced, and any key after the
+    servers have returned to a cut, has another one, and its versions have nothing to do with this.
+    """
+
+    pieces: tuple[Held, ...]
+    version: int
+
+
 class Segment(NamedTuple):
     """Neighbouring elements of a chunk that belong to one key of the plan."""
 

@@ -56,6 +56,7 @@ from kvps.messages import (
     Probe,
     Probed,
     Pull,
+    PullChanged,
     PullIds,
     PullRows,
     Push,
@@ -112,6 +113,8 @@ class Requests(Values):
                 yield from self._push_rows(session, seq, message, packet, now)
             case PullRows():
                 yield from self._pull_rows(session, seq, message, packet)
+            case PullChanged():
+                yield from self._pull_changed(session, seq, message)
             case Load():
                 yield from self._load(session, seq, message, packet)
             case Declare():

@@ -12,9 +12,8 @@ and pulled as a whole, as if the caller had made it dense.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -23,49 +22,23 @@ from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, Values, demand_presence, make_room, numbered
 from kvps.core.drops import complain
 from kvps.core.link import Request
-from kvps.core.placement import lies_by_rows
-from kvps.core.plan import Key, Plan, make, of_key
-from kvps.core.reading import Lagging, Step
+from kvps.core.plan import Key, make, of_key
+from kvps.core.portions import Portion, Range, Wanted, complain_of_drops, even_out, ranges
+from kvps.core.reading import Step
 from kvps.core.rounds import WINDOW
 from kvps.core.sparse import add_rows
 from kvps.errors import ConfigError, KvpsError, ProtocolError
 from kvps.messages import (
-    ROWS_FRAMES_MAX,
-    Dropped,
     Packet,
     PulledRows,
     PullRows,
     Push,
     PushRows,
     rows_in_frame,
+    rows_in_message,
 )
 from kvps.specs import BY_NAME
 from kvps.tensors import TORCH, Memory, from_frame
-
-
-class Range(NamedTuple):
-    """The rows of a key on one server."""
-
-    server: int
-    first: int
-    stop: int
-    lane: int
-    """The chunk in which the first of them lies."""
-
-
-def ranges(key: Key) -> list[Range]:
-    """Return which rows of ``key`` lie where, in their order; nothing if they are not whole there."""
-    if not lies_by_rows(key.spec, [(one.offset, one.size) for one in key.pieces]):
-        return []
-    width = key.spec.width
-    found: list[Range] = []
-    for one in key.pieces:
-        stop = (one.offset + one.size) // width
-        if found and found[-1].server == one.server:
-            found[-1] = found[-1]._replace(stop=stop)
-        else:
-            found.append(Range(one.server, one.offset // width, stop, one.chunk))
-    return found
 
 
 def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversation:
@@ -138,17 +111,12 @@ def _demand_room(key: Key, count: int) -> None:
     Raises:
         ConfigError: if they do not.
     """
-    each = rows_in_frame(BY_NAME[key.spec.dtype].id, key.spec.width)
-    most = min(each * ROWS_FRAMES_MAX, IDS_MAX)
+    most = rows_in_message(BY_NAME[key.spec.dtype].id, key.spec.width)
     if count > most:
         raise ConfigError(
             f"key {key.name!r}: {count} rows for one server, and a message holds {most}. Push or "
             "pull fewer at once, or a dense value; nothing was changed"
         )
-
-
-IDS_MAX = (64 << 20) // 8
-"""Numbers of rows that one payload frame holds."""
 
 
 def _gather(
@@ -200,24 +168,21 @@ def _whole_pushes(
 
 
 @dataclass(slots=True)
-class Portion:
-    """What one server has of the rows that are wanted of one key; it takes its answer in."""
+class Named(Portion[PulledRows]):
+    """Rows that the caller named."""
 
-    key: Key
-    place: Range
     ids: torch.Tensor
     out: torch.Tensor
     """Where they go, with those of other servers."""
     places: torch.Tensor
     """Where in it each goes."""
-    answer: PulledRows | None = None
 
-    def ask(self, book: Catalogue, after: int, least: int, priority: int) -> Request:
-        """Return the request for these rows."""
+    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
+        """Return the request for them."""
         _demand_room(self.key, len(self.ids))
         return Request(
             self.place.server,
-            PullRows(book.opened.store, self.key.name, after, least, len(self.ids)),
+            PullRows(store, self.key.name, after, least, len(self.ids)),
             payload=(self.ids,),
             priority=priority,
             lane=self.place.lane,
@@ -225,7 +190,7 @@ class Portion:
         )
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note how the key stands, and take the rows if they are ``wanted``."""
+        """Take in the answer."""
         answer = packet.message
         assert isinstance(answer, PulledRows)
         spec = self.key.spec
@@ -243,96 +208,49 @@ class Portion:
             self.out.index_copy_(0, self.places[at : at + len(values)], values)
             at += len(values)
 
-    @property
-    def told(self) -> PulledRows:
-        """The answer, which is there."""
-        assert self.answer is not None
-        return self.answer
-
-
-@dataclass(slots=True)
-class WantedRows:
-    """The rows of one key, and who has them."""
-
-    key: Key
-    rows: torch.Tensor
-    after: int
-    priority: int
-    portions: list[Portion] = field(default_factory=list)
-
-    def settle(self, ordered: bool) -> None:
-        """Note in the key what is applied."""
-        key, told = self.key, [one.told for one in self.portions]
-        if len(told) == len(ranges(key)):  # of those that were not asked nothing is known
-            applied = min([one.lowest if ordered else one.owed for one in told])
-            key.applied = max(key.applied, applied)
-        if not ordered:
-            key.version = max([key.version, *(one.highest for one in told)])
-
-    def lagging(self) -> tuple[list[Portion], int]:
-        """Return those who lag behind the newest version, and that; as whole keys are read."""
-        told = [one.told for one in self.portions]
-        newest = max([one.highest for one in told])
-        if len({one.owed for one in told}) > 1:
-            return [], newest  # torn by a push that this rank owes to some parts only
-        return [one for one in self.portions if one.told.lowest < newest], newest
-
 
 def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
     """Pull some rows of each key after this rank's own pushes; finish with them, key by key."""
     plan = yield from numbered(book, call.keys)
-    found = [_wanted(book, plan, call, index) for index in range(len(plan.keys))]
-    for one, ids, places in zip(found, call.ids, call.places, strict=True):
-        if not one.portions and len(ids):
-            yield from _read_whole(book, one, ids, places)
-    by_rows = [one for one in found if one.portions]
-    yield [
-        portion.ask(book, one.after, 0, one.priority) for one in by_rows for portion in one.portions
-    ]
+    found: list[torch.Tensor] = []
+    by_rows: list[Wanted[Named]] = []
+    for index, (key, ids) in enumerate(zip(plan.keys, call.ids, strict=True)):
+        out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
+        found.append(out)
+        one = _wanted(key, call, index, out)
+        if one.portions:
+            by_rows.append(one)
+        elif len(ids):
+            yield from _read_whole(book, one, ids, call.places[index], out)
+    yield [request for one in by_rows for request in one.asked(book)]
     for one in by_rows:
         one.settle(book.ordered)
-    yield from _even_out(book, by_rows)
-    dropped: dict[str, Dropped] = {}
-    for one in by_rows:
-        for portion in one.portions:
-            for drop in portion.told.dropped:
-                dropped[one.key.name] = drop
-    if dropped:
-        complain(book.opened.store, book.ordered, book.keys, dropped)
-    return [one.rows for one in found]
+    yield from even_out(book, by_rows)
+    complain_of_drops(book, by_rows)
+    return found
 
 
-def _wanted(book: Catalogue, plan: Plan, call: calls.PullRows, index: int) -> WantedRows:
-    key, ids = plan.keys[index], call.ids[index]
-    rows = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
-    one = WantedRows(key, rows, key.number, of_key(call.priority, index))
+def _wanted(key: Key, call: calls.PullRows, index: int, out: torch.Tensor) -> Wanted[Named]:
+    ids, places = call.ids[index], call.places[index]
+    one: Wanted[Named] = Wanted(key, key.number, of_key(call.priority, index))
     for place, some in _split(ranges(key), ids):
         if some.start < some.stop:
-            one.portions.append(Portion(key, place, ids[some], rows, call.places[index][some]))
+            one.portions.append(Named(key, place, ids[some], out, places[some]))
     return one
 
 
-def _even_out(book: Catalogue, found: Sequence[WantedRows]) -> Generator[Step, list[Packet], None]:
-    """Read rows again that lag behind others of their key, until none does."""
-    while book.ordered or not book.is_short:
-        requests = Lagging()
-        for one in found:
-            behind, newest = one.lagging()
-            requests += [portion.ask(book, one.after, newest, one.priority) for portion in behind]
-        if not requests:
-            return
-        if not (yield requests):
-            return  # nobody waits any more for what may never come
-
-
 def _read_whole(
-    book: Catalogue, one: WantedRows, ids: torch.Tensor, places: torch.Tensor
+    book: Catalogue,
+    one: Wanted[Named],
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    out: torch.Tensor,
 ) -> Generator[Step, list[Packet], None]:
     """Read all of a key, and take the rows ``ids`` of it."""
-    dense = torch.empty(one.key.spec.shape, dtype=one.rows.dtype)
+    dense = torch.empty(one.key.spec.shape, dtype=out.dtype)
     plan = book.plan((one.key.name,))
     tallies = yield from reading.read(book, plan, reading.Rows([dense]), one.after, 0, one.priority)
-    one.rows.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
+    out.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:
             complain(book.opened.store, book.ordered, book.keys, tally.dropped)

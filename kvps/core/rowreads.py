@@ -17,7 +17,15 @@ from kvps.core.quorum import Quorum
 from kvps.core.sessions import Reading, Session
 from kvps.core.slab import Chunks
 from kvps.core.tables import Table
-from kvps.messages import Ask, Dropped, PulledRows, PullRows
+from kvps.messages import (
+    Ask,
+    Changed,
+    Dropped,
+    PullChanged,
+    PulledRows,
+    PullRows,
+    rows_in_message,
+)
 from kvps.specs import BY_NAME
 
 
@@ -29,18 +37,28 @@ class RowReading(Reading):
     """
 
     table: Table
-    ids: torch.Tensor
-    """Which rows, counted from the first on this server."""
+    ids: torch.Tensor | None
+    """Which rows, counted from the first on this server; None for those that changed."""
+    since: int = 0
+    """Since which version."""
 
     @classmethod
     def of(
-        cls, session: Session, seq: int, message: PullRows, table: Table, ids: torch.Tensor
+        cls,
+        session: Session,
+        seq: int,
+        message: PullRows | PullChanged,
+        table: Table,
+        ids: torch.Tensor | None = None,
     ) -> RowReading:
-        """Return what ``message`` asks for."""
+        """Return what ``message`` asks for; ``ids`` are those of PULL-ROWS."""
         pieces = table.shard.pieces
         asks = tuple([Ask(one.start, one.size, message.after, message.least) for one in pieces])
+        since = message.since if isinstance(message, PullChanged) else 0
         first = pieces[0].chunk
-        return cls(session, seq, message.store, first, True, asks, table=table, ids=ids)
+        return cls(
+            session, seq, message.store, first, True, asks, table=table, ids=ids, since=since
+        )
 
 
 def holds(space: Namespace, chunks: Chunks, reading: RowReading, quorum: Quorum) -> bool:
@@ -55,8 +73,13 @@ def holds(space: Namespace, chunks: Chunks, reading: RowReading, quorum: Quorum)
     return True
 
 
-def read(space: Namespace, chunks: Chunks, reading: RowReading) -> tuple[PulledRows, torch.Tensor]:
-    """Return the answer, and the rows that go with it, flat."""
+def read(
+    space: Namespace, chunks: Chunks, reading: RowReading
+) -> tuple[PulledRows | Changed, tuple[torch.Tensor, ...]]:
+    """Return the answer and, if there are any, the rows that go with it, flat.
+
+    Before the rows come their numbers in the key, where the asker has not named them.
+    """
     rank, table = reading.session.rank, reading.table
     spans = []
     dropped: list[Dropped] = []
@@ -65,21 +88,27 @@ def read(space: Namespace, chunks: Chunks, reading: RowReading) -> tuple[PulledR
         if space.drops is not None:
             whose = None if space.ordered else rank
             dropped += space.drops.among(piece.chunk, whose, (ask,))
-    _note(space, chunks, reading)
-    answer = PulledRows(
-        reading.seq,
-        BY_NAME[table.shard.spec.dtype].id,
-        table.width,
-        len(reading.ids),
-        min([span.version for span in spans]),
-        max([span.version for span in spans]),
-        min([span.owed(rank, space.ordered) for span in spans]),
+    dtype = BY_NAME[table.shard.spec.dtype].id
+    versions = [span.version for span in spans]
+    stand = (
+        *(min(versions), max(versions), min([span.owed(rank, space.ordered) for span in spans])),
         tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
     )
-    return answer, table.read(chunks, reading.ids)
+    if reading.ids is not None:
+        _note(space, chunks, reading, reading.ids)
+        answer = PulledRows(reading.seq, dtype, table.width, len(reading.ids), *stand)
+        rows = table.read(chunks, reading.ids)
+        return answer, (rows,) if len(rows) else ()
+    ids = table.changed(chunks, reading.since)
+    if ids is not None and len(ids) <= rows_in_message(dtype, table.width):
+        _note(space, chunks, reading, ids)
+        changed = Changed(reading.seq, True, dtype, table.width, len(ids), *stand)
+        named = (ids + table.first, table.read(chunks, ids))
+        return changed, named if len(ids) else ()
+    return Changed(reading.seq, False, dtype, table.width, 0, *stand), ()
 
 
-def _note(space: Namespace, chunks: Chunks, reading: RowReading) -> None:
+def _note(space: Namespace, chunks: Chunks, reading: RowReading, ids: torch.Tensor) -> None:
     """Tell a rule what is being read, if it wants to know."""
     updater, table = space.updater, reading.table
     if updater is None or not updater.tracks_pulls:
@@ -87,9 +116,9 @@ def _note(space: Namespace, chunks: Chunks, reading: RowReading) -> None:
     if BY_NAME[table.shard.spec.dtype].kind == "int":
         return
     width, rank = table.width, reading.session.rank
-    for piece, first, some in table.places(reading.ids):
+    for piece, first, some in table.places(ids):
         chunk = chunks.by_number[piece.chunk]
         state = space.state_of(chunk)
-        for row in (reading.ids[some] - first).tolist():
+        for row in (ids[some] - first).tolist():
             start = piece.start + row * width
             updater.pulled(chunk.buffer.tensor, state, start, start + width, rank)

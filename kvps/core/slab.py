@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kvps.core.changes import Changes
 from kvps.core.embedding import Embedding, Kept
 from kvps.core.placement import whole
 from kvps.core.rounds import Span
@@ -96,6 +97,8 @@ class Chunk:
         """Where pieces begin that their keys gave up, in order."""
         self.filled_rows: dict[int, torch.Tensor] = {}
         """By where a piece begins, those of its rows that may not be 0, where that is known."""
+        self._changes: dict[int, Changes] = {}
+        """By where a piece begins, which rows its last versions changed, if they came by rows."""
         self._waiting: dict[int, list[Reading]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
@@ -133,6 +136,7 @@ class Chunk:
         if self.back is not None:
             self.back.forget(piece.start, stop)
         self.filled_rows.pop(piece.start, None)
+        self._changes.pop(piece.start, None)
         insort(self._retired, piece.start)
         return self.woken(piece.start, stop)
 
@@ -225,6 +229,25 @@ class Chunk:
     def _join(self, index: int) -> None:
         self.spans[index].join(self.spans[index + 1])
         del self.spans[index + 1], self._starts[index + 1]
+
+    # --- what changed -----------------------------------------------------------------------
+
+    def note(self, span: Span, rows: int, ids: torch.Tensor) -> None:
+        """Remember that the next version of ``span`` differs in the rows ``ids`` of so many."""
+        if span.start not in self._changes:
+            self._changes[span.start] = Changes(rows)
+        self._changes[span.start].note(span.version + 1, ids)
+
+    def forget_changes(self, span: Span) -> None:
+        """Let nothing be known of what changed in ``span`` so far."""
+        self._changes.pop(span.start, None)
+
+    def changed(self, span: Span, since: int) -> torch.Tensor | None:
+        """Return which rows of ``span``, which is one piece, changed; None if that is not known."""
+        if since == span.version:
+            return torch.empty(0, dtype=torch.int64)
+        changes = self._changes.get(span.start)
+        return None if changes is None else changes.since(since, span.version)
 
     # --- readers and writers ----------------------------------------------------------------
 
@@ -319,6 +342,8 @@ class Chunk:
         assert self._waited_at == sorted(self._waiting)
         if self.back is not None:
             self.back.check()
+        for changes in self._changes.values():
+            changes.check()
         for at, readings in self._waiting.items():
             assert any(span.start <= at < span.stop for span in self.spans)
             assert all(one.at == at and one.chunk == self.number for one in readings)

@@ -19,7 +19,7 @@ from kvps.core.namespace import Namespace, Shard
 from kvps.core.placement import lies_by_rows
 from kvps.core.rounds import Span
 from kvps.core.slab import Chunk, Chunks
-from kvps.core.sparse import Sparse
+from kvps.core.sparse import Sparse, numbered
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Piece, PushRows
 from kvps.specs import BY_ID, summed_in
@@ -54,7 +54,7 @@ class Table:
         for piece in shard.pieces:
             offsets.append((at, piece.size))
             at += piece.size
-        if not lies_by_rows(shard.spec, offsets):
+        if not offsets or not lies_by_rows(shard.spec, offsets):
             raise ProtocolError(
                 f"key {key!r} of store {space.name!r} is {shard.spec} and does not lie here by rows; "
                 "push and pull it as a whole"
@@ -126,6 +126,18 @@ class Table:
             if low < high:
                 yield piece, first, slice(low, high)
 
+    def changed(self, chunks: Chunks, since: int) -> torch.Tensor | None:
+        """Return which rows changed since a version, counted from the first here; None if nobody knows."""
+        found = []
+        for piece, first in zip(self.shard.pieces, self.edges, strict=False):
+            chunk = chunks.by_number[piece.chunk]
+            span = next(chunk.spans_in(piece.start, piece.start + 1))
+            ids = chunk.changed(span, since)
+            if ids is None:
+                return None
+            found.append(ids + first)
+        return torch.cat(found)
+
     def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows ``ids``, counted from the first here, flat, in memory that others read."""
         values = chunks.memory.empty(len(ids) * self.width, self.shard.spec.dtype)
@@ -146,10 +158,12 @@ def assign(chunk: Chunk, span: Span, total: Sparse) -> None:
     weights = chunk.touchable()[span.start : span.stop].view(-1, total.width)
     lazy.assign_rows(weights, total.ids, total.rows, before)
     chunk.filled_rows[span.start] = total.ids
+    if before is not None:
+        chunk.note(span, len(weights), numbered(torch.cat((before, total.ids)), are_runs=True)[0])
 
 
 def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int | None) -> None:
-    """Update the rows of ``span``, which is one piece, that ``total`` has. It is used up."""
+    """Update the rows of ``span``, which is one piece, that ``total`` has. Its values are used up."""
     assert space.updater is not None
     assert space.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)
@@ -170,3 +184,4 @@ def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int 
         weight_decay=weight_decay,
         rank=rank,
     )
+    chunk.note(span, len(total) // total.width, total.ids)

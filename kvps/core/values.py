@@ -40,6 +40,7 @@ from kvps.messages import (
     Packet,
     Place,
     Pull,
+    PullChanged,
     Pulled,
     PulledIds,
     PullIds,
@@ -150,6 +151,12 @@ class Values(Spaces):
         session.pending[seq] = reading
         yield from self._read(reading)
 
+    def _pull_changed(self, session: Session, seq: int, message: PullChanged) -> Effects:
+        space = self._space(message.store)
+        reading = RowReading.of(session, seq, message, Table.of(space, message.key))
+        session.pending[seq] = reading
+        yield from self._read(reading)
+
     def _read_rows(self, reading: RowReading) -> Effects:
         """Answer a request for rows, or let it wait at the first piece that lacks something."""
         space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
@@ -157,9 +164,10 @@ class Values(Spaces):
             chunks.by_number[reading.chunk].wait(reading)
             return
         del session.pending[reading.seq]
-        answer, rows = rowreads.read(space, chunks, reading)
+        answer, found = rowreads.read(space, chunks, reading)
         each = rows_in_frame(answer.dtype, answer.width) * answer.width
-        payload = tuple([to_frame(one) for one in torch.split(rows, each)]) if len(rows) else ()
+        frames = (*found[:-1], *(torch.split(found[-1], each) if found else ()))
+        payload = tuple([to_frame(one) for one in frames])
         yield Send(session.route, Packet(self.member.envelope(), answer, payload))
 
     def _read(self, reading: Reading) -> Effects:

@@ -62,6 +62,7 @@ from kvps.errors import (
 )
 from kvps.messages import (
     Ack,
+    Changed,
     Checkpointed,
     Declared,
     Done,
@@ -105,6 +106,7 @@ ANSWERS = (
     Declared,
     FoundAll,
     Pulled,
+    Changed,
     PulledRows,
     PulledIds,
     Exported,

@@ -32,7 +32,7 @@ from kvps.core.plan import Numbers
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.specs import Spec
 from kvps.store.arguments import names_of, reduce, targets_for
-from kvps.store.calling import Wanted
+from kvps.store.calling import Outcome
 from kvps.store.cells import Awaited, Cells
 from kvps.store.contract import Straggler
 from kvps.store.endings import Endings
@@ -247,7 +247,7 @@ class AllreduceStore(Serverless):
                     )
         return found
 
-    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Wanted:
+    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
         if out is not None:
             if not copy:
                 raise ConfigError("copy=False returns the values where they are; leave out= away")
@@ -264,13 +264,13 @@ class AllreduceStore(Serverless):
                 _deliver(targets, [rows[index] for index in places])
                 return out
 
-            return Wanted((), deliver)
+            return Outcome((), deliver)
 
         def hand(rows: Any) -> object:
             found = [one.clone() if one.device.type == "cpu" else one.cpu() for one in rows]
             return found if is_many else found[0]
 
-        return Wanted((), hand if copy else lambda rows: rows if is_many else rows[0])
+        return Outcome((), hand if copy else lambda rows: rows if is_many else rows[0])
 
     def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
         specs = [self._specs[name] for name in names]

@@ -220,7 +220,7 @@ def sinks_for(
     rows: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for targets in targets_for(names, is_many, out, specs):
-        direct = next((target for target in targets if _is_row(target)), None)
+        direct = next((target for target in targets if is_row(target)), None)
         row = direct if direct is not None else _blank_for(targets[0])
         rows.append(row)
         copies.extend((target, row) for target in targets if target is not direct)
@@ -265,7 +265,7 @@ def target_of(name: str, out: Array) -> torch.Tensor:
     return tensor
 
 
-def _is_row(target: torch.Tensor) -> bool:
+def is_row(target: torch.Tensor) -> bool:
     """Whether it can be written to where it is, by another thread than the caller's."""
     return target.device.type == "cpu" and target.is_contiguous() and not target.is_inference()
 

@@ -38,7 +38,7 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Outcome:
     """What becomes of pulled values: where they go, and from what the call finishes with, what it
     returns."""
 
@@ -151,18 +151,18 @@ class Calling(Contract):
         """Return one row for each key: the sum of its values, in this machine's memory."""
         return rows_of(values, self._kind.on_device)
 
-    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Wanted:
+    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
         """Return what becomes of pulled values."""
         if not copy:
             if out is not None:
                 raise ConfigError("copy=False returns the values where they are; leave out= away")
-            return Wanted(VIEWS, lambda found: found if is_many else found[0])
+            return Outcome(VIEWS, lambda found: found if is_many else found[0])
         form = self._form(names)
         given = out if is_many else [out]
         if form is not None and form.fits_as_sinks(given):
-            return Wanted(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
+            return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
         sinks = sinks_for(names, is_many, out, self._specs)
-        return Wanted(sinks.rows, lambda _: sinks.deliver())
+        return Outcome(sinks.rows, lambda _: sinks.deliver())
 
     def _names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
         """Return the names of one key or a list of keys, and whether it was a list."""
@@ -188,7 +188,7 @@ class Calling(Contract):
         return form
 
     def _result(
-        self, ticket: Ticket, wanted: Wanted, async_op: bool, before: Sequence[Ticket] = ()
+        self, ticket: Ticket, wanted: Outcome, async_op: bool, before: Sequence[Ticket] = ()
     ) -> Any:
         handle = Handle(ticket, lambda: wanted.result(ticket.value), before)
         return handle if async_op else handle.wait()

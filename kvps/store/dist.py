@@ -29,6 +29,7 @@ from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
+from kvps.store.refreshing import Copies
 from kvps.store.rows import Rows
 from kvps.store.session import Session
 from kvps.store.staging import ready_on_device
@@ -364,6 +365,12 @@ class DistStore(KVStore):
         limit_s: float,
     ) -> Ticket:
         return self._session.call(calls.PullRows(self._name, names, ids, places, priority), limit_s)
+
+    def _refresh(
+        self, names: tuple[str, ...], copies: Copies, priority: Numbers, limit_s: float
+    ) -> Ticket:
+        call = calls.Refresh(self._name, names, copies.sinks, copies.marks, priority)
+        return self._session.call(call, limit_s)
 
     def _broadcast(
         self,

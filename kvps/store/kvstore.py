@@ -26,9 +26,10 @@ from kvps.store.arguments import (
     values_of,
 )
 from kvps.store.base import KVStoreBase
-from kvps.store.calling import Calling, Wanted, priority_of
+from kvps.store.calling import Calling, Outcome, priority_of
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle
+from kvps.store.refreshing import Copies, Held
 from kvps.store.rows import picks_of
 from kvps.tensors import spec_of
 
@@ -329,7 +330,75 @@ class KVStore(Calling):
             results = [pick.deliver(one) for pick, one in zip(picks, rows, strict=True)]
             return (out if out is not None else results) if is_many else results[0]
 
-        return self._result(ticket, Wanted(None, deliver), async_op)
+        return self._result(ticket, Outcome(None, deliver), async_op)
+
+    def refresh(
+        self,
+        key: object,
+        out: object,
+        held: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Bring ``out`` up to date, after this rank's own pushes: a pull of what changed.
+
+        Where a table is pushed to by rows, those rows alone travel that were updated since the last
+        call, whoever pushed them. It is a pull of all of the key the first time; when ``out`` is
+        another tensor, or was written to in between; when the key was not changed by rows; when half of
+        the rows changed, or the last call is over 1,000 updates ago; and in ``local``, ``device`` and
+        ``allreduce`` stores. What ``out`` holds then is what :meth:`pull` would write.
+
+        (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, go unseen: they stay
+        where nothing new comes.)
+
+        Args:
+            key: a str or int, or a list of them.
+            out: a tensor of the key's shape or a list of them, one per device; for a list of keys, a list
+                of these.
+            held: what the last call for this key and ``out`` returned; for a list of keys, a list.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            What ``out`` holds, for the next call; for a list of keys, a list.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for an output that does not fit. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(4, 2))
+            >>> kv.set_optimizer("sgd", lr=0.5)
+            >>> table = torch.empty(4, 2)
+            >>> held = kv.refresh("table", table)
+            >>> kv.push("table", ([1], torch.ones(1, 2)))
+            >>> held = kv.refresh("table", table, held)
+            >>> table[:2]
+            tensor([[ 0.0000,  0.0000],
+                    [-0.5000, -0.5000]])
+        """
+        self._begin()
+        names, is_many = self._names_of(key)
+        self._know(names, timeout)
+        self._demand_known(names)
+        copies = Copies(names, is_many, out, held, self._specs)
+        ticket = self._refresh(names, copies, priority_of(names, priority), self._limit(timeout))
+        if ticket is not None:
+            return self._result(ticket, Outcome(None, copies.deliver), async_op)
+        wanted = self._wanted(names, is_many, out, copy=True)
+        urgency = priority_of(names, priority)
+        ticket = self._pull(names, wanted.rows, urgency, 0, self._limit(timeout))
+
+        def deliver(found: object) -> object:
+            wanted.result(found)
+            return [Held() for _ in names] if is_many else Held()
+
+        return self._result(ticket, Outcome(None, deliver), async_op)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
         """Return a tensor like the key, contents undefined, that is pushed without a copy.
@@ -384,7 +453,7 @@ class KVStore(Calling):
         ticket = self._broadcast(tuple(specs.items()), rows, sinks.rows, self._limit(timeout))
         self._specs.update(specs)
         self._forms.clear()
-        return self._result(ticket, Wanted(sinks.rows, lambda _: sinks.deliver()), async_op=False)
+        return self._result(ticket, Outcome(sinks.rows, lambda _: sinks.deliver()), async_op=False)
 
     # --- tables that grow ---------------------------------------------------------------------------
 

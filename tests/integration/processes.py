@@ -35,6 +35,14 @@ def until(look: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
         time.sleep(0.01)
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the scheduler knows of a complete checkpoint, as it began the one after the next.
+
+    The first manifest may lie there a moment before that: a server killed in it takes the job along.
+    """
+    return len(list(folder.glob("cut-*/manifest.json"))) > 1
+
+
 class Process:
     """One process, and what it printed."""
 

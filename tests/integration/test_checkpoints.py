@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvps
-from tests.integration.processes import Processes, until
+from tests.integration.processes import Processes, has_checkpoint, until
 
 SAVE = """
 import torch, kvps
@@ -222,7 +222,7 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
         *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
     )
     launch.expect("steps 60")
-    until(lambda: list((tmp_path / "checkpoints").glob("cut-*/manifest.json")), "checkpoint")
+    until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
     launch.expect("all servers returned to the last checkpoint")
     enough.touch()

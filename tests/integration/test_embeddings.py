@@ -16,7 +16,7 @@ import kvps
 import kvps.torch
 from kvps.core import id_calls
 from kvps.errors import ConfigError, Mismatch
-from tests.integration.processes import Processes, until
+from tests.integration.processes import Processes, has_checkpoint, until
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 
@@ -289,7 +289,7 @@ def test_a_module_goes_on_when_a_server_was_lost(processes: Processes, tmp_path:
         *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
     )
     launch.expect("steps 60")
-    until(lambda: list(folder.glob("cut-*/manifest.json")), "checkpoint")
+    until(lambda: has_checkpoint(folder), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
     launch.expect("all servers returned to the last checkpoint")
     enough.touch()

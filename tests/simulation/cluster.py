@@ -21,6 +21,7 @@ from kvps.core.hyper import resolve
 from kvps.core.id_calls import split
 from kvps.core.ids import Ids
 from kvps.core.member import JOIN_MAX_S, Identity
+from kvps.core.plan import Mark
 from kvps.core.recipe import Recipe
 from kvps.core.scheduler import Scheduler, Settings
 from kvps.core.server import Server
@@ -133,6 +134,18 @@ class Store:
         places = tuple(torch.arange(len(one)) for one in ids)
         found = yield self._do(calls.PullRows(self.name, tuple(wanted), ids, places, priority))
         return dict(zip(wanted, found, strict=True))
+
+    def refresh(self, copies: Values, marks: dict[str, Mark | None]) -> Script:
+        """Bring ``copies``, of which ``marks`` say what they hold, up to date."""
+        sinks = tuple(torch.full_like(copy, TRASH) for copy in copies.values())
+        known = tuple(marks.get(name) for name in copies)
+        found = yield self._do(calls.Refresh(self.name, tuple(copies), sinks, known, 0))
+        for (name, copy), fresh in zip(copies.items(), found, strict=True):
+            marks[name] = fresh.mark
+            if fresh.whole is not None:
+                copy.copy_(fresh.whole)
+            for ids, rows in fresh.blocks:
+                copy[ids] = rows
 
     def set_optimizer(self, name: str, **hyper: Any) -> Script:
         yield self._do(calls.SetOptimizer(self.name, resolve(name, hyper)))

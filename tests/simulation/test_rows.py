@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvps.core.placement import parts
+from kvps.core.plan import Mark
 from tests.simulation.cluster import Script, Store, Tables, Values
 from tests.simulation.faults import drawn
 from tests.simulation.test_swarm import judge, patience, play
@@ -24,7 +25,10 @@ from tests.simulation.training import (
 )
 
 SEEDS = seeds(500)[::8]
-WAYS = ("push, pull", "push, pull rows", "push", "push and wait", "one by one")
+WAYS = (
+    *("push, pull", "push, pull rows", "push", "push and wait", "one by one"),
+    *("push, refresh", "push, refresh"),
+)
 
 
 @dataclass
@@ -97,6 +101,7 @@ def train(job: TableJob, rank: int) -> Script:
     if job.has_optimizer:
         yield from patient(kv.set_optimizer, "sgd", lr=1.0, weight_decay=1.0)
     begin = yield from patient(kv.resume, list(job.shapes))
+    copies, marks = job.initial(), dict[str, Mark | None]()
     for step in range(begin, job.steps):
         some, whole = job.pushed(rank, step)
         expected, way = versions[step + 1], job.ways[step]
@@ -114,6 +119,9 @@ def train(job: TableJob, rank: int) -> Script:
                 yield from once(kv.push_rows, some, 0, waits)
         if way == "push, pull":
             check(step, (yield from patient(kv.pull, job.initial())), expected)
+        elif way == "push, refresh":
+            yield from patient(kv.refresh, copies, marks)
+            check(step, copies, expected)
         elif way in ("push, pull rows", "one by one"):
             dice = random.Random(f"{job.seed} {rank} {step}")
             wanted = {}
@@ -143,6 +151,7 @@ def count(job: TableJob, rank: int) -> Script:
     yield from patient(kv.init, {"t": torch.zeros(rows, 3)})
     yield from patient(kv.set_optimizer, "sgd", lr=1.0)
     begin = yield from patient(kv.resume, ["t"])
+    copies, marks = {"t": torch.zeros(rows, 3)}, dict[str, Mark | None]()
     for step in range(begin, job.steps):
         own = rank * job.steps + step
         ids = torch.tensor([own, rows - 1])
@@ -150,7 +159,15 @@ def count(job: TableJob, rank: int) -> Script:
         if job.ways[step] == "push, pull rows":
             pulled = yield from patient(kv.pull_rows, {"t": ids})
             assert pulled["t"][0].tolist() == [1.0] * 3, "its own push is in, once"
-    return (yield from patient(kv.pull, {"t": torch.zeros(rows, 3)}, 0, job.workers * job.steps))
+        elif job.ways[step] == "push, refresh":
+            yield from patient(kv.refresh, copies, marks)
+            mine = copies["t"][rank * job.steps : own + 1]
+            assert mine.eq(1).all(), "its own pushes are in, once"
+    total = job.workers * job.steps
+    tables = yield from patient(kv.pull, {"t": torch.zeros(rows, 3)}, 0, total)
+    yield from patient(kv.refresh, copies, marks)
+    check(total, copies, tables)
+    return tables
 
 
 def is_counted(job: TableJob, tables: Values) -> None:
@@ -206,9 +223,9 @@ def test_each_push_of_rows_is_applied_once(
 
 
 def small() -> TableJob:
-    job = TableJob(3, 2, 2, 2, shapes={"t": (30, 3)}, has_optimizer=True)
+    job = TableJob(3, 2, 2, 3, shapes={"t": (30, 3)}, has_optimizer=True)
     job.store = Store(bigarray_bound=1)
-    job.ways = ["push, pull rows", "push, pull"]
+    job.ways = ["push, refresh", "push, refresh", "push, pull rows"]
     job.dense = 0.0
     return job
 

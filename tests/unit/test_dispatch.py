@@ -27,6 +27,7 @@ CALLS = {
     "pull": calls.PullValues("kv", (), (), 0, 0),
     "push_rows": calls.PushRows("kv", (), (), 0, True),
     "pull_rows": calls.PullRows("kv", (), (), (), 0),
+    "refresh": calls.Refresh("kv", (), (), (), 0),
     "allocate": calls.Allocate("kv", ()),
     "versions": calls.Versions("kv", ()),
     "resume": calls.Resume("kv", ()),

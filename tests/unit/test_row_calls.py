@@ -141,7 +141,7 @@ def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
 def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(row_calls, "IDS_MAX", 2)
+    monkeypatch.setattr(messages, "IDS_FRAME_BYTES", 16)
     one = book()
     with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
         next(pushing(one, (3, 4, 5)))

@@ -5,9 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvps import messages
+from kvps.codes import BIT2, Code
 from kvps.core.hyper import resolve
 from kvps.core.updaters import create
-from kvps.messages import Ack, Error, Norms, PulledRows, PullRows, Push, PushRows, Run
+from kvps.messages import (
+    Ack,
+    Changed,
+    Declare,
+    Entry,
+    Error,
+    Norms,
+    PullChanged,
+    PulledRows,
+    PullRows,
+    Push,
+    PushRows,
+    Run,
+)
 from kvps.specs import BY_NAME
 from kvps.tensors import from_frame
 from tests.server_stage import Said, ServerStage, acked, heard, refusal
@@ -391,3 +406,170 @@ def test_no_row_is_an_answer_too() -> None:
     assert isinstance(answer.message, PulledRows)
     assert answer.payload == ()
     assert not heard([answer], Error)
+
+
+# --- what changed ----------------------------------------------------------------------------------
+
+
+def optimized(count: int = 40, mode: str = "sync", **options: object) -> ServerStage:
+    """A table that plain SGD moves by what is pushed."""
+    one = stage(count, mode, **options)
+    one.optimizer("sgd", lr=1.0)
+    return one
+
+
+def changed(one: ServerStage, since: int, after: int = 0, rank: int = 0) -> dict[int, float] | None:
+    """What changed since a version: by row its first element; None if that is not known."""
+    (said,) = one.say(rank, PullChanged("kv", "t", after, 0, since))
+    return news(said)
+
+
+def news(said: Said) -> dict[int, float] | None:
+    answer = said.message
+    assert isinstance(answer, Changed)
+    if not answer.known:
+        assert not said.payload
+        return None
+    ids, *frames = said.payload or (memoryview(b""),)
+    values = torch.cat([torch.empty(0), *[from_frame(frame, "float32") for frame in frames]])
+    numbers = from_frame(ids, "int64").tolist() if len(ids) else []
+    return dict(zip(numbers, values.view(-1, WIDTH)[:, 0].tolist(), strict=True))
+
+
+def round_of(one: ServerStage, number: int, *ids: list[int]) -> None:
+    for rank, some in enumerate(ids):
+        push(one, rank, some, number=number)
+
+
+@pytest.mark.spec("R178")
+@pytest.mark.parametrize("count", [40, MANY])
+def test_rows_that_were_updated_since_a_version_are_those_that_changed(count: int) -> None:
+    one = optimized(count)
+    last = count - 1
+    assert changed(one, 0) == {}
+    round_of(one, 0, [1, last], [1, 3])
+    round_of(one, 1, [], [])
+    round_of(one, 2, [3], [0])
+    assert changed(one, 3) == {}
+    assert changed(one, 2) == {0: -1.0, 3: -2.0}
+    assert changed(one, 0) == {0: -1.0, 1: -2.0, 3: -2.0, last: -1.0}
+
+
+@pytest.mark.spec("R178")
+def test_without_an_optimizer_rows_that_became_zero_changed_too() -> None:
+    one = stage(40)
+    round_of(one, 0, [1], [3])
+    assert changed(one, 0) is None, "nobody knows that all others were zero before"
+    round_of(one, 1, [2], [3])
+    assert changed(one, 1) == {1: 0.0, 2: 1.0, 3: 1.0}
+    round_of(one, 2, [], [])
+    assert changed(one, 2) == {2: 0.0, 3: 0.0}
+    assert changed(one, 1) == {1: 0.0, 2: 0.0, 3: 0.0}
+
+
+@pytest.mark.spec("R178")
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_what_is_not_by_rows_hides_what_changed(optimizer: bool) -> None:
+    one = optimized() if optimizer else stage(40)
+    round_of(one, 0, [1], [3])
+    for rank in (0, 1):
+        push_whole(one, rank, 1.0, 1)
+    assert changed(one, 2) == {}
+    assert changed(one, 1) is None
+    round_of(one, 2, [5], [5])
+    assert changed(one, 1) is None
+    assert changed(one, 2) == ({5: -4.0} if optimizer else None)
+
+
+@pytest.mark.spec("R178")
+def test_what_only_one_of_a_round_pushed_by_rows_hides_it_too() -> None:
+    one = optimized()
+    push(one, 0, [1])
+    push_whole(one, 1, 1.0, 0)
+    assert changed(one, 0) is None
+
+
+@pytest.mark.spec("R178")
+def test_with_half_of_the_rows_to_tell_all_may_as_well_be_read() -> None:
+    one = optimized()
+    round_of(one, 0, list(range(15)), list(range(15)))
+    round_of(one, 1, list(range(20, 30)), [])
+    assert changed(one, 1) == dict.fromkeys(range(20, 30), -1.0)
+    assert changed(one, 0) is None
+
+
+@pytest.mark.spec("R178")
+def test_what_changed_waits_for_the_asking_ranks_pushes() -> None:
+    one = optimized()
+    push(one, 0, [1])
+    assert one.say(0, PullChanged("kv", "t", 1, 0, 0)) == []
+    said = push(one, 1, [2])
+    (answer,) = [each for each in said if isinstance(each.message, Changed)]
+    assert news(answer) == {1: -1.0, 2: -1.0}
+
+
+@pytest.mark.spec("R178")
+def test_where_each_push_is_applied_by_itself_each_is_a_version() -> None:
+    one = optimized(mode="async")
+    push(one, 0, [1])
+    push(one, 0, [2], number=1)
+    push(one, 1, [2])
+    assert changed(one, 1) == {2: -2.0}
+    assert changed(one, 2, rank=1) == {2: -2.0}
+
+
+@pytest.mark.spec("R178")
+def test_more_than_a_message_holds_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = optimized()
+    round_of(one, 0, [1, 2, 3], [])
+    monkeypatch.setattr(messages, "IDS_FRAME_BYTES", 16)
+    assert changed(one, 0) is None
+
+
+@pytest.mark.spec("R156", "R178")
+def test_values_that_were_owed_something_change_as_a_whole() -> None:
+    """The way back was compressed: an update by rows first makes up for what that left out."""
+    one = optimized()
+    (piece,) = one.pieces["t"]
+    run = Run(piece.start, piece.size, 0)
+    back = Code(BIT2, 100.0)
+    for rank in (0, 1):
+        message = Push(piece.chunk, BY_NAME["float32"].id, (rank,), 1.0, False, (run,), back=back)
+        one.say(rank, message, torch.ones(piece.size))
+    round_of(one, 1, [1], [3])
+    assert changed(one, 1) is None
+    assert rows(one)[:4] == [-2.0, -3.0, -2.0, -3.0]
+    round_of(one, 2, [1], [])
+    assert changed(one, 2) == {1: -4.0}
+
+
+def test_what_a_key_had_before_it_was_replaced_is_forgotten() -> None:
+    one = optimized()
+    round_of(one, 0, [1], [3])
+    chunk = one.chunk(one.pieces["t"][0].chunk)
+    chunk.retire(one.pieces["t"][0])
+    chunk.check()
+    assert not chunk._changes
+
+
+@pytest.mark.spec("R171")
+@pytest.mark.parametrize("key", ["v", "none"])
+def test_what_has_no_rows_here_has_none_that_changed(key: str) -> None:
+    one = stage()
+    said = one.say(0, PullChanged("kv", key, 0, 0, 0))
+    assert refusal(said).startswith(("ProtocolError: key 'v'", "KeyNotFound: key 'none'"))
+
+
+@pytest.mark.spec("R171")
+@pytest.mark.parametrize("message", ["push", "pull", "changed"])
+def test_a_table_of_which_nothing_is_here_has_no_rows_here(message: str) -> None:
+    one = ServerStage(workers=2, servers=2)
+    one.open()
+    one.say(0, Declare("kv", True, 0, (Entry("t", BY_NAME["float32"].id, (4, WIDTH), 0, 0),)))
+    if message == "push":
+        said = push(one, 0, [])
+    elif message == "pull":
+        said = one.say(0, PullRows("kv", "t", 0, 0, 0))
+    else:
+        said = one.say(0, PullChanged("kv", "t", 0, 0, 0))
+    assert refusal(said).startswith("ProtocolError: key 't' of store 'kv' is float32[4,3] and does")

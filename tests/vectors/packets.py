@@ -127,6 +127,13 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
             (floats(0.25, 4.0),),
         ),
+        (WORKER, m.PullChanged("weights", "table", 6, 0, 4), ()),
+        (
+            SERVER,
+            m.Changed(42, True, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
+            (longs(7), floats(0.25, 4.0)),
+        ),
+        (SERVER, m.Changed(43, False, 1, 2, 0, 6, 6, 6), ()),
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
         (SERVER, m.Norms("weights", "w", None, 5, (2.0, 1.5, 0.25), True, (3,), 1), ()),

@@ -1,0 +1,62 @@
+"""Which rows of a piece its last versions changed, so that a copy can be brought up to date by those.
+
+Versions come one by one. One that changed more than some rows, by a dense gradient say, is not noted, and
+what came before it is of no use any more: from there on nobody knows, and a reader takes all. So nothing
+has to be told here but what *was* by rows, and a mistake costs time, not truth.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from kvps.core.sparse import numbered
+
+VERSIONS_MAX = 1024
+"""How many versions of a piece are remembered."""
+
+
+class Changes:
+    """Of the last versions of one piece, which rows differ from the version before.
+
+    Example:
+        >>> import torch
+        >>> changes = Changes(rows=8)
+        >>> for version, row in ((4, 2), (5, 1), (6, 2)):
+        ...     changes.note(version, torch.tensor([row]))
+        >>> changes.since(4, now=6).tolist(), changes.since(2, now=6)
+        ([1, 2], None)
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._most = max(1, rows // 2)
+        """Numbers that are remembered; with more to send, all rows are sent as fast."""
+        self._newest = 0
+        self._noted: deque[torch.Tensor] = deque()
+        self._count = 0
+
+    def note(self, version: int, ids: torch.Tensor) -> None:
+        """Remember that ``version`` differs from the one before in the rows ``ids``, and in no others."""
+        if version != self._newest + 1:
+            self._noted.clear()
+            self._count = 0
+        self._newest = version
+        self._noted.append(ids)
+        self._count += len(ids)
+        while self._count > self._most or len(self._noted) > VERSIONS_MAX:
+            self._count -= len(self._noted.popleft())
+
+    def since(self, version: int, now: int) -> torch.Tensor | None:
+        """Return which rows differ between two versions, ascending; None if that is not known."""
+        if version == now:
+            return torch.empty(0, dtype=torch.int64)
+        if now != self._newest or not 0 < now - version <= len(self._noted):
+            return None
+        newest = list(self._noted)[version - now :]
+        return newest[0] if len(newest) == 1 else numbered(torch.cat(newest), are_runs=True)[0]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._count == sum(map(len, self._noted)) <= self._most
+        assert len(self._noted) <= min(VERSIONS_MAX, max(self._newest, 0))

@@ -1,0 +1,141 @@
+"""Rows of a key as several servers have them: asked one by one, and read at one version.
+
+What is asked for differs (rows that the caller names, or those that changed); how the answers are brought
+to one version does not. It is done as for whole keys (:mod:`kvps.core.reading`), server by server.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from kvps.core.catalogue import Catalogue
+from kvps.core.drops import complain
+from kvps.core.link import Request
+from kvps.core.placement import lies_by_rows
+from kvps.core.plan import Key
+from kvps.core.reading import Lagging, Step
+from kvps.messages import Changed, Dropped, Packet, PulledRows
+
+
+class Range(NamedTuple):
+    """The rows of a key on one server."""
+
+    server: int
+    first: int
+    stop: int
+    lane: int
+    """The chunk in which the first of them lies."""
+
+
+def ranges(key: Key) -> list[Range]:
+    """Return which rows of ``key`` lie where, in their order; nothing if they are not whole there."""
+    if not lies_by_rows(key.spec, [(one.offset, one.size) for one in key.pieces]):
+        return []
+    width = key.spec.width
+    found: list[Range] = []
+    for one in key.pieces:
+        stop = (one.offset + one.size) // width
+        if found and found[-1].server == one.server:
+            found[-1] = found[-1]._replace(stop=stop)
+        else:
+            found.append(Range(one.server, one.offset // width, stop, one.chunk))
+    return found
+
+
+Answer = TypeVar("Answer", PulledRows, Changed)
+
+
+@dataclass(slots=True)
+class Portion(abc.ABC, Generic[Answer]):
+    """What one server has of the rows that are wanted of one key; it takes its answer in."""
+
+    key: Key
+    place: Range
+    answer: Answer | None = field(default=None, init=False)
+
+    @abc.abstractmethod
+    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
+        """Return the request for them."""
+
+    @abc.abstractmethod
+    def __call__(self, packet: Packet, wanted: bool) -> None:
+        """Note how the key stands, and take the rows if they are ``wanted``.
+
+        Raises:
+            ProtocolError: if it is no answer to what was asked.
+        """
+
+    @property
+    def told(self) -> Answer:
+        """The answer, which is there."""
+        assert self.answer is not None
+        return self.answer
+
+
+PortionT = TypeVar("PortionT", bound="Portion[PulledRows] | Portion[Changed]")
+
+
+@dataclass(slots=True)
+class Wanted(Generic[PortionT]):
+    """The rows that are wanted of one key, and who has them."""
+
+    key: Key
+    after: int
+    priority: int
+    portions: list[PortionT] = field(default_factory=list)
+
+    def asked(self, book: Catalogue) -> list[Request]:
+        """Return the requests for all of them."""
+        store = book.opened.store
+        return [one.ask(store, self.after, 0, self.priority) for one in self.portions]
+
+    def settle(self, ordered: bool) -> None:
+        """Note in the key what is applied."""
+        key, told = self.key, [one.told for one in self.portions]
+        if len(told) == len(ranges(key)):  # of those that were not asked nothing is known
+            applied = min([one.lowest if ordered else one.owed for one in told])
+            key.applied = max(key.applied, applied)
+        if not ordered:
+            key.version = max([key.version, *(one.highest for one in told)])
+
+    def lagging(self) -> tuple[list[PortionT], int]:
+        """Return those who lag behind the newest version, and that; as whole keys are read."""
+        told = [one.told for one in self.portions]
+        newest = max([one.highest for one in told])
+        if len({one.owed for one in told}) > 1:
+            return [], newest  # torn by a push that this rank owes to some parts only
+        return [one for one in self.portions if one.told.lowest < newest], newest
+
+
+def even_out(
+    book: Catalogue, wanted: Sequence[Wanted[PortionT]]
+) -> Generator[Step, list[Packet], None]:
+    """Read rows again that lag behind others of their key, until none does."""
+    while book.ordered or not book.is_short:
+        requests = Lagging()
+        for one in wanted:
+            behind, newest = one.lagging()
+            store = book.opened.store
+            requests += [part.ask(store, one.after, newest, one.priority) for part in behind]
+        if not requests:
+            return
+        if not (yield requests):
+            return  # nobody waits any more for what may never come
+
+
+def complain_of_drops(book: Catalogue, wanted: Iterable[Wanted[PortionT]]) -> None:
+    """Raise, or remember, what the answers say of updates that were not made.
+
+    Raises:
+        NonFinite: as :func:`~kvps.core.drops.complain`.
+    """
+    dropped: dict[str, Dropped] = {}
+    for one in wanted:
+        for portion in one.portions:
+            for drop in portion.told.dropped:
+                dropped[one.key.name] = drop
+    if dropped:
+        complain(book.opened.store, book.ordered, book.keys, dropped)

@@ -1,0 +1,157 @@
+"""How a worker brings copies of keys up to date: by the rows that changed, where the servers know them.
+
+Who has all of a key as it was at one version holds a :class:`~kvps.core.plan.Mark` for that. Each server with a part of
+the key is then asked which of its rows changed since, and answers with these; the rest of the copy is as it
+should be. A server forgets what changed long ago, and does not know after a change that was not by rows.
+So a key without a mark, or of which some server does not know, is read as a whole, as any pull.
+
+What changed is handed out when all of it is there. A whole value goes straight into the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kvps.core import calls, reading
+from kvps.core.catalogue import Catalogue
+from kvps.core.conversations import Conversation, numbered
+from kvps.core.drops import complain
+from kvps.core.link import Request
+from kvps.core.plan import Key, Mark, of_key
+from kvps.core.portions import Portion, Wanted, complain_of_drops, even_out, ranges
+from kvps.core.reading import Step
+from kvps.errors import ProtocolError
+from kvps.messages import Changed, Packet, PullChanged
+from kvps.specs import BY_NAME
+from kvps.tensors import TORCH, from_frame
+
+
+class Block(NamedTuple):
+    """Some rows of a key: their numbers, ascending, and their values, [k, width]."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+class Fresh(NamedTuple):
+    """How a copy came up to date."""
+
+    mark: Mark | None
+    """What it holds now; None if that is not one version."""
+    blocks: tuple[Block, ...] = ()
+    """What changed in it."""
+    whole: torch.Tensor | None = None
+    """All of it, where it is not known what changed: the sink, or a tensor where there is none."""
+
+
+@dataclass(slots=True)
+class News(Portion[Changed]):
+    """Those rows of a server that changed."""
+
+    since: int
+    block: Block | None = field(default=None, init=False)
+
+    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
+        """Return the request for them."""
+        return Request(
+            self.place.server,
+            PullChanged(store, self.key.name, after, least, self.since),
+            priority=priority,
+            lane=self.place.lane,
+            on_reply=self,
+        )
+
+    def __call__(self, packet: Packet, wanted: bool) -> None:
+        """Take in the answer."""
+        answer, spec = packet.message, self.key.spec
+        assert isinstance(answer, Changed)
+        if answer.width != spec.width or answer.dtype != BY_NAME[spec.dtype].id:
+            raise ProtocolError(
+                f"server {self.place.server} answered rows of {answer.width} elements of key "
+                f"{self.key.name!r}, which is {spec}"
+            )
+        self.answer, self.block = answer, None
+        if answer.count and wanted:
+            self.block = self._block(packet.payload)
+
+    def _block(self, payload: Sequence[memoryview]) -> Block:
+        spec, place = self.key.spec, self.place
+        ids = from_frame(payload[0], "int64").clone()
+        is_here = place.first <= int(ids[0]) and int(ids[-1]) < place.stop
+        if not is_here or not bool((ids[1:] > ids[:-1]).all()):
+            raise ProtocolError(
+                f"server {place.server} answered rows of key {self.key.name!r} that are not its own, "
+                f"{place.first} to {place.stop - 1}, in order"
+            )
+        rows = torch.cat([from_frame(frame, spec.dtype) for frame in payload[1:]])
+        return Block(ids, rows.view(-1, spec.width))
+
+
+def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
+    """Read what is new of each key after this rank's own pushes; finish with :class:`Fresh` ones."""
+    plan = yield from numbered(book, call.keys)
+    copies = [_copy(key, call, index) for index, key in enumerate(plan.keys)]
+    asked = [one for one in copies if one.portions]
+    if asked:
+        yield [request for one in asked for request in one.asked(book)]
+    known = [one for one in asked if _is_known(one)]
+    for one in known:
+        one.settle(book.ordered)
+    yield from even_out(book, known)
+    complain_of_drops(book, known)
+    found = [_fresh(one) if _is_known(one) else None for one in copies]
+    rest = [index for index, one in enumerate(found) if one is None]
+    whole = yield from _read_whole(book, call, [(index, copies[index]) for index in rest])
+    return [whole[index] if one is None else one for index, one in enumerate(found)]
+
+
+def _copy(key: Key, call: calls.Refresh, index: int) -> Wanted[News]:
+    mark = call.marks[index]
+    one: Wanted[News] = Wanted(key, key.number, of_key(call.priority, index))
+    if mark is not None and mark.pieces is key.pieces:
+        one.portions += [News(key, place, mark.version) for place in ranges(key)]
+    return one
+
+
+def _is_known(one: Wanted[News]) -> bool:
+    """Whether all servers know what changed."""
+    return bool(one.portions) and all(portion.told.known for portion in one.portions)
+
+
+def _fresh(one: Wanted[News]) -> Fresh:
+    told = [portion.told for portion in one.portions]
+    versions = {version for each in told for version in (each.lowest, each.highest)}
+    mark = Mark(one.key.pieces, versions.pop()) if len(versions) == 1 else None
+    return Fresh(mark, tuple([each.block for each in one.portions if each.block is not None]))
+
+
+def _read_whole(
+    book: Catalogue, call: calls.Refresh, copies: Sequence[tuple[int, Wanted[News]]]
+) -> Generator[Step, list[Packet], dict[int, Fresh]]:
+    """Read keys as they are; return how, by their index in the call."""
+    if not copies:
+        return {}
+    sinks: list[torch.Tensor] = []
+    for index, one in copies:
+        sink, spec = call.sinks[index], one.key.spec
+        sinks.append(torch.empty(spec.shape, dtype=TORCH[spec.dtype]) if sink is None else sink)
+    plan = book.plan(tuple([one.key.name for _, one in copies]))
+    after = [one.after for _, one in copies]
+    priority = [one.priority for _, one in copies]
+    tallies = yield from reading.read(book, plan, reading.Rows(sinks), after, 0, priority)
+    marks: dict[str, Mark] = {}
+    for tally in tallies:
+        if tally.dropped and not tally.is_unwanted:
+            complain(book.opened.store, book.ordered, book.keys, tally.dropped)
+        for key, parts in zip(tally.plan.keys, tally.by_key(), strict=True):
+            versions = {version for version, _ in parts.values()}
+            if len(versions) == 1:
+                marks[key.name] = Mark(key.pieces, versions.pop())
+    return {
+        index: Fresh(marks.get(one.key.name), whole=sink)
+        for (index, one), sink in zip(copies, sinks, strict=True)
+    }

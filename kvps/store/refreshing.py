@@ -1,0 +1,107 @@
+"""Copies of keys that are brought up to date: whether they still are what they were left as, and how what
+is new comes into them.
+
+A copy is a tensor of the caller's, who may write to it. torch counts the writes to a tensor; where that
+number, or the memory, is another than the last call left, nothing is taken for granted, and the whole value
+is read. An array, whose writes nobody counts, is read whole each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvps.core.plan import Mark
+from kvps.core.refreshing import Fresh
+from kvps.errors import ConfigError
+from kvps.specs import Spec
+from kvps.store.arguments import check_values, is_row, target_of, values_of
+
+
+class Held:
+    """What ``out`` holds of a key since :meth:`kvps.KVStore.refresh`; give it to the next call for it."""
+
+    __slots__ = ("_left", "_mark")
+
+    def __init__(self, mark: Mark | None = None, targets: Sequence[torch.Tensor] = ()) -> None:
+        self._mark = mark
+        self._left = [(one, one._version) for one in targets] if mark is not None else []
+
+    def mark_of(self, targets: Sequence[torch.Tensor]) -> Mark | None:
+        """Return what ``targets`` hold; None unless they are those that were left, and as they were."""
+        if len(targets) != len(self._left):
+            return None
+        for target, (left, writes) in zip(targets, self._left, strict=True):
+            is_same = target.data_ptr() == left.data_ptr() and target.stride() == left.stride()
+            if not is_same or target._version != writes:
+                return None
+        return self._mark
+
+
+class Copies:
+    """The copies of some keys in one call of refresh()."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        out: object,
+        held: object,
+        specs: Mapping[str, Spec],
+    ) -> None:
+        """Check what a call is given.
+
+        Raises:
+            ConfigError: for something else than a Held or None for each key, or without ``out``.
+            KeyNotFound, Mismatch: if an output does not fit its key.
+        """
+        if out is None:
+            raise ConfigError("refresh() writes to out; give a tensor of the key's shape")
+        outs = values_of(names, is_many, out)
+        check_values(names, outs, specs, "write it to")
+        self._is_many = is_many
+        self._specs = [specs[name] for name in names]
+        self._targets = [
+            [target_of(name, one) for one in devices]
+            for name, devices in zip(names, outs, strict=True)
+        ]
+        self._are_counted = [
+            all(isinstance(one, torch.Tensor) and not one.is_inference() for one in devices)
+            for devices in outs
+        ]
+        self.sinks = tuple(
+            [next((one for one in some if is_row(one)), None) for some in self._targets]
+        )
+        """Of each key, the tensor to which it may be written directly."""
+        given: Any = held if is_many and held is not None else [held] * len(names)
+        if not isinstance(given, list | tuple) or len(given) != len(names):
+            raise ConfigError(
+                f"{len(names)} keys need as many held, what refresh() returned for them"
+            )
+        if not all(one is None or isinstance(one, Held) for one in given):
+            raise ConfigError(f"held={held!r:.60}: give what refresh() returned, or None")
+        self.marks = tuple(
+            [
+                None if one is None else one.mark_of(targets)
+                for one, targets in zip(given, self._targets, strict=True)
+            ]
+        )
+
+    @torch.no_grad()
+    def deliver(self, found: Sequence[Fresh]) -> Held | list[Held]:
+        """Write what is new; return what the copies hold now."""
+        held = []
+        for index, fresh in enumerate(found):
+            targets, shape = self._targets[index], self._specs[index].shape
+            for target in targets:
+                if fresh.whole is None:
+                    for ids, rows in fresh.blocks:
+                        some = rows.view(len(ids), *shape[1:]).to(target.device)
+                        target.index_copy_(0, ids.to(target.device), some)
+                elif target is not self.sinks[index]:
+                    target.copy_(fresh.whole.view(shape))
+            is_counted = fresh.mark is not None and self._are_counted[index]
+            held.append(Held(fresh.mark, targets) if is_counted else Held())
+        return held if self._is_many else held[0]

@@ -1,0 +1,249 @@
+"""Copies that are brought up to date by the rows that changed, and what makes them be read whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvps
+from kvps.core.tables import Table
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
+
+COUNT, WIDTH = 60, 12
+ROWS = torch.ones(2, WIDTH)
+
+
+def run(work: Callable[[int], Any], workers: int = 1, servers: int = 2) -> list[Any]:
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work)
+
+
+def store(kind: str = "dist_sync", **options: Any) -> kvps.KVStore:
+    """A store that cuts a table of COUNT rows over both servers."""
+    more = {} if kind in ("local", "device", "allreduce") else {"bigarray_bound": 64}
+    return kvps.create(kind, timeout=30, **more, **options)
+
+
+def opened(kind: str = "dist_sync", **options: Any) -> kvps.KVStore:
+    """With an optimizer that takes away what is pushed, and a table of zeros."""
+    kv = store(kind, **options)
+    kv.set_optimizer("sgd", lr=1.0)
+    kv.init("t", torch.zeros(COUNT, WIDTH))
+    return kv
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How many rows each server that was asked named as changed; None if it did not know."""
+    found: list[int | None] = []
+    real, lock = Table.changed, threading.Lock()
+
+    def changed(*given: Any) -> torch.Tensor | None:
+        ids = real(*given)
+        with lock:
+            found.append(None if ids is None else len(ids))
+        return ids
+
+    monkeypatch.setattr(Table, "changed", changed)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async", "dist_sync_device"])
+def test_only_what_changed_travels(kind: str, asked: list[Any]) -> None:
+    def work(rank: int) -> None:
+        kv = opened(kind)
+        copy, held = torch.full((COUNT, WIDTH), 9.0), None
+        for step in range(6):
+            kv.push("t", ([step, COUNT - 1], ROWS))
+            held = kv.refresh("t", copy, held)
+            assert torch.equal(copy, kv.pull("t"))
+
+    run(work)
+    assert asked == [1] * 10, "on either server one row, in every step but the first"
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async", "dist_ssp"])
+def test_what_others_pushed_comes_too(kind: str) -> None:
+    def work(rank: int) -> torch.Tensor:
+        kv = opened(kind)
+        copy, held = torch.empty(COUNT, WIDTH), None
+        for step in range(8):
+            ids = torch.randperm(COUNT, generator=torch.Generator().manual_seed(10 * step + rank))
+            kv.push("t", (ids[:5], torch.full((5, WIDTH), 1.0 + rank)))
+            if (step + rank) % 2:
+                held = kv.refresh("t", copy, held)
+        kv.barrier()
+        kv.refresh("t", copy, held)
+        assert torch.equal(copy, kv.pull("t"))
+        return copy
+
+    first, second, third = run(work, workers=3)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+def test_a_copy_that_was_written_to_or_is_another_is_read_whole(asked: list[Any]) -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        copy, other = torch.empty(COUNT, WIDTH), torch.full((COUNT, WIDTH), 9.0)
+        held = kv.refresh("t", copy)
+        kv.push("t", ([1, 2], ROWS))
+        copy[5] = 7.0
+        held = kv.refresh("t", copy, held)
+        assert torch.equal(copy, kv.pull("t"))
+        kv.refresh("t", other, held)
+        assert torch.equal(other, copy)
+        assert not asked
+        held = kv.refresh("t", [copy, other], held)
+        assert not asked, "one of them held nothing that is known"
+        kv.push("t", ([1, 2], ROWS))
+        kv.refresh("t", [copy, other], held)
+        assert torch.equal(copy, kv.pull("t"))
+        assert torch.equal(copy, other)
+        assert sorted(asked) == [0, 2]
+
+    run(work)
+
+
+def test_a_parameter_is_refreshed_in_its_place(asked: list[Any]) -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        module = torch.nn.Embedding(COUNT, WIDTH)
+        held = kv.refresh("t", module.weight)
+        kv.push("t", ([1, 2], ROWS))
+        held = kv.refresh("t", module.weight, held)
+        assert module.weight[:4, 0].tolist() == [0.0, -1.0, -1.0, 0.0]
+        assert module.weight.requires_grad
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+        kv.refresh("t", module.weight, held)
+        assert module.weight[:4, 0].tolist() == [0.0, -1.0, -1.0, 0.0]
+
+    run(work)
+    assert sorted(asked) == [0, 2]
+
+
+def test_arrays_strided_copies_and_keys_without_rows() -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        kv.init(["u", "v"], [torch.zeros(COUNT, WIDTH), torch.arange(5.0)])
+        array, strided = np.empty((COUNT, WIDTH), np.float32), torch.empty(WIDTH, COUNT).t()
+        vector = torch.empty(5)
+        held = kv.refresh(["t", "u", "v"], [array, strided, vector])
+        for _ in range(2):
+            kv.push(["t", "u"], [([1, 40], ROWS), ([2, 41], ROWS)])
+            held = kv.refresh(["t", "u", "v"], [array, strided, vector], held)
+            whole, other = kv.pull(["t", "u"])
+            assert torch.equal(torch.from_numpy(array), whole)
+            assert torch.equal(strided, other)
+            assert vector.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        with torch.inference_mode():
+            copy = torch.empty(COUNT, WIDTH)
+            kv.refresh("t", copy, kv.refresh("t", copy))
+            assert torch.equal(copy, whole)
+
+    run(work)
+
+
+@pytest.mark.parametrize("kind", ["local", "allreduce"])
+def test_where_there_are_no_servers_it_is_a_pull(kind: str) -> None:
+    def work(rank: int) -> None:
+        kv = store(kind)
+        kv.init(["t", "v"], [torch.ones(COUNT, WIDTH), torch.zeros(3)])
+        copy, vector = torch.empty(COUNT, WIDTH), torch.empty(3)
+        held = kv.refresh("t", copy)
+        kv.push("t", torch.full((COUNT, WIDTH), 2.0))
+        kv.refresh("t", copy, held, async_op=True).wait()
+        assert copy.eq(2.0).all()
+        held = kv.refresh(["t", "v"], [copy, vector])
+        assert len(kv.refresh(["t", "v"], [copy, vector], held)) == 2
+
+    run(work)
+
+
+def test_a_key_that_is_replaced_begins_anew(asked: list[Any]) -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        copy = torch.empty(COUNT, WIDTH)
+        held = kv.refresh("t", copy)
+        whole = torch.full((COUNT, WIDTH), 5.0)
+        kv.broadcast("t", whole, out=whole)
+        kv.refresh("t", copy, held)
+        assert copy.eq(5.0).all()
+
+    run(work, workers=2)
+    assert not asked
+
+
+def test_mistakes_are_named() -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        kv.init("u", torch.zeros(COUNT, WIDTH))
+        copy = torch.empty(COUNT, WIDTH)
+        with pytest.raises(KeyNotFound, match="key 'w'"):
+            kv.refresh("w", copy)
+        with pytest.raises(ConfigError, match=r"refresh.. writes to out"):
+            kv.refresh("t", None)
+        with pytest.raises(Mismatch, match=r"float32\[60,12\]"):
+            kv.refresh("t", torch.empty(3))
+        with pytest.raises(ConfigError, match="held=5: give what refresh"):
+            kv.refresh("t", copy, 5)
+        with pytest.raises(ConfigError, match="2 keys need as many held"):
+            kv.refresh(["t", "u"], [copy, copy], [None])
+
+    run(work)
+
+
+class Model(torch.nn.Module):
+    """Words and what they vote for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(COUNT, WIDTH, sparse=True)
+        self.votes = torch.nn.Linear(WIDTH, 3)
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(100 * step + rank)
+        words = torch.randint(COUNT, (4, 3), generator=dice)
+        votes = self.votes(self.words(words).mean(1))
+        return torch.nn.functional.cross_entropy(votes, torch.tensor([0, 1, 2, 0]), reduction="sum")
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_trainer_pulls_the_rows_that_were_updated(kind: str, asked: list[Any]) -> None:
+    models = [Model(), Model()]  # seeded here: ranks are threads, and share the generator
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        trainer = kvps.Trainer(
+            model, "sgd", {"lr": 0.5}, kvps.create(kind, timeout=30, bigarray_bound=64)
+        )
+        for step in range(5):
+            model.zero_grad()
+            model.loss(rank, step).backward()
+            trainer.step(8)
+        trainer._kv.barrier()
+        trainer._model.pull()
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    first, second = run(work, workers=2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert len(asked) >= 16
+    if kind == "dist_sync":
+        assert len(asked) == 16
+        assert None not in asked
+        alone = Model()
+        sgd = torch.optim.SGD(alone.parameters(), lr=0.5)
+        for step in range(5):
+            sgd.zero_grad()
+            loss = alone.loss(0, step) + alone.loss(1, step)
+            (loss / 8).backward()
+            sgd.step()
+        for name, one in alone.named_parameters():
+            torch.testing.assert_close(first[name], one.detach(), rtol=1e-4, atol=1e-5)
