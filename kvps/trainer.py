@@ -30,7 +30,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -50,13 +50,14 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
-from kvps.store.refreshing import Held
+from kvps.store.refreshing import Changes, Held
+from kvps.store.row_sums import RowSums, sparse_of
 from kvps.torch.broadcasts import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from kvps.torch.exchange import Exchange, rows_that_are_not_zero
+from kvps.torch.exchange import Exchange
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -91,9 +92,8 @@ class Trainer:
             "threshold": 0.5}``. Keys are the names of parameters, which the patterns of ``rules``
             match. What is compressed is the gradient before it is divided by ``batch_size``.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
-            else False. It must be True for dist_async and dist_ssp. With it a sparse gradient travels
-            as rows, and what comes back are the rows that anybody's have updated; without it, it
-            travels whole both ways.
+            else False. It must be True for dist_async and dist_ssp. A sparse gradient travels as
+            rows, and what comes back are the rows that anybody's have updated, or their sum.
         overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
             then, nothing may change a gradient in between, and with the optimizer in the store
             ``.grad`` is None behind :meth:`step`.
@@ -136,6 +136,9 @@ class Trainer:
         self._kv: Any = kv
         self._held: dict[str, Held] = {}
         """By parameter, what it holds of the weights in the store, if its gradients are sparse."""
+        knows_changes = isinstance(kv, KVStore) and kv.knows_changes
+        self._sums = RowSums(kv) if knows_changes and not on_store else None
+        """Of sparse gradients; None where they are made dense, or the store updates by them."""
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
@@ -219,9 +222,7 @@ class Trainer:
                 self._params[name].grad = torch.zeros_like(self._params[name])
         exchange.complete()
         exchange.wait()
-        with torch.no_grad():
-            for name, weight in exchange.values.items():
-                self._params[name].copy_(weight)
+        exchange.bring_weights()
 
     def _scale(self) -> None:
         """Scale gradients that are about to leave for the batch that they are of."""
@@ -248,12 +249,29 @@ class Trainer:
             return
         if self._kv is None:
             return
-        gradients = [_gradient(self._params[name]) for name in names]
-        sums = [one.to_dense() if one.is_sparse else one for one in gradients]
-        self._model.survive(lambda: self._pushpull(names, sums, sums), is_step=True)
-        for name, gradient, total in zip(names, gradients, sums, strict=True):
-            if gradient.is_sparse and not self._model.is_given_up:
-                self._params[name].grad = rows_that_are_not_zero(total)
+        self._model.survive(lambda: self._sum_up(names), is_step=True)
+
+    def _sum_up(self, names: list[str]) -> None:
+        """Put the sums over all workers in place of gradients; sparse ones travel as rows, if they can."""
+        gradients = {name: _gradient(self._params[name]) for name in names}
+        sparse = [name for name in names if gradients[name].is_sparse]
+        handles = {}
+        if self._sums is not None:
+            handles = {name: self._sums.begin(name, gradients[name], 0) for name in sparse}
+        dense = {
+            name: one.to_dense() if one.is_sparse else one
+            for name, one in gradients.items()
+            if name not in handles
+        }
+        if dense:
+            self._pushpull(list(dense), list(dense.values()), list(dense.values()))
+        for name in sparse:
+            like = self._params[name]
+            if name in handles:
+                assert self._sums is not None
+                like.grad = self._sums.end(name, cast("Changes", handles[name].wait()), like)
+            else:
+                like.grad = sparse_of(torch.arange(len(like)), dense[name], like)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.

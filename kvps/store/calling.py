@@ -15,6 +15,7 @@ import torch
 
 from kvps.core.calls import Sinks, Views
 from kvps.core.plan import Numbers, alike, of_key
+from kvps.core.refreshing import Fresh
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound
 from kvps.store.arguments import (
     Form,
@@ -27,6 +28,7 @@ from kvps.store.arguments import (
 )
 from kvps.store.contract import Contract
 from kvps.store.handle import Handle, Ticket
+from kvps.store.refreshing import Marks
 from kvps.store.rows import Rows, are_rows
 from kvps.store.rows import rows_of as row_values
 from kvps.tensors import Array
@@ -163,6 +165,25 @@ class Calling(Contract):
             return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
         sinks = sinks_for(names, is_many, out, self._specs)
         return Outcome(sinks.rows, lambda _: sinks.deliver())
+
+    def _refreshed(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor | None, ...],
+        marks: Marks,
+        priority: Numbers,
+        limit_s: float,
+    ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
+        """Ask for what is new; return what makes Fresh ones of what the call finishes with.
+
+        A store that knows of no changes has all of it, in new tensors.
+        """
+        ticket = self._refresh(names, sinks, marks, priority, limit_s)
+        if ticket is not None:
+            return ticket, lambda found: found
+        wanted = self._wanted(names, is_many=True, out=None, copy=True)
+        ticket = self._pull(names, wanted.rows, priority, 0, limit_s)
+        return ticket, lambda found: [Fresh(None, whole=one) for one in wanted.result(found)]
 
     def _names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
         """Return the names of one key or a list of keys, and whether it was a list."""

@@ -9,7 +9,7 @@ is built on these hooks: the steps of a call in :mod:`kvps.store.calling`, the c
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.names import Kind
-from kvps.store.refreshing import Copies
+from kvps.store.refreshing import Marks
 from kvps.store.rows import Rows, dense_of
 from kvps.store.states import States
 
@@ -44,6 +44,9 @@ class Straggler(NamedTuple):
 
 class Contract(KVStoreBase, abc.ABC):
     """What a kind of store does in its own way."""
+
+    knows_changes: ClassVar[bool] = False
+    """What changed in a table can be had without the rest."""
 
     def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
         self._kind = kind
@@ -101,7 +104,12 @@ class Contract(KVStoreBase, abc.ABC):
         """Finish with something of which :meth:`_picked` makes these rows."""
 
     def _refresh(
-        self, names: tuple[str, ...], copies: Copies, priority: Numbers, limit_s: float
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor | None, ...],
+        marks: Marks,
+        priority: Numbers,
+        limit_s: float,
     ) -> Ticket | None:
         """Finish with a Fresh for each key; None in a store that knows of no changes."""
         return None

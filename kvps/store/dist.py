@@ -29,7 +29,7 @@ from kvps.store.handle import Ticket
 from kvps.store.kvstore import KVStore
 from kvps.store.leaving import Step
 from kvps.store.names import Kind
-from kvps.store.refreshing import Copies
+from kvps.store.refreshing import Marks
 from kvps.store.rows import Rows
 from kvps.store.session import Session
 from kvps.store.staging import ready_on_device
@@ -40,6 +40,8 @@ log = logging.getLogger("kvps")
 
 class DistStore(KVStore):
     """One store of a cluster; make it with :func:`kvps.create`."""
+
+    knows_changes = True
 
     def __init__(
         self,
@@ -367,10 +369,14 @@ class DistStore(KVStore):
         return self._session.call(calls.PullRows(self._name, names, ids, places, priority), limit_s)
 
     def _refresh(
-        self, names: tuple[str, ...], copies: Copies, priority: Numbers, limit_s: float
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor | None, ...],
+        marks: Marks,
+        priority: Numbers,
+        limit_s: float,
     ) -> Ticket:
-        call = calls.Refresh(self._name, names, copies.sinks, copies.marks, priority)
-        return self._session.call(call, limit_s)
+        return self._session.call(calls.Refresh(self._name, names, sinks, marks, priority), limit_s)
 
     def _broadcast(
         self,

@@ -29,8 +29,8 @@ from kvps.store.base import KVStoreBase
 from kvps.store.calling import Calling, Outcome, priority_of
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Handle
-from kvps.store.refreshing import Copies, Held
-from kvps.store.rows import picks_of
+from kvps.store.refreshing import Copies, changes_of, marks_of
+from kvps.store.rows import picks_of, table_of
 from kvps.tensors import spec_of
 
 if TYPE_CHECKING:
@@ -387,16 +387,62 @@ class KVStore(Calling):
         self._know(names, timeout)
         self._demand_known(names)
         copies = Copies(names, is_many, out, held, self._specs)
-        ticket = self._refresh(names, copies, priority_of(names, priority), self._limit(timeout))
-        if ticket is not None:
-            return self._result(ticket, Outcome(None, copies.deliver), async_op)
-        wanted = self._wanted(names, is_many, out, copy=True)
-        urgency = priority_of(names, priority)
-        ticket = self._pull(names, wanted.rows, urgency, 0, self._limit(timeout))
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        ticket, fresh = self._refreshed(names, copies.sinks, copies.marks, urgency, limit_s)
+        return self._result(
+            ticket, Outcome(None, lambda found: copies.deliver(fresh(found))), async_op
+        )
+
+    def pull_changed(
+        self,
+        key: object,
+        held: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return those rows of a key that changed since the last call, after this rank's own pushes.
+
+        It is :meth:`refresh` for who keeps no copy, or not as a tensor. All rows come where it is not known
+        what changed, as there. Without an optimizer a row changed whenever the sum of a round named it, or
+        that of the round before, since it is 0 again.
+
+        Args:
+            key: a str or int, or a list of them, each of two or more dimensions.
+            held: the ``held`` of what the last call returned; for a list of keys, a list.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            :class:`~kvps.store.refreshing.Changes`: ``row_ids``, ascending, ``rows`` and ``held``; for a
+            list of keys, a list.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for a key without rows. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(2, 1))
+            >>> row_ids, rows, held = kv.pull_changed("table")
+            >>> row_ids
+            tensor([0, 1])
+        """
+        self._begin()
+        names, is_many = self._names_of(key)
+        self._know(names, timeout)
+        self._demand_known(names)
+        marks = marks_of(names, is_many, held)
+        specs = [table_of(name, self._specs[name]) for name in names]
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        ticket, fresh = self._refreshed(names, (None,) * len(names), marks, urgency, limit_s)
 
         def deliver(found: object) -> object:
-            wanted.result(found)
-            return [Held() for _ in names] if is_many else Held()
+            changes = [changes_of(*one) for one in zip(specs, fresh(found), strict=True)]
+            return changes if is_many else changes[0]
 
         return self._result(ticket, Outcome(None, deliver), async_op)
 

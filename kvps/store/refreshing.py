@@ -9,7 +9,7 @@ is read. An array, whose writes nobody counts, is read whole each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +18,11 @@ from kvps.core.refreshing import Fresh
 from kvps.errors import ConfigError
 from kvps.specs import Spec
 from kvps.store.arguments import check_values, is_row, target_of, values_of
+from kvps.tensors import TORCH
 
 
 class Held:
-    """What ``out`` holds of a key since :meth:`kvps.KVStore.refresh`; give it to the next call for it."""
+    """What a caller holds of a key since its last call for it; give it to the next."""
 
     __slots__ = ("_left", "_mark")
 
@@ -38,6 +39,57 @@ class Held:
             if not is_same or target._version != writes:
                 return None
         return self._mark
+
+
+class Changes(NamedTuple):
+    """Some rows of a key: those that changed, or all."""
+
+    row_ids: torch.Tensor
+    """Their numbers, int64 [k], ascending."""
+    rows: torch.Tensor
+    """Their values, [k, ...] with the further dimensions of the key, on the CPU."""
+    held: Held
+    """What whoever has them holds; give it to the next call."""
+
+
+Marks = tuple[Mark | None, ...]
+
+
+def marks_of(
+    names: tuple[str, ...],
+    is_many: bool,
+    held: object,
+    targets: Sequence[Sequence[torch.Tensor]] | None = None,
+) -> Marks:
+    """Return what is held of each key in its ``targets``, as far as that is known.
+
+    Raises:
+        ConfigError: for something else than a Held or None for each key.
+    """
+    given: Any = held if is_many and held is not None else [held] * len(names)
+    if not isinstance(given, list | tuple) or len(given) != len(names):
+        raise ConfigError(
+            f"{len(names)} keys need as many held, what the last call returned for them"
+        )
+    if not all(one is None or isinstance(one, Held) for one in given):
+        raise ConfigError(f"held={held!r:.60}: give what the last call returned, or None")
+    places = targets or [()] * len(names)
+    return tuple(
+        [
+            None if one is None else one.mark_of(some)
+            for one, some in zip(given, places, strict=True)
+        ]
+    )
+
+
+def changes_of(spec: Spec, fresh: Fresh) -> Changes:
+    """Return what is new of a table."""
+    if fresh.whole is not None:
+        return Changes(torch.arange(spec.shape[0]), fresh.whole, Held(fresh.mark))
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *[block.ids for block in fresh.blocks]])
+    none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype])
+    rows = torch.cat([none, *[block.rows for block in fresh.blocks]])
+    return Changes(ids, rows.view(len(ids), *spec.shape[1:]), Held(fresh.mark))
 
 
 class Copies:
@@ -75,19 +127,7 @@ class Copies:
             [next((one for one in some if is_row(one)), None) for some in self._targets]
         )
         """Of each key, the tensor to which it may be written directly."""
-        given: Any = held if is_many and held is not None else [held] * len(names)
-        if not isinstance(given, list | tuple) or len(given) != len(names):
-            raise ConfigError(
-                f"{len(names)} keys need as many held, what refresh() returned for them"
-            )
-        if not all(one is None or isinstance(one, Held) for one in given):
-            raise ConfigError(f"held={held!r:.60}: give what refresh() returned, or None")
-        self.marks = tuple(
-            [
-                None if one is None else one.mark_of(targets)
-                for one, targets in zip(given, self._targets, strict=True)
-            ]
-        )
+        self.marks = marks_of(names, is_many, held, self._targets)
 
     @torch.no_grad()
     def deliver(self, found: Sequence[Fresh]) -> Held | list[Held]:
@@ -100,7 +140,7 @@ class Copies:
                     for ids, rows in fresh.blocks:
                         some = rows.view(len(ids), *shape[1:]).to(target.device)
                         target.index_copy_(0, ids.to(target.device), some)
-                elif target is not self.sinks[index]:
+                elif fresh.whole is not target:
                     target.copy_(fresh.whole.view(shape))
             is_counted = fresh.mark is not None and self._are_counted[index]
             held.append(Held(fresh.mark, targets) if is_counted else Held())

@@ -62,6 +62,20 @@ def _dims(value: object) -> int:
     return -1
 
 
+def table_of(name: str, spec: Spec | None) -> Spec:
+    """Return what key ``name`` is.
+
+    Raises:
+        Mismatch: if it has no rows.
+    """
+    if spec is None or not _is_table(spec):
+        raise Mismatch(
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as "
+            "a whole"
+        )
+    return spec
+
+
 def rows_of(name: str, spec: Spec, value: object) -> Rows:
     """Return the rows that ``value`` names, those named more than once summed.
 
@@ -136,11 +150,7 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
     Raises:
         Mismatch: unless they are whole numbers and each is that of a row of the key.
     """
-    if spec is None or not _is_table(spec):
-        raise Mismatch(
-            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as "
-            "a whole"
-        )
+    spec = table_of(name, spec)
     if isinstance(given, torch.Tensor | np.ndarray):
         ids = torch.as_tensor(given)
     elif isinstance(given, list | tuple | range):

@@ -21,12 +21,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
+from kvps.store.kvstore import KVStore
+from kvps.store.row_sums import RowSums, sparse_of
 from kvps.torch.buckets import Buckets, bucket_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvps.store.handle import Handle
     from kvps.store.model import Model
+    from kvps.store.refreshing import Changes, Held
 
 NAMED_MAX = 5
 """Parameters that one text names."""
@@ -41,11 +44,28 @@ _watched: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
 
 
+class Back(Protocol):
+    """Gradients that have left together, and what comes back in their place."""
+
+    values: dict[str, torch.Tensor]
+    """By name: the tensors in which weights or dense sums come back."""
+
+    def wait(self) -> None:
+        """Wait until they are back.
+
+        Raises:
+            KvpsError: what has become of them.
+        """
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return what came back, in the layout in which the gradient left."""
+
+
 class Bucket:
-    """Gradients that have left together, and what comes back in their place.
+    """Gradients that have left as they are in memory, and come back there.
 
     Args:
-        values: by name, the tensors in which it comes back.
+        values: by name, the tensors in which they come back.
         handle: of the store's call.
         divisor: what comes back is divided by it.
         sparse: those of them that were sparse, and shall be.
@@ -74,7 +94,49 @@ class Bucket:
     def gradient(self, name: str) -> torch.Tensor:
         """Return what came back, in the layout in which the gradient left."""
         value = self.values[name]
-        return rows_that_are_not_zero(value) if name in self._sparse else value
+        return sparse_of(torch.arange(len(value)), value, value) if name in self._sparse else value
+
+
+class Table:
+    """A sparse gradient that has left as rows; rows of its sum, or of the weight, come back.
+
+    Args:
+        name: of the parameter.
+        value: its weight, where that is what comes back; else what has left.
+        wait: waits for the store's call, and returns the sum; where weights come back it writes what is
+            new to ``value``, and returns None.
+        divisor: a sum is divided by it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: torch.Tensor,
+        wait: Callable[[], torch.Tensor | None],
+        divisor: int,
+    ) -> None:
+        self.values = {name: value}
+        self._wait = wait
+        self._divisor = divisor
+        self._sum: torch.Tensor | None = None
+        self._is_back = False
+
+    def wait(self) -> None:
+        """Wait until it is back.
+
+        Raises:
+            KvpsError: what has become of it.
+        """
+        if not self._is_back:
+            self._sum = self._wait()
+            self._is_back = True
+            if self._sum is not None and self._divisor != 1:
+                self._sum._values().div_(self._divisor)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the sum."""
+        assert self._sum is not None
+        return self._sum
 
 
 class Exchange:
@@ -121,9 +183,14 @@ class Exchange:
         if limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
+        knows_changes = isinstance(model.kv, KVStore) and model.kv.knows_changes
+        self._sums = RowSums(model.kv) if knows_changes else None
+        """Of sparse gradients; None where they have to be made dense."""
+        self._held: dict[str, Held] = {}
+        """By parameter with sparse gradients, what it holds of the weights in the store."""
         self._passes: dict[str, int] = {}
         """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
-        self._away: dict[str, Bucket] = {}
+        self._away: dict[str, Back] = {}
         self.values: dict[str, torch.Tensor] = {}
         """By name, where the gradients that have left in this step were, and what came back is."""
         self._touched: dict[str, int] = {}
@@ -219,28 +286,70 @@ class Exchange:
             return
         number = self._buckets.number
         sparse = {name for name in names if self._layout(name) is not torch.strided}
-        values = [self._dense(name) for name in names]
-        self.values.update(zip(names, values, strict=True))
+        tables = sparse if self._sums is not None else set()
         try:
             if not self._is_begun:
                 self._is_begun = True
                 self._before()
-            if self.scale != 1.0:
-                with torch.no_grad():
-                    torch._foreach_mul_(values, self.scale)
-            handle = self._model.kv.pushpull(
-                names, values, out=values, priority=number, async_op=True
-            )
+            self._leave_dense([name for name in names if name not in tables], sparse, number)
+            for name in [name for name in names if name in tables]:
+                self._leave_rows(name, number)
         except KvpsError as error:
             self._failure = error
+
+    def _leave_dense(self, names: list[str], sparse: set[str], number: int) -> None:
+        """Push gradients as they are in memory; those that are ``sparse`` are made dense."""
+        if not names:
             return
-        bucket = Bucket(
-            dict(zip(names, values, strict=True)), cast("Handle", handle), self._divisor, sparse
-        )
+        values = [self._dense(name) for name in names]
+        self.values.update(zip(names, values, strict=True))
+        if self.scale != 1.0:
+            with torch.no_grad():
+                torch._foreach_mul_(values, self.scale)
+        handle = self._model.kv.pushpull(names, values, out=values, priority=number, async_op=True)
+        by_name = dict(zip(names, values, strict=True))
+        bucket = Bucket(by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys())
         for name in names:
-            self._passes.pop(name, None)
-            self._away[name] = bucket
-            self._touched[name] = _touches(self._model.params[name])
+            self._has_left(name, bucket)
+
+    def _leave_rows(self, name: str, number: int) -> None:
+        """Push a gradient's rows."""
+        param, kv, sums = self._model.params[name], self._model.kv, self._sums
+        assert param.grad is not None
+        assert sums is not None
+        gradient = param.grad.detach().to(param.dtype)
+        value = param if self._brings_weights else gradient
+        self.values[name] = value
+        if self.scale != 1.0:
+            gradient = gradient * self.scale
+        handle: Handle
+        if self._brings_weights:
+            kv.push(name, gradient, priority=number)
+            held = self._held.get(name)
+            handle = kv.refresh(name, param, held, priority=number, async_op=True)
+
+            def wait() -> torch.Tensor | None:
+                self._held[name] = cast("Held", handle.wait())
+                return None
+        else:
+            handle = sums.begin(name, gradient, number)
+
+            def wait() -> torch.Tensor | None:
+                return sums.end(name, cast("Changes", handle.wait()), param)
+
+        self._has_left(name, Table(name, value, wait, self._divisor))
+
+    def _has_left(self, name: str, back: Back) -> None:
+        self._passes.pop(name, None)
+        self._away[name] = back
+        self._touched[name] = _touches(self._model.params[name])
+
+    def nothing_for(self, name: str) -> torch.Tensor:
+        """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
+        param = self._model.params[name]
+        if name in self._held or (self._sums is not None and name in self._sums):
+            return torch.zeros_like(param, requires_grad=False, layout=torch.sparse_coo)
+        return torch.zeros_like(param, requires_grad=False)
 
     def _layout(self, name: str) -> torch.layout:
         gradient = self._model.params[name].grad
@@ -324,7 +433,7 @@ class Exchange:
         if failure is not None:
             raise failure
 
-    def _deliver(self, bucket: Bucket) -> None:
+    def _deliver(self, bucket: Back) -> None:
         """Put what has come back where the optimizer looks for it."""
         if self._brings_weights:
             return
@@ -338,7 +447,13 @@ class Exchange:
                 with torch.no_grad():
                     param.grad.copy_(value)
 
-    def release(self) -> dict[str, Bucket]:
+    def bring_weights(self) -> None:
+        """Write what is back to the parameters."""
+        with torch.no_grad():
+            for name, weight in self.values.items():
+                bring(weight, self._model.params[name])
+
+    def release(self) -> dict[str, Back]:
         """End the step, and let the caller wait for what is away.
 
         Returns:
@@ -374,17 +489,15 @@ class Exchange:
         self._is_begun = self._is_rung = False
 
 
+def bring(weight: torch.Tensor, param: torch.Tensor) -> None:
+    """Write what came back to a parameter, unless it has come there."""
+    if weight is not param:
+        param.copy_(weight)
+
+
 def _touches(param: torch.Tensor) -> int:
     """Return how often the gradient of ``param`` was written to."""
     return -1 if param.grad is None else param.grad._version
-
-
-def rows_that_are_not_zero(dense: torch.Tensor) -> torch.Tensor:
-    """Return the rows that are not zero, as sparse optimizers want them."""
-    rows = dense.reshape(len(dense), -1).ne(0).any(1).nonzero().t()
-    return torch.sparse_coo_tensor(
-        rows, dense[rows[0]], dense.shape, is_coalesced=True, check_invariants=False
-    )
 
 
 def listed(names: list[str]) -> str:

@@ -215,18 +215,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._exchange.complete()
                 self._add_unused()
                 self._exchange.wait()
-                self._take_weights()
+                self._exchange.bring_weights()
         except EpochChanged as error:
             self._model.go_on(error)
         for param in self._model.params.values():
             param.grad = None  # it holds weights, or nothing
         self._exchange.begin()
         self._exchange.is_held = found is not None
-
-    def _take_weights(self) -> None:
-        with torch.no_grad():
-            for name, weight in self._exchange.values.items():
-                self._model.params[name].copy_(weight)
 
     def _is_infinite(self, found: torch.Tensor) -> bool:
         """Whether any worker's gradient is; if not, all are scaled back."""
@@ -367,8 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elsewhere = self._used.any(torch.tensor(used))
         for name, is_used in zip(names, elsewhere.tolist(), strict=True):
             if is_used and name in lacks:
-                param = self._model.params[name]
-                param.grad = torch.zeros_like(param, requires_grad=False)
+                self._model.params[name].grad = self._exchange.nothing_for(name)
         self._exchange.complete()
 
     def _forget(self) -> None:

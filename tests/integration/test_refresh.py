@@ -191,12 +191,15 @@ def test_mistakes_are_named() -> None:
             kv.refresh("t", None)
         with pytest.raises(Mismatch, match=r"float32\[60,12\]"):
             kv.refresh("t", torch.empty(3))
-        with pytest.raises(ConfigError, match="held=5: give what refresh"):
+        with pytest.raises(ConfigError, match="held=5: give what the last call"):
             kv.refresh("t", copy, 5)
         with pytest.raises(ConfigError, match="2 keys need as many held"):
             kv.refresh(["t", "u"], [copy, copy], [None])
 
     run(work)
+
+
+WORDS = 200
 
 
 class Model(torch.nn.Module):
@@ -205,12 +208,12 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = torch.nn.Embedding(COUNT, WIDTH, sparse=True)
+        self.words = torch.nn.Embedding(WORDS, WIDTH, sparse=True)
         self.votes = torch.nn.Linear(WIDTH, 3)
 
     def loss(self, rank: int, step: int) -> torch.Tensor:
         dice = torch.Generator().manual_seed(100 * step + rank)
-        words = torch.randint(COUNT, (4, 3), generator=dice)
+        words = torch.randint(WORDS, (4, 3), generator=dice)
         votes = self.votes(self.words(words).mean(1))
         return torch.nn.functional.cross_entropy(votes, torch.tensor([0, 1, 2, 0]), reduction="sum")
 
@@ -247,3 +250,146 @@ def test_a_trainer_pulls_the_rows_that_were_updated(kind: str, asked: list[Any])
             sgd.step()
         for name, one in alone.named_parameters():
             torch.testing.assert_close(first[name], one.detach(), rtol=1e-4, atol=1e-5)
+
+
+# --- sums of sparse gradients ------------------------------------------------------------------------
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """The same steps in one process, with a dense gradient."""
+    model = Model()
+    model.words.sparse = False
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(5):
+        sgd.zero_grad()
+        loss = model.loss(0, step) + model.loss(1, step)
+        (loss / 8).backward()
+        sgd.step()
+    return {name: one.detach() for name, one in model.named_parameters()}
+
+
+def assert_trained(found: list[dict[str, torch.Tensor]]) -> None:
+    for name, expected in alone().items():
+        assert torch.equal(found[0][name], found[1][name]), name
+        torch.testing.assert_close(found[0][name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"update_on_kvstore": True},
+        {"overlap_forward": True},
+        {"update_on_kvstore": True, "overlap_forward": True},
+        {"op": "sum"},
+        {"find_unused": True},
+        {
+            "compression": {
+                "type": "2bit",
+                "threshold": 1e9,
+                "rules": [{"pattern": "votes*", "type": "none"}],
+            }
+        },
+    ],
+)
+def test_sparse_gradients_of_an_optimizer_travel_as_rows(
+    options: dict[str, Any], asked: list[Any]
+) -> None:
+    models = [Model(), Model()]
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        scale = 8.0 if options.get("op") == "sum" else 4.0
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64, average=scale == 4.0)
+        optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, **options)
+        for step in range(5):
+            optimizer.zero_grad()
+            (model.loss(rank, step) / scale).backward()
+            optimizer.step()
+            if not options:
+                assert model.words.weight.grad is not None
+                assert model.words.weight.grad.is_sparse
+        model.eval()
+        if "overlap_forward" in options:
+            model.loss(rank, 5)  # makes the updates that were put off
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    assert_trained(run(work, workers=2))
+    assert len(asked) == 2 * 2 * 4
+    assert None not in asked
+
+
+def test_a_table_that_a_worker_does_not_use_is_pushed_as_no_rows(asked: list[Any]) -> None:
+    """All use it in the first step; from then on every other worker in turns."""
+    models = [Model(), Model()]
+
+    def work(rank: int) -> torch.Tensor:
+        model = models[rank]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64, average=True)
+        optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, find_unused=True)
+        for step in range(5):
+            optimizer.zero_grad()
+            if not step or (step + rank) % 2:
+                model.loss(rank, step).backward()
+            else:
+                model.votes(torch.ones(WIDTH)).sum().backward()
+            optimizer.step()
+        return model.words.weight.detach().clone()
+
+    first, second = run(work, workers=2)
+    assert torch.equal(first, second)
+    assert asked
+    assert None not in asked
+
+
+def test_a_trainer_that_updates_here_sums_rows(asked: list[Any]) -> None:
+    models = [Model(), Model()]
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64)
+        trainer = kvps.Trainer(model, "sgd", {"lr": 0.5}, kv, update_on_kvstore=False)
+        for step in range(5):
+            model.zero_grad()
+            model.loss(rank, step).backward()
+            trainer.allreduce_grads()
+            gradient = model.words.weight.grad
+            assert gradient is not None
+            assert gradient.is_sparse
+            assert gradient._indices().shape[1] <= 24, "rows that both have used, and no others"
+            trainer.update(8)
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    assert_trained(run(work, workers=2))
+    assert asked
+    assert None not in asked
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "local", "allreduce"])
+def test_what_changed_is_returned(kind: str) -> None:
+    def work(rank: int) -> None:
+        kv = store(kind)
+        kv.init(["t", "u"], [torch.zeros(COUNT, 3, 2), torch.ones(2, 2)])
+        kv.init("v", torch.zeros(3))
+        row_ids, rows, held = kv.pull_changed("t")
+        assert row_ids.tolist() == list(range(COUNT))
+        assert rows.shape == (COUNT, 3, 2)
+        for step in range(3):
+            kv.push("t", ([step, 7], torch.full((2, 3, 2), step + 1.0)))
+            row_ids, rows, held = kv.pull_changed("t", held, async_op=True).wait()
+            some = [number for number in row_ids.tolist() if rows[row_ids == number].any()]
+            assert some == [step, 7]
+            assert rows.sum() == 12 * (step + 1)
+            if kind == "dist_sync" and step:
+                assert row_ids.tolist() == [step - 1, step, 7]
+        first, second = kv.pull_changed(["t", "u"], [held, None])
+        assert second.rows.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert len(first.row_ids) == (0 if kind == "dist_sync" else COUNT)
+        with pytest.raises(Mismatch, match=r"key 'v' is .* only keys of two or more"):
+            kv.pull_changed("v")
+        with pytest.raises(ConfigError, match="2 keys need as many held"):
+            kv.pull_changed(["t", "u"], held)
+
+    run(work)
