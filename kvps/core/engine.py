@@ -1,4 +1,4 @@
-"""What a server does with gradients: sum them, close rounds, update weights.
+"""What a server does with gradients: take them in, close rounds, have them summed and applied.
 
 The engine is asked with elements of a chunk, never with keys: the worker's plan has turned keys
 into runs. A push of a whole chunk is one addition; a closed round of it one fused update.
@@ -21,15 +21,13 @@ key. Where a sum has nothing but rows and the rule can do without the others, th
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 
-from kvps.core import by_ids, tables
 from kvps.core.by_ids import ByIds
-from kvps.core.drops import Flaw, count_nonfinite
+from kvps.core.drops import Flaw
 from kvps.core.hyper import Hyper
-from kvps.core.lazy import may_be_lazy
 from kvps.core.namespace import Namespace, Shard
 from kvps.core.norms import Norm, NormId, Told
 from kvps.core.quorum import Quorum
@@ -37,14 +35,14 @@ from kvps.core.rounds import WINDOW, Due, Span, Verdict
 from kvps.core.sessions import Reading
 from kvps.core.slab import Chunk, Chunks
 from kvps.core.sparse import Sparse
-from kvps.core.steps import Back, code_of
 from kvps.core.strip import Part, Strip, Sum
+from kvps.core.sums import Sums, may_drop
 from kvps.core.tables import Table
-from kvps.core.updaters import Updater
+from kvps.core.updates import Updates
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
 from kvps.messages import Piece, Push, PushIds, PushRows
 from kvps.specs import BY_ID, BY_NAME, summed_in
-from kvps.tensors import PRIVATE, TORCH, Memory
+from kvps.tensors import PRIVATE, Memory
 
 BLOCK_COUNT = 256 << 10
 """Elements that one thread adds up and updates at once: between, they stay in its core's cache."""
@@ -75,12 +73,10 @@ class Engine:
         """This server's sums for updates that are made, for one who has missed them: the last
         WINDOW of each (store, key, rank)."""
         self._untold: list[Norm] = []
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._sums: dict[torch.dtype, torch.Tensor] = {}
-        """Memory for the sums of a span that is looked at before it is applied."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """Of each chunk, for how many keys that is, where pieces lie that are not all of their key."""
-        self._block_count = BLOCK_COUNT * threads
+        self._sums = Sums(BLOCK_COUNT * threads)
+        self._updates = Updates(BLOCK_COUNT * threads)
 
     def chunk(self, number: int) -> Chunk:
         """Return a chunk by its number.
@@ -218,7 +214,7 @@ class Engine:
         """Return the spans that tile a run; each that makes the detour is one piece."""
         if space.updater is not None and space.updater.needs_norms:
             return chunk.cut_by_piece(start, stop)
-        if not _drops(space, chunk.dtype):
+        if not may_drop(space, chunk.dtype):
             return chunk.cut(start, stop)
         edges = [start]
         for begin, end in self._pieces_apart(space, chunk):
@@ -307,7 +303,9 @@ class Engine:
             for span in list(chunk.spans) if chunk.embedding is None else ():
                 if space.updater.needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
-                while span.due and not space.updater.needs_norms and not _drops(space, chunk.dtype):
+                while (
+                    span.due and not space.updater.needs_norms and not may_drop(space, chunk.dtype)
+                ):
                     yield from self._update(space, chunk, span, span.due.popleft())
         if not space.updater.needs_norms and space.drops is None:
             self._drop_norms(space.name)
@@ -329,23 +327,14 @@ class Engine:
             yield from self._update(space, chunk, span, due)
             return
         if not needs_norms:
-            if not _drops(space, chunk.dtype):
+            if not may_drop(space, chunk.dtype):
                 yield from self._update(space, chunk, span, due)
                 return
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             if not self._is_apart(space.shards[key]):
                 yield from self._sift(space, chunk, span, due)
                 return
-        if due.sum.is_sparse and not needs_norms:
-            due.flaw, rows = self._look_at_rows(space, chunk, due)
-            due.sum, due.is_own = Sum((rows,)), True
-        else:
-            whole = self._new_sum(chunk, len(due.sum))  # it may be lent, and is used twice
-            if _drops(space, chunk.dtype):
-                due.flaw = self._look(space, chunk, due, whole)
-            else:
-                due.sum.into(whole, 0, len(whole))
-            due.sum, due.is_own = Sum((Strip([whole]),)), True
+        self._sums.add_up(space, chunk, due, by_rows=not needs_norms)
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
@@ -354,81 +343,19 @@ class Engine:
     def _sift(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         """Update keys that lie here as a whole, but for those whose gradient is not finite."""
         assert space.drops is not None
-        if self._passes(space, chunk, due) is None:
+        if self._sums.sift(space, chunk, due) is None:
             yield from self._update(space, chunk, span, due)
             return
         span.due.append(due)  # so that it is cut where the span is
         for part in chunk.cut_by_piece(span.start, span.stop):
             one = part.due.popleft()
-            flaw = self._passes(space, chunk, one)
+            flaw = self._sums.sift(space, chunk, one)
             if flaw is None:
                 yield from self._update(space, chunk, part, one)
                 continue
             ((key, _, _),) = chunk.pieces(part.start, part.stop)
             space.drops.add(key, space.shards[key].pieces, one.rank, one.number, flaw)
             yield from self._skip(chunk, part, one)
-
-    def _passes(self, space: Namespace, chunk: Chunk, due: Due) -> Flaw | None:
-        """Return what is not finite in a gradient. If all is, it is added up by that."""
-        if due.sum.is_sparse:
-            flaw, rows = self._look_at_rows(space, chunk, due)
-            if flaw is None:
-                due.sum, due.is_own = Sum((rows,)), True
-            return flaw
-        dtype = _summed_in(chunk)
-        parts = due.sum.parts
-        if len(parts) == 1 and parts[0].dtype == dtype:
-            return self._look(space, chunk, due, parts[0].joined(), is_sum=True)
-        if dtype not in self._sums or len(self._sums[dtype]) < len(due.sum):
-            self._sums[dtype] = self._new_sum(chunk, len(due.sum))
-        whole = self._sums[dtype][: len(due.sum)]
-        flaw = self._look(space, chunk, due, whole)
-        if flaw is None:
-            due.sum, due.is_own = Sum((Strip([whole]),)), True
-        return flaw
-
-    def _look(
-        self,
-        space: Namespace,
-        chunk: Chunk,
-        due: Due,
-        whole: torch.Tensor,
-        *,
-        is_sum: bool = False,
-    ) -> Flaw | None:
-        """Add a gradient up in ``whole``, unless it is the sum; return what is not finite in it."""
-        kept_as = self._kept_as(space, chunk)
-        count = 0
-        for begin in range(0, len(whole), self._block_count):
-            block = whole[begin : begin + self._block_count]
-            if not is_sum:
-                due.sum.into(block, begin, begin + len(block))
-            count += count_nonfinite(block.to(kept_as))
-        return self._flaw(due, count)
-
-    def _look_at_rows(self, space: Namespace, chunk: Chunk, due: Due) -> tuple[Flaw | None, Sparse]:
-        """Add a gradient up of which only rows are there; return what is not finite, and the sum."""
-        rows = due.sum.gathered()
-        return self._flaw(due, count_nonfinite(rows.joined().to(self._kept_as(space, chunk)))), rows
-
-    def _kept_as(self, space: Namespace, chunk: Chunk) -> torch.dtype:
-        """Return the type in which a sum has to be finite."""
-        # Without an optimizer the sum is what the key becomes, and there it may overflow.
-        is_half = BY_NAME[chunk.dtype].kind == "half"
-        return TORCH[chunk.dtype] if is_half and space.updater is None else _summed_in(chunk)
-
-    def _flaw(self, due: Due, count: int) -> Flaw | None:
-        """Return the flaw of a gradient of which so many values are not finite."""
-        if not count:
-            return None
-        culprits: set[int] = set()
-        for ranks, part in zip(due.whose, due.sum.parts, strict=True):
-            if count_nonfinite(part.joined()):
-                culprits.update(ranks)
-        return Flaw(count, tuple(sorted(culprits)))
-
-    def _new_sum(self, chunk: Chunk, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=_summed_in(chunk))
 
     def _skip(self, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
         """Leave ``span`` as it is: a round is closed by that, a push just taken in."""
@@ -445,116 +372,9 @@ class Engine:
         norms: torch.Tensor | None = None,
     ) -> Iterator[Reading]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
-        if chunk.embedding is not None:
-            space.grow(by_ids.update(chunk, span, due) * chunk.embedding.row_bytes)
-        elif space.updater is None:
-            self._assign(chunk, span, due)
-        else:
-            span.step += 1
-            self._apply(space, space.updater, chunk, span, due, norms)
+        self._updates.make(space, chunk, span, due, norms)
         span.version += 1
         yield from chunk.woken(span.start, span.stop)
-
-    def _assign(self, chunk: Chunk, span: Span, due: Due) -> None:
-        total = due.sum
-        back = chunk.back_of(span, is_wanted=due.back is not None)
-        if back is not None:
-            rest = back.own_rest()[span.start : span.stop]
-            block = self._scratch_for(torch.float32)
-            for begin in range(0, len(rest), len(block)):
-                part = block[: min(len(block), len(rest) - begin)]
-                total.into(part, begin, begin + len(part))
-                rest[begin : begin + len(part)].add_(part)
-            self._publish(chunk, back, span, due, None)
-            return
-        if total.is_sparse:
-            tables.assign(chunk, span, total.gathered())
-            return
-        target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
-        for begin in range(0, len(target), self._block_count):
-            block = target[begin : begin + self._block_count]
-            if BY_NAME[chunk.dtype].kind == "half":
-                wide = self._scratch_for(torch.float32)[: len(block)]
-                total.into(wide, begin, begin + len(block))
-                block.copy_(wide)
-            else:
-                total.into(block, begin, begin + len(block))
-
-    def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for one block of sums."""
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self._block_count, dtype=dtype)
-        return self._scratch[dtype]
-
-    def _apply(
-        self,
-        space: Namespace,
-        updater: Updater,
-        chunk: Chunk,
-        span: Span,
-        due: Due,
-        norms: torch.Tensor | None,
-    ) -> None:
-        back = chunk.back_of(span, is_wanted=due.back is not None)
-        if due.sum.is_sparse and may_be_lazy(updater):
-            if back is not None:  # a step is of all of a piece
-                back.settle(chunk.writable(), span.start, span.stop)
-            tables.update(space, chunk, span, due.sum.gathered(), due.rank)
-            if back is not None:
-                chunk.forget_changes(span)
-            return
-        _spread(due)
-        weight, state = chunk.writable(), space.state_of(chunk)
-        scratch = self._scratch_for(_summed_in(chunk))
-        rest = None if back is None else back.own_rest()
-        for first, last, lr, weight_decay in self._segments(space, chunk, span):
-            for start in range(first, last, self._block_count):
-                stop = min(start + self._block_count, last)
-                if due.is_own:
-                    whole = due.sum.parts[0].joined()
-                    gradient = whole[start - span.start : stop - span.start]
-                else:
-                    gradient = scratch[: stop - start]
-                    due.sum.into(gradient, start - span.start, stop - span.start)
-                target = weight[start:stop]
-                if rest is not None:
-                    target = target + rest[start:stop]
-                updater.apply(
-                    target,
-                    gradient,
-                    {name: tensor[start:stop] for name, tensor in state.items()},
-                    step=span.step,
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    norms=norms,
-                    rank=due.rank,
-                )
-                if rest is not None:
-                    torch.sub(target, weight[start:stop], out=rest[start:stop])
-        if back is not None:
-            self._publish(chunk, back, span, due, space.hyper)
-
-    def _publish(self, chunk: Chunk, back: Back, span: Span, due: Due, hyper: Hyper | None) -> None:
-        """Move the values of ``span`` by what can be written of their rests."""
-        values, version = chunk.writable(), span.version + 1
-        for key, start, stop in chunk.pieces(span.start, span.stop):
-            lr = None if hyper is None else hyper.for_key(key)[0]
-            code = code_of(due.back, version, lr)
-            back.publish(values, start, stop, version, code, adds=hyper is not None)
-
-    def _segments(
-        self, space: Namespace, chunk: Chunk, span: Span
-    ) -> Iterator[tuple[int, int, float, float]]:
-        """Yield (start, stop, lr, weight decay) of the parts of ``span`` that have them equal."""
-        hyper = space.hyper
-        assert hyper is not None
-        if not hyper.lr_mult and not hyper.wd_mult:
-            yield span.start, span.stop, *hyper.for_key("")
-            return
-        pieces = chunk.pieces(span.start, span.stop)
-        for (lr, weight_decay), group in groupby(pieces, lambda one: hyper.for_key(one[0])):
-            alike = list(group)
-            yield alike[0][1], alike[-1][2], lr, weight_decay
 
     # --- what must be known of whole tensors ------------------------------------------------------
 
@@ -567,37 +387,18 @@ class Engine:
         counts = [0.0 if flaw is None else float(flaw.values)] if norm.counts else []
         sums = torch.tensor(counts, dtype=torch.float64)
         if flaw is None and space.updater is not None and space.updater.needs_norms:
-            sums = torch.cat((sums, self._squares(space, space.updater, chunk, span, due)))
+            sums = torch.cat((sums, self._updates.squares(space, space.updater, chunk, span, due)))
         culprits = () if flaw is None else flaw.ranks
         norm.measure(sums, len(shard.pieces), self._holders(shard), culprits)
         if norm.mine and norm.holders:
             self._untold.append(norm)
         yield from self._settle(space, norm)
 
-    def _squares(
-        self, space: Namespace, updater: Updater, chunk: Chunk, span: Span, due: Due
-    ) -> torch.Tensor:
-        """Return the sums of squares of a piece that the store's rule needs."""
-        _spread(due)
-        ((_, _, lr, weight_decay),) = self._segments(space, chunk, span)
-        state = space.state_of(chunk)
-        weight = chunk.buffer.tensor[span.start : span.stop]
-        if chunk.back is not None and chunk.back.owes(span.start, span.stop):
-            weight = weight + chunk.back.rest[span.start : span.stop]
-        return updater.partial_norms(
-            weight,
-            due.sum.parts[0].joined(),
-            {name: tensor[span.start : span.stop] for name, tensor in state.items()},
-            step=span.step + 1,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
-
     def _norm(self, space: Namespace, number: NormId) -> Norm:
         """Return what is known for an update, from nothing on."""
         norm = self.norms.get(number)
         if norm is None:
-            norm = Norm(number, _drops(space, space.shards[number[1]].spec.dtype))
+            norm = Norm(number, may_drop(space, space.shards[number[1]].spec.dtype))
             self.norms[number] = norm
         return norm
 
@@ -686,7 +487,7 @@ class Engine:
         updater = space.updater
         if updater is None or not updater.needs_norms or len(sums):
             return sums
-        return self._squares(space, updater, chunk, span, due)
+        return self._updates.squares(space, updater, chunk, span, due)
 
     def _drop_norms(self, store: str, keys: Collection[str] | None = None) -> None:
         """Forget the norms of one store, or of some keys of it."""
@@ -709,18 +510,3 @@ class Engine:
             assert chunk.spans
             chunk.check()
         assert not self._untold
-
-
-def _drops(space: Namespace, dtype: str) -> bool:
-    """Whether updates of such elements are dropped that are not finite."""
-    return space.drops is not None and BY_NAME[dtype].kind != "int"
-
-
-def _spread(due: Due) -> None:
-    """Make of a sum that is all rows one of all elements, for a rule that wants these."""
-    if due.sum.is_sparse:
-        due.sum, due.is_own = Sum((Strip([due.sum.whole()]),)), True
-
-
-def _summed_in(chunk: Chunk) -> torch.dtype:
-    return TORCH[summed_in(chunk.dtype)]

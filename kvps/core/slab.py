@@ -30,8 +30,8 @@ from kvps.core.steps import Back
 from kvps.core.updaters import State
 from kvps.errors import KeyNotFound, ProtocolError
 from kvps.messages import RUNS_MAX, Ask, Piece, Run
-from kvps.specs import BY_NAME
-from kvps.tensors import PRIVATE, Memory
+from kvps.specs import BY_NAME, summed_in
+from kvps.tensors import PRIVATE, TORCH, Memory
 
 ROOM_BYTES = 64 << 10
 """The least that a chunk for several keys has room for."""
@@ -102,6 +102,11 @@ class Chunk:
         self._waiting: dict[int, list[Reading]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The type in which gradients of its elements are summed."""
+        return TORCH[summed_in(self.dtype)]
 
     @property
     def used(self) -> int:

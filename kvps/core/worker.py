@@ -1,28 +1,18 @@
-"""The rules of a worker: from a user's call to requests, and from answers to its end.
+"""The rules of a worker: what the user, the scheduler, the servers and the clock say to it.
 
-Theory of operation
--------------------
-Each call runs as a conversation (:mod:`kvps.core.conversations`). The requests that it yields are
-queued on the links to the servers, sent as the windows allow, and probed for when an answer is
-late. When all of a step's answers are in, the conversation goes on; when it returns, the call is
-finished.
+A user's call becomes a talk (:mod:`kvps.core.talks`), whose requests are queued on the links to the servers,
+sent as the windows allow, and probed for when an answer is late. What was queued or sent for a call that ends
+early stays there if it changes values, and is dropped otherwise.
 
-A call has a deadline. When it passes, the call finishes with :class:`~kvps.errors.Timeout`, which
-names what the servers said they wait for. What the caller gave is copied then, and what he wanted
-is not written any more. A conversation that changes something goes on, so that a push is still
-applied once; one that only reads is given up.
-
-What was queued or sent for a call that ends early stays there if it changes values, and is dropped
-otherwise. A lost server or worker ends calls as :mod:`kvps.core.losses` says. When the servers take a
-cut, calls are held as :mod:`kvps.core.standstill` says; when they have returned to one, each store finds
-its way as :mod:`kvps.core.rejoin` says.
+A lost server or worker ends calls as :mod:`kvps.core.losses` says. When the servers take a cut, calls are held
+as :mod:`kvps.core.standstill` says; when they have returned to one, each store finds its way as
+:mod:`kvps.core.rejoin` says.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -30,11 +20,9 @@ import torch
 from kvps.core import calls
 from kvps.core.bundles import Bundle
 from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation
 from kvps.core.dispatch import start
 from kvps.core.effects import (
     Connect,
-    Copied,
     Effects,
     Exit,
     Finish,
@@ -42,15 +30,12 @@ from kvps.core.effects import (
     Route,
     Send,
 )
-from kvps.core.joins import JUDGE
 from kvps.core.lateness import lateness, name_of
-from kvps.core.link import PROBE_AFTER_S, Link, Request, Uplink, route_of
-from kvps.core.losses import Losses
-from kvps.core.member import SCHEDULER, Identity, Membership
-from kvps.core.neighbours import Neighbours
-from kvps.core.reading import Drain, Lagging
+from kvps.core.link import PROBE_AFTER_S, Link, Request, route_of
+from kvps.core.member import SCHEDULER, Identity
 from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
 from kvps.core.standstill import Held, Standstill, creates
+from kvps.core.talks import Talk, Talks
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -73,10 +58,8 @@ from kvps.messages import (
     Halt,
     Halted,
     HistoryIs,
-    Join,
     Joined,
     Packet,
-    Probe,
     Probed,
     Proceed,
     Proceeding,
@@ -84,11 +67,8 @@ from kvps.messages import (
     PulledIds,
     PulledRows,
     Push,
-    PushIds,
-    PushRows,
     Released,
     Resumed,
-    Return,
     Revived,
     Role,
     StateIs,
@@ -118,57 +98,14 @@ ANSWERS = (
     Revived,
 )
 """What a server may answer besides ACK; each carries the request's number."""
-LAG_MAX_S = 10.0
-"""How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
-LATE_MAX = 64
-"""How many calls that succeeded after their Timeout are kept for those who ask again."""
 
 
-@dataclass(slots=True, eq=False)
-class Talk:
-    """One call under way."""
-
-    ticket: int
-    call: calls.Call
-    conversation: Conversation
-    rows: list[torch.Tensor]
-    """The caller's values, until they are read; copies, once the caller stopped waiting."""
-    deadline: float
-    probed: bool = False
-    has_pushed: bool = False
-    """Its pushes, if it makes any, are numbered and under way."""
-    since: float = 0.0
-    """When this step began."""
-    is_asking: bool = False
-    """Not all of this step's requests are made yet; some may be answered already."""
-    finished: bool = False
-    """The caller has the result; what is still under way is nobody's business."""
-    requests: list[Request] = field(default_factory=list)
-    """Of this step; empty while it drains."""
-    answers: dict[Request, Packet] = field(default_factory=dict)
-    waiting: dict[Request, None] = field(default_factory=dict)
-    """What this step waits for: its own requests, or all pushes of the store. In their order, which a
-    set of objects would draw anew in every process."""
-
-
-class Worker:
+class Worker(Talks):
     """One worker process's part in one job."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
-        self.member = Membership(identity, now)
+        super().__init__(identity, now, memory)
         self._memory = memory
-        self.books: dict[str, Catalogue] = {}
-        self._uplink = Uplink()
-        self.links = self._uplink.links
-        """To every server, once the cluster is complete."""
-        self.neighbours = Neighbours(self.member, memory, self.links, self)
-        self.losses = Losses()
-        self._talks: dict[int, Talk] = {}
-        self._late: list[tuple[calls.Call, object]] = []
-        """Calls of all ranks that succeeded after their Timeout, and with what."""
-        self._unacked: dict[str, dict[Request, None]] = {}
-        """Pushes that are not known to have been taken in, by store."""
-        self._draining: list[Talk] = []
         self._standstill = Standstill()
         self._epoch = 0
         """That of the view by which this worker goes."""
@@ -180,9 +117,6 @@ class Worker:
         """By store, what the next call is to be told."""
         self._own_tickets = 0
         """Of calls that nobody made but this core; they count down."""
-        self._asked: dict[int, Request] = {}
-        """Of the scheduler, by seq."""
-        self._asked_seq = 0
         self._hello_at = now
         self._told_at = now
         self._links_at = math.inf
@@ -451,9 +385,6 @@ class Worker:
         link = self.neighbours.links.get(int(rank))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
-    def _links(self) -> Iterator[Link]:
-        return chain(self.links, self.neighbours.links.values())
-
     def _on_answer(self, link: Link, packet: Packet, now: float) -> Effects:
         message = packet.message
         match message:
@@ -504,11 +435,6 @@ class Worker:
         else:
             yield Note("warning", str(error))
 
-    def probe(self, link: Link) -> Effects:
-        """Ask a peer after all that it has not answered."""
-        for seqs in link.unanswered():
-            yield Send(link.route, self.member.packet(Probe(seqs)))
-
     def _flow(self, now: float) -> Effects:
         """Send what there is room for."""
         for link, request in chain(self._uplink.due(now), self.neighbours.due(now)):
@@ -518,143 +444,6 @@ class Worker:
     def _packet(self, link: Link, request: Request) -> Send:
         frames = tuple([to_frame(one) for one in request.payload])
         return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
-
-    def _ask_scheduler(self, request: Request, now: float) -> Effects:
-        request.sent_at = now
-        yield Send(SCHEDULER, self.member.packet(request.message, request.seq))
-
-    # --- conversations ----------------------------------------------------------------------------
-
-    def _go_on(self, talk: Talk, answers: list[Packet] | KvpsError | None, now: float) -> Effects:
-        """Let a conversation go on until it waits for an answer, or ends."""
-        while True:
-            try:
-                if isinstance(answers, KvpsError):
-                    step = talk.conversation.throw(answers)
-                else:
-                    step = talk.conversation.send(answers)  # type: ignore[arg-type]  # None begins it
-            except StopIteration as end:
-                yield from self._finish(talk, now, value=end.value)
-                return
-            except KvpsError as error:
-                yield from self._finish(talk, now, error=error)
-                return
-            talk.answers = {}
-            if isinstance(step, Drain):
-                talk.requests = []
-                talk.waiting = dict(self._unacked.get(talk.call.store, {}))
-                if talk.waiting:  # else it goes on at once, and waits for its own next
-                    self._draining.append(talk)
-                yield from self._ask_after(talk.waiting, now)
-            else:
-                talk.requests, talk.since = step, now
-                talk.waiting = dict.fromkeys(step)
-                yield from self._ask(talk, now)
-            if talk.waiting:
-                return
-            answers = [talk.answers[one] for one in talk.requests]
-
-    def _ask(self, talk: Talk, now: float) -> Effects:
-        unacked = self._unacked.setdefault(talk.call.store, {})
-        talk.is_asking = True
-        for request in talk.requests:
-            request.owner = talk
-            if request.server is None:
-                self._asked_seq += 1
-                request.seq = self._asked_seq
-                self._asked[request.seq] = request
-                yield from self._ask_scheduler(request, now)
-                continue
-            if isinstance(request.message, Push | PushRows | PushIds):
-                unacked[request] = None
-                talk.has_pushed = True
-            if isinstance(request.message, Join | Return) and request.server == JUDGE:
-                yield from self.neighbours.tell(request.message)
-            if self.neighbours.collect(self.books[talk.call.store], request):
-                yield from self.neighbours.ask(request, now)
-            else:
-                self.links[request.server].queue(request)
-        talk.is_asking = False
-        eager = isinstance(talk.call, calls.PUSHES) and talk.call.eager
-        if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
-            yield Copied(talk.ticket)
-        yield from self._flow(now)
-
-    def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
-        """Ask those who were asked how it goes; they may not have said all that they know."""
-        waited_for = list(requests)
-        for request in waited_for:
-            if request.server is None:
-                yield from self._ask_scheduler(request, now)
-        for link in self._links():
-            if any(one.link is link and one.seq for one in waited_for):
-                yield from self.probe(link)
-        yield from self.neighbours.ask_after(waited_for, now)
-
-    def answered(self, request: Request, packet: Packet, now: float) -> Effects:
-        """All is well with ``request``; its conversation goes on if it was the last."""
-        if isinstance(request.owner, Bundle):
-            yield from self.neighbours.answered(request.owner, packet, now)
-            return
-        yield from self.taken_in(request, now)
-        talk = _talk_of(request)
-        if request.on_reply is not None:
-            request.on_reply(packet, not talk.finished)
-            # Its values are where they belong. The memory in which they came may be another's, and
-            # is given back when nothing refers to it: a request and its call refer to each other.
-            request.on_reply = None
-            packet = replace(packet, payload=())
-        talk.answers[request] = packet
-        talk.waiting.pop(request, None)
-        if not talk.waiting and not talk.is_asking and talk.ticket in self._talks:
-            yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
-
-    def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
-        """The peer refused ``request``, and so its call."""
-        if isinstance(request.owner, Bundle):
-            yield from self.neighbours.refused(request.owner, error, now)
-            return
-        yield from self.taken_in(request, now)
-        talk = _talk_of(request)
-        talk.waiting.pop(request, None)
-        if talk.ticket in self._talks:
-            yield from self._go_on(talk, error, now)
-
-    def taken_in(self, request: Request, now: float) -> Effects:
-        """The server needs ``request`` no more: those who wait for that go on."""
-        if isinstance(request.owner, Bundle):
-            yield from self.neighbours.taken_in(request.owner, now)
-            return
-        if not isinstance(request.message, Push | PushRows | PushIds):
-            return
-        self._unacked[_talk_of(request).call.store].pop(request, None)
-        for talk in [one for one in self._draining if request in one.waiting]:
-            talk.waiting.pop(request, None)
-            if not talk.waiting:
-                self._draining.remove(talk)
-                yield from self._go_on(talk, [], now)
-
-    def _take_what_lags(self, now: float) -> Effects:
-        """Let those go on who wait for pushes to arrive everywhere that may never do.
-
-        So it is while a worker is lost. One that took another's place may wait for us, before it makes
-        up for what did not get in everywhere.
-        """
-        for talk in list(self._talks.values()):
-            if talk.ticket in self._talks and now >= self._lags_until(talk):
-                self._drop(talk)
-                yield from self._go_on(talk, [], now)
-
-    def _lags_until(self, talk: Talk) -> float:
-        """Return until when ``talk`` waits for parts that lag behind; for ever, if it need not end."""
-        if not isinstance(talk.requests, Lagging) or not talk.waiting:
-            return math.inf
-        book = self.books[talk.call.store]
-        if book.ordered:
-            return math.inf
-        if self.losses.workers:
-            return talk.since
-        return talk.since + LAG_MAX_S if self.losses.was_replaced or book.is_resumed else math.inf
 
     # --- cuts -------------------------------------------------------------------------------------
 
@@ -742,53 +531,6 @@ class Worker:
 
     # --- the end of a call ------------------------------------------------------------------------
 
-    def _finish(
-        self, talk: Talk, now: float, value: object = None, error: KvpsError | None = None
-    ) -> Effects:
-        """End a call for good."""
-        del self._talks[talk.ticket]
-        talk.conversation.close()
-        for request in talk.requests:
-            request.freeze()
-        self._drop(talk)
-        # A request knows its call, and through it the user's values: without this they would refer to each
-        # other, and the values stay until the garbage collector comes by.
-        talk.requests, talk.answers = [], {}
-        if isinstance(talk.call, calls.Rejoin):
-            yield from self._rejoined(talk.call.store, value, error, now)
-        elif not talk.finished:
-            talk.finished = True
-            yield Finish(talk.ticket, value, error)
-        elif error is not None:
-            yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
-        elif isinstance(talk.call, calls.TOGETHER):
-            self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
-
-    def _drop(self, talk: Talk) -> None:
-        """Forget what was asked for this step and has no answer, unless it changes values."""
-        if talk in self._draining:
-            self._draining.remove(talk)
-        for request in talk.requests:
-            if request not in talk.waiting:
-                continue
-            if request.server is None:
-                self._asked.pop(request.seq, None)
-            elif not request.payload_bytes:
-                request.drop()
-
-    def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
-        """Give the same call, if it timed out before, to a new ticket."""
-        for late in self._late:
-            if late[0] == call:
-                self._late.remove(late)
-                yield Finish(ticket, late[1])
-                return
-        talk = next(one for one in self._talks.values() if one.finished and one.call == call)
-        del self._talks[talk.ticket]
-        talk.ticket, talk.deadline = ticket, deadline
-        talk.finished = talk.probed = False
-        self._talks[ticket] = talk
-
     def _end_joining(self, now: float) -> Effects:
         """Tell those who wait for the cluster what has become of it."""
         for ticket, deadline in list(self._joining.items()):
@@ -858,30 +600,11 @@ class Worker:
                 error = lateness(self.member, held.call, waiting, self.neighbours.link_of, now)
                 yield Finish(held.ticket, error=error)
 
-    def _time_out(self, talk: Talk, now: float) -> Effects:
-        error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
-        if isinstance(talk.call, calls.REPEATED):
-            yield from self._finish(talk, now, error=error)
-            return
-        bulk = [request for request in talk.requests if request.payload_bytes]
-        for request in bulk:
-            request.freeze()
-        talk.rows[:] = [] if bulk else [row.clone() for row in talk.rows]
-        talk.finished = True
-        yield Finish(talk.ticket, error=error)
-
     def check(self) -> None:
         """Assert the invariants."""
+        super().check()
         self.neighbours.check()
-        for talk in self._draining:
-            assert talk.waiting, f"{name_of(talk.call)} drains, and waits for nothing"
-            assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
 
 
 def _is_for_user(talk: Talk) -> bool:
     return not talk.finished and not isinstance(talk.call, calls.Rejoin)
-
-
-def _talk_of(request: Request) -> Talk:
-    assert isinstance(request.owner, Talk), "what is not a bundle's is a call's"
-    return request.owner

@@ -369,7 +369,9 @@ def test_equal_multipliers_of_neighbours_are_one_update() -> None:
     one = stage(1)
     one.optimizer("test", lr_mult={"a": 2.0, "b": 2.0})
     space = one.server.requests.spaces["kv"]
-    segments = one.server.requests.engine._segments(space, one.chunk(), one.chunk().spans[0])
+    segments = one.server.requests.engine._updates.segments(
+        space, one.chunk(), one.chunk().spans[0]
+    )
     assert [(start, stop) for start, stop, *_ in segments] == [(0, 3), (3, 6)]
 
 

@@ -10,7 +10,8 @@ from kvps.core.effects import Connect, Copied, Exit, Finish
 from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.rounds import WINDOW
-from kvps.core.worker import LAG_MAX_S, LATE_MAX, Worker
+from kvps.core.talks import LAG_MAX_S, LATE_MAX
+from kvps.core.worker import Worker
 from kvps.errors import (
     ConfigError,
     Fenced,
