@@ -30,7 +30,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -50,8 +50,9 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
-from kvps.store.refreshing import Changes, Held
+from kvps.store.refreshing import Held
 from kvps.store.row_sums import RowSums, sparse_of
+from kvps.store.rows import has_rows
 from kvps.torch.broadcasts import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -75,7 +76,8 @@ class Trainer:
     of a module, take rank 0's values. Buffers (running means, ...) are on their own from then on,
     as are parameters with ``requires_grad=False``. With the update in the store, the weights are
     the store's: load a checkpoint into the model before the Trainer is made, since what is written
-    to a parameter later is overwritten by the next step.
+    to a parameter later is overwritten by the next step (through ``.data``, with sparse gradients: where a
+    row is updated).
 
     Args:
         params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter under
@@ -254,24 +256,27 @@ class Trainer:
     def _sum_up(self, names: list[str]) -> None:
         """Put the sums over all workers in place of gradients; sparse ones travel as rows, if they can."""
         gradients = {name: _gradient(self._params[name]) for name in names}
-        sparse = [name for name in names if gradients[name].is_sparse]
-        handles = {}
+        waits = {}
         if self._sums is not None:
-            handles = {name: self._sums.begin(name, gradients[name], 0) for name in sparse}
+            waits = {
+                name: self._sums.begin(name, one, 0, like=self._params[name])
+                for name, one in gradients.items()
+                if has_rows(one)
+            }
         dense = {
             name: one.to_dense() if one.is_sparse else one
             for name, one in gradients.items()
-            if name not in handles
+            if name not in waits
         }
         if dense:
             self._pushpull(list(dense), list(dense.values()), list(dense.values()))
-        for name in sparse:
-            like = self._params[name]
-            if name in handles:
-                assert self._sums is not None
-                like.grad = self._sums.end(name, cast("Changes", handles[name].wait()), like)
-            else:
-                like.grad = sparse_of(torch.arange(len(like)), dense[name], like)
+        sums = {name: wait() for name, wait in waits.items()}
+        for name, gradient in gradients.items():
+            param = self._params[name]
+            if name in sums:
+                param.grad = sums[name]
+            elif gradient.is_sparse:
+                param.grad = sparse_of(torch.arange(len(param)), dense[name], param)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -418,7 +423,10 @@ class Trainer:
             # The first layers are needed first, in the next forward pass. Within one level chunks
             # go to all servers in turns.
             levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            if any(value.is_sparse for value in values):
+            values = [
+                one.to_dense() if one.is_sparse and not has_rows(one) else one for one in values
+            ]
+            if self._kv.knows_changes and any(map(has_rows, values)):
                 self._refresh(names, values, out, levels)
             else:
                 self._kv.pushpull(names, values, out=out, priority=levels)
@@ -436,14 +444,15 @@ class Trainer:
     ) -> None:
         """Push gradients of which some are sparse; of what those update take what is new."""
         calls = list(zip(names, values, out, levels, strict=True))
-        rows = [one for one in calls if one[1].is_sparse]
+        rows = [one for one in calls if has_rows(one[1])]
         tables, gradients, copies, urgency = map(list, zip(*rows, strict=True))
-        self._kv.push(tables, gradients, priority=urgency)
+        pushed = self._kv.push(tables, gradients, priority=urgency, async_op=True)
         held = [self._held.get(table) for table in tables]
         refreshed = self._kv.refresh(tables, copies, held, priority=urgency, async_op=True)
-        if dense := [one for one in calls if not one[1].is_sparse]:
+        if dense := [one for one in calls if not has_rows(one[1])]:
             others, gradients, weights, urgency = map(list, zip(*dense, strict=True))
             self._kv.pushpull(others, gradients, out=weights, priority=urgency)
+        pushed.wait()  # one that was refused is never applied: the refresh would wait for it
         self._held.update(zip(tables, refreshed.wait(), strict=True))
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:

@@ -2,7 +2,8 @@
 
 Versions come one by one. One that changed more than some rows, by a dense gradient say, is not noted, and
 what came before it is of no use any more: from there on nobody knows, and a reader takes all. So nothing
-has to be told here but what *was* by rows, and a mistake costs time, not truth.
+has to be told here but what *was* by rows, and values that are set without a version (:meth:`Chunk.forget_changes
+<kvps.core.slab.Chunk.forget_changes>`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import torch
 
 from kvps.core.sparse import numbered
 
-VERSIONS_MAX = 1024
-"""How many versions of a piece are remembered."""
+NOTE_COUNT = 64
+"""What a version costs to remember besides its rows, in numbers of rows."""
+LEAST_COUNT = 64 * NOTE_COUNT
+"""So much is remembered of small pieces, too."""
+
+
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Changes:
@@ -30,8 +36,7 @@ class Changes:
     """
 
     def __init__(self, rows: int) -> None:
-        self._most = max(1, rows // 2)
-        """Numbers that are remembered; with more to send, all rows are sent as fast."""
+        self._rows = rows
         self._newest = 0
         self._noted: deque[torch.Tensor] = deque()
         self._count = 0
@@ -42,21 +47,27 @@ class Changes:
             self._noted.clear()
             self._count = 0
         self._newest = version
-        self._noted.append(ids)
+        self._noted.append(ids if len(ids) else NONE)
         self._count += len(ids)
-        while self._count > self._most or len(self._noted) > VERSIONS_MAX:
+        most = max(self._rows // 2, LEAST_COUNT)
+        while self._count + NOTE_COUNT * len(self._noted) > most:
             self._count -= len(self._noted.popleft())
 
     def since(self, version: int, now: int) -> torch.Tensor | None:
-        """Return which rows differ between two versions, ascending; None if that is not known."""
+        """Return which rows differ between two versions, ascending.
+
+        None if that is not known, or they are more than half: then all may as well be read.
+        """
         if version == now:
-            return torch.empty(0, dtype=torch.int64)
+            return NONE
         if now != self._newest or not 0 < now - version <= len(self._noted):
             return None
         newest = list(self._noted)[version - now :]
-        return newest[0] if len(newest) == 1 else numbered(torch.cat(newest), are_runs=True)[0]
+        ids = newest[0] if len(newest) == 1 else numbered(torch.cat(newest), are_runs=True)[0]
+        return ids if len(ids) <= self._rows // 2 else None
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self._count == sum(map(len, self._noted)) <= self._most
-        assert len(self._noted) <= min(VERSIONS_MAX, max(self._newest, 0))
+        assert self._count == sum(map(len, self._noted))
+        assert self._count + NOTE_COUNT * len(self._noted) <= max(self._rows // 2, LEAST_COUNT)
+        assert len(self._noted) <= self._newest

@@ -164,6 +164,7 @@ def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None
         history = cuts[0].history
         chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
         chunk.fill(piece.start)
+        chunk.forget_changes(piece.start)
         space.forget_state(chunk, piece.start, stop)
         rows, rest = _states(cuts), _rest(cuts)
         if rest is not None:

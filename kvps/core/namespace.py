@@ -217,6 +217,7 @@ class Namespace:
             target[piece.start : stop].copy_(part)
             self.forget_state(chunk, piece.start, stop)
             chunk.fill(piece.start)
+            chunk.forget_changes(piece.start)
             shard.empty.discard(piece)
             if not shard.empty:
                 shard.call = shard.loading[0]

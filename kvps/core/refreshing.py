@@ -21,7 +21,7 @@ from kvps.core.catalogue import Catalogue
 from kvps.core.conversations import Conversation, numbered
 from kvps.core.drops import complain
 from kvps.core.link import Request
-from kvps.core.plan import Key, Mark, of_key
+from kvps.core.plan import Held, Key, Mark, of_key
 from kvps.core.portions import Portion, Wanted, complain_of_drops, even_out, ranges
 from kvps.core.reading import Step
 from kvps.errors import ProtocolError
@@ -95,6 +95,8 @@ def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
     """Read what is new of each key after this rank's own pushes; finish with :class:`Fresh` ones."""
     plan = yield from numbered(book, call.keys)
     copies = [_copy(key, call, index) for index, key in enumerate(plan.keys)]
+    # What is read now is of these; a broadcast meanwhile makes others of them.
+    pieces = [key.pieces for key in plan.keys]
     asked = [one for one in copies if one.portions]
     if asked:
         yield [request for one in asked for request in one.asked(book)]
@@ -103,10 +105,19 @@ def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
         one.settle(book.ordered)
     yield from even_out(book, known)
     complain_of_drops(book, known)
-    found = [_fresh(one) if _is_known(one) else None for one in copies]
-    rest = [index for index, one in enumerate(found) if one is None]
-    whole = yield from _read_whole(book, call, [(index, copies[index]) for index in rest])
-    return [whole[index] if one is None else one for index, one in enumerate(found)]
+    found = {
+        index: _fresh(one, pieces[index]) for index, one in enumerate(copies) if _is_known(one)
+    }
+    rest = [index for index in range(len(copies)) if index not in found]
+    if rest:
+        wholes, versions = yield from _read_whole(
+            book, [copies[index] for index in rest], [call.sinks[index] for index in rest]
+        )
+        for index, whole in zip(rest, wholes, strict=True):
+            version = versions.get(copies[index].key.name)
+            mark = None if version is None else Mark(pieces[index], version)
+            found[index] = Fresh(mark, whole=whole)
+    return [found[index] for index in range(len(copies))]
 
 
 def _copy(key: Key, call: calls.Refresh, index: int) -> Wanted[News]:
@@ -122,36 +133,31 @@ def _is_known(one: Wanted[News]) -> bool:
     return bool(one.portions) and all(portion.told.known for portion in one.portions)
 
 
-def _fresh(one: Wanted[News]) -> Fresh:
+def _fresh(one: Wanted[News], pieces: tuple[Held, ...]) -> Fresh:
     told = [portion.told for portion in one.portions]
     versions = {version for each in told for version in (each.lowest, each.highest)}
-    mark = Mark(one.key.pieces, versions.pop()) if len(versions) == 1 else None
+    mark = Mark(pieces, versions.pop()) if len(versions) == 1 else None
     return Fresh(mark, tuple([each.block for each in one.portions if each.block is not None]))
 
 
 def _read_whole(
-    book: Catalogue, call: calls.Refresh, copies: Sequence[tuple[int, Wanted[News]]]
-) -> Generator[Step, list[Packet], dict[int, Fresh]]:
-    """Read keys as they are; return how, by their index in the call."""
-    if not copies:
-        return {}
-    sinks: list[torch.Tensor] = []
-    for index, one in copies:
-        sink, spec = call.sinks[index], one.key.spec
-        sinks.append(torch.empty(spec.shape, dtype=TORCH[spec.dtype]) if sink is None else sink)
-    plan = book.plan(tuple([one.key.name for _, one in copies]))
-    after = [one.after for _, one in copies]
-    priority = [one.priority for _, one in copies]
-    tallies = yield from reading.read(book, plan, reading.Rows(sinks), after, 0, priority)
-    marks: dict[str, Mark] = {}
+    book: Catalogue, copies: Sequence[Wanted[News]], sinks: Sequence[torch.Tensor | None]
+) -> Generator[Step, list[Packet], tuple[list[torch.Tensor], dict[str, int]]]:
+    """Read keys as they are; return their values, and the versions of those that are at one."""
+    wholes = [
+        torch.empty(one.key.spec.shape, dtype=TORCH[one.key.spec.dtype]) if sink is None else sink
+        for one, sink in zip(copies, sinks, strict=True)
+    ]
+    plan = book.plan(tuple([one.key.name for one in copies]))
+    after = [one.after for one in copies]
+    priority = [one.priority for one in copies]
+    tallies = yield from reading.read(book, plan, reading.Rows(wholes), after, 0, priority)
+    found: dict[str, int] = {}
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:
             complain(book.opened.store, book.ordered, book.keys, tally.dropped)
         for key, parts in zip(tally.plan.keys, tally.by_key(), strict=True):
             versions = {version for version, _ in parts.values()}
             if len(versions) == 1:
-                marks[key.name] = Mark(key.pieces, versions.pop())
-    return {
-        index: Fresh(marks.get(one.key.name), whole=sink)
-        for (index, one), sink in zip(copies, sinks, strict=True)
-    }
+                found[key.name] = versions.pop()
+    return wholes, found

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvps.core.changes import Changes
+from kvps.core.changes import NONE, Changes
 from kvps.core.embedding import Embedding, Kept
 from kvps.core.placement import whole
 from kvps.core.rounds import Span
@@ -238,21 +238,25 @@ class Chunk:
     # --- what changed -----------------------------------------------------------------------
 
     def note(self, span: Span, rows: int, ids: torch.Tensor) -> None:
-        """Remember that the next version of ``span`` differs in the rows ``ids`` of so many."""
+        """Remember that the next version of ``span``, which is one piece, differs in ``ids`` of its rows."""
         if span.start not in self._changes:
             self._changes[span.start] = Changes(rows)
         self._changes[span.start].note(span.version + 1, ids)
 
-    def forget_changes(self, span: Span) -> None:
-        """Let nothing be known of what changed in ``span`` so far."""
-        self._changes.pop(span.start, None)
+    def forget_changes(self, start: int) -> None:
+        """Let nothing be known of what changed so far in the piece that begins at ``start``."""
+        self._changes.pop(start, None)
 
-    def changed(self, span: Span, since: int) -> torch.Tensor | None:
-        """Return which rows of ``span``, which is one piece, changed; None if that is not known."""
-        if since == span.version:
-            return torch.empty(0, dtype=torch.int64)
-        changes = self._changes.get(span.start)
-        return None if changes is None else changes.since(since, span.version)
+    def changed(self, start: int, since: int) -> torch.Tensor | None:
+        """Return which rows changed in the piece that begins at ``start``; None if that is not known.
+
+        Its span may be wider by now: a push of several keys joins theirs before it is applied.
+        """
+        version = next(self.spans_in(start, start + 1)).version
+        if since == version:
+            return NONE
+        changes = self._changes.get(start)
+        return None if changes is None else changes.since(since, version)
 
     # --- readers and writers ----------------------------------------------------------------
 

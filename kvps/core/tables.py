@@ -130,9 +130,7 @@ class Table:
         """Return which rows changed since a version, counted from the first here; None if nobody knows."""
         found = []
         for piece, first in zip(self.shard.pieces, self.edges, strict=False):
-            chunk = chunks.by_number[piece.chunk]
-            span = next(chunk.spans_in(piece.start, piece.start + 1))
-            ids = chunk.changed(span, since)
+            ids = chunks.by_number[piece.chunk].changed(piece.start, since)
             if ids is None:
                 return None
             found.append(ids + first)

@@ -95,7 +95,7 @@ class Updates:
                 back.settle(chunk.writable(), span.start, span.stop)
             tables.update(space, chunk, span, due.sum.gathered(), due.rank)
             if back is not None:
-                chunk.forget_changes(span)
+                chunk.forget_changes(span.start)
             return
         _spread(due)
         weight, state = chunk.writable(), space.state_of(chunk)

@@ -347,7 +347,7 @@ class KVStore(Calling):
         Where a table is pushed to by rows, those rows alone travel that were updated since the last
         call, whoever pushed them. It is a pull of all of the key the first time; when ``out`` is
         another tensor, or was written to in between; when the key was not changed by rows; when half of
-        the rows changed, or the last call is over 1,000 updates ago; and in ``local``, ``device`` and
+        the rows changed, or so much that the servers have forgotten it; and in ``local``, ``device`` and
         ``allreduce`` stores. What ``out`` holds then is what :meth:`pull` would write.
 
         (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, go unseen: they stay
@@ -359,7 +359,7 @@ class KVStore(Calling):
                 of these.
             held: what the last call for this key and ``out`` returned; for a list of keys, a list.
             priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: return a handle, whose ``wait()`` returns the result.
+            async_op: return a handle, whose ``wait()`` writes to ``out`` and returns the result.
             timeout: seconds to wait, instead of the store's.
 
         Returns:
@@ -386,7 +386,7 @@ class KVStore(Calling):
         names, is_many = self._names_of(key)
         self._know(names, timeout)
         self._demand_known(names)
-        copies = Copies(names, is_many, out, held, self._specs)
+        copies = Copies(names, is_many, out, held, self._specs, is_direct=not async_op)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         ticket, fresh = self._refreshed(names, copies.sinks, copies.marks, urgency, limit_s)
         return self._result(

@@ -18,7 +18,7 @@ from kvps.core.updaters import State, create
 from kvps.errors import ConfigError, Mismatch, StorageError
 from kvps.specs import Spec
 from kvps.store import states
-from kvps.store.rows import rows_of
+from kvps.store.rows import has_rows, rows_of
 from kvps.tensors import accumulator, dtype_of, spec_of
 
 
@@ -182,11 +182,13 @@ class RulesOptimizer:
             param = self._params[name]
             assert param.grad is not None
             data = param.detach()
-            if param.grad.is_sparse:
+            if has_rows(param.grad):
                 self._step_rows(name, data, param.grad.detach(), scale)
                 continue
             row = data.reshape(-1)  # a copy, unless contiguous
-            self._rules.update(name, row, param.grad.detach().reshape(-1), scale)
+            gradient = param.grad.detach()
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self._rules.update(name, row, dense.reshape(-1), scale)
             if row.data_ptr() != data.data_ptr():
                 data.copy_(row.view(data.shape))
 

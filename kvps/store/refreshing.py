@@ -8,6 +8,7 @@ is read. An array, whose writes nobody counts, is read whole each time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,8 +103,10 @@ class Copies:
         out: object,
         held: object,
         specs: Mapping[str, Spec],
+        *,
+        is_direct: bool,
     ) -> None:
-        """Check what a call is given.
+        """Check what a call is given; ``is_direct`` if whole values may be written as they come.
 
         Raises:
             ConfigError: for something else than a Held or None for each key, or without ``out``.
@@ -124,7 +127,10 @@ class Copies:
             for devices in outs
         ]
         self.sinks = tuple(
-            [next((one for one in some if is_row(one)), None) for some in self._targets]
+            [
+                next((one for one in some if is_direct and is_row(one)), None)
+                for some in self._targets
+            ]
         )
         """Of each key, the tensor to which it may be written directly."""
         self.marks = marks_of(names, is_many, held, self._targets)
@@ -133,6 +139,7 @@ class Copies:
     def deliver(self, found: Sequence[Fresh]) -> Held | list[Held]:
         """Write what is new; return what the copies hold now."""
         held = []
+        places = Counter([one.data_ptr() for some in self._targets for one in some])
         for index, fresh in enumerate(found):
             targets, shape = self._targets[index], self._specs[index].shape
             for target in targets:
@@ -142,6 +149,7 @@ class Copies:
                         target.index_copy_(0, ids.to(target.device), some)
                 elif fresh.whole is not target:
                     target.copy_(fresh.whole.view(shape))
-            is_counted = fresh.mark is not None and self._are_counted[index]
+            is_own = all(places[one.data_ptr()] == 1 for one in targets)
+            is_counted = is_own and fresh.mark is not None and self._are_counted[index]
             held.append(Held(fresh.mark, targets) if is_counted else Held())
         return held if self._is_many else held[0]

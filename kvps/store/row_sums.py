@@ -6,9 +6,10 @@ and those of the round before, which are 0 again. So what changed, without the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kvps.store.handle import Handle
 from kvps.store.kvstore import KVStore
 from kvps.store.refreshing import Changes, Held
 
@@ -24,23 +25,33 @@ class RowSums:
         """Whether a sparse gradient of this key was summed before."""
         return name in self._held
 
-    def begin(self, name: str, gradient: torch.Tensor, priority: int) -> Handle:
-        """Push a sparse gradient, and ask for the sum; :meth:`end` takes what the handle returns."""
-        self._kv.push(name, gradient, priority=priority)
-        held = self._held.get(name)
-        handle = self._kv.pull_changed(name, held, priority=priority, async_op=True)
-        assert isinstance(handle, Handle)
-        return handle
+    def begin(
+        self, name: str, gradient: torch.Tensor, priority: int, *, like: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Push a gradient that has rows, and ask for the sum.
 
-    def end(self, name: str, changes: Changes, like: torch.Tensor) -> torch.Tensor:
-        """Return the sum as a sparse tensor, of the shape of ``like`` and where that is."""
-        self._held[name] = changes.held
-        return sparse_of(changes.row_ids, changes.rows, like)
+        Returns:
+            What waits for the sum and returns it as a sparse tensor, of the shape of ``like`` and where
+            that is. The gradient must not change before.
+        """
+        pushed = self._kv.push(name, gradient, priority=priority, async_op=True)
+        assert pushed is not None
+        held = self._held.get(name)
+        pulled = self._kv.pull_changed(name, held, priority=priority, async_op=True)
+
+        def wait() -> torch.Tensor:
+            pushed.wait()  # a push that was refused is never applied: the pull would wait for it
+            changes: Changes = pulled.wait()
+            self._held[name] = changes.held
+            return sparse_of(changes.row_ids, changes.rows, like)
+
+        return wait
 
 
 def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a sparse tensor of those ``rows`` that are not 0, as sparse optimizers want it."""
-    some = rows.flatten(1).ne(0).any(1)
+    ids = ids.to(rows.device)
+    some = rows.unsqueeze(-1).flatten(1).ne(0).any(1)
     if not some.all():
         ids, rows = ids[some], rows[some]
     return torch.sparse_coo_tensor(

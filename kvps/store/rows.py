@@ -49,6 +49,11 @@ def are_rows(value: object, spec: Spec | None) -> bool:
     return False
 
 
+def has_rows(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is one of some rows of a table."""
+    return gradient.layout is torch.sparse_coo and gradient.dim() > 1
+
+
 def _is_table(spec: Spec | None) -> bool:
     return spec is not None and len(spec.shape) > 1
 

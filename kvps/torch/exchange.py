@@ -12,7 +12,9 @@ over, the rest leaves. So between two steps a gradient is in one of these states
      +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`Exchange.complete`
 
 The store's answer is written where the gradient was, so that nothing is allocated, and it must not be
-touched while it is away. Where it is no sum but weights, it is in :attr:`Exchange.values`. An error of the store does not end backward, whose caller could not know what to
+touched while it is away. Where it is no sum but weights, it is in :attr:`Exchange.values`. A sparse gradient
+leaves as rows, where the store knows what changed: then rows of the sum come back, or those that are new of
+the weight, which are written when they are waited for. An error of the store does not end backward, whose caller could not know what to
 do about it: it is raised by the next :meth:`wait`.
 """
 
@@ -29,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.store.kvstore import KVStore
 from kvps.store.row_sums import RowSums, sparse_of
+from kvps.store.rows import has_rows
 from kvps.torch.buckets import Buckets, bucket_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvps.store.handle import Handle
     from kvps.store.model import Model
-    from kvps.store.refreshing import Changes, Held
+    from kvps.store.refreshing import Held
 
 NAMED_MAX = 5
 """Parameters that one text names."""
@@ -275,8 +278,9 @@ class Exchange:
 
     def _is_there(self, name: str, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is the one that has left (a view of it would have its memory)."""
-        return gradient.layout is torch.strided and (
-            gradient.numel() > 0 and gradient.data_ptr() == self.values[name].data_ptr()
+        left = self.values[name]
+        return {gradient.layout, left.layout} == {torch.strided} and (
+            gradient.numel() > 0 and gradient.data_ptr() == left.data_ptr()
         )
 
     # --- out and back -----------------------------------------------------------------------------
@@ -285,8 +289,8 @@ class Exchange:
         if not names or self._failure is not None:
             return
         number = self._buckets.number
-        sparse = {name for name in names if self._layout(name) is not torch.strided}
-        tables = sparse if self._sums is not None else set()
+        sparse = {name for name in names if self._grad(name).layout is not torch.strided}
+        tables = {name for name in sparse if self._sums is not None and has_rows(self._grad(name))}
         try:
             if not self._is_begun:
                 self._is_begun = True
@@ -315,27 +319,23 @@ class Exchange:
     def _leave_rows(self, name: str, number: int) -> None:
         """Push a gradient's rows."""
         param, kv, sums = self._model.params[name], self._model.kv, self._sums
-        assert param.grad is not None
         assert sums is not None
-        gradient = param.grad.detach().to(param.dtype)
+        gradient = self._grad(name).detach().to(param.dtype)
         value = param if self._brings_weights else gradient
         self.values[name] = value
         if self.scale != 1.0:
             gradient = gradient * self.scale
-        handle: Handle
+        wait: Callable[[], torch.Tensor | None]
         if self._brings_weights:
-            kv.push(name, gradient, priority=number)
+            pushed = kv.push(name, gradient, priority=number, async_op=True)
             held = self._held.get(name)
-            handle = kv.refresh(name, param, held, priority=number, async_op=True)
+            refreshed = kv.refresh(name, param, held, priority=number, async_op=True)
 
-            def wait() -> torch.Tensor | None:
-                self._held[name] = cast("Held", handle.wait())
-                return None
+            def wait() -> None:
+                pushed.wait()  # a push that was refused is never applied: the refresh would wait for it
+                self._held[name] = refreshed.wait()
         else:
-            handle = sums.begin(name, gradient, number)
-
-            def wait() -> torch.Tensor | None:
-                return sums.end(name, cast("Changes", handle.wait()), param)
+            wait = sums.begin(name, gradient, number, like=param)
 
         self._has_left(name, Table(name, value, wait, self._divisor))
 
@@ -351,10 +351,10 @@ class Exchange:
             return torch.zeros_like(param, requires_grad=False, layout=torch.sparse_coo)
         return torch.zeros_like(param, requires_grad=False)
 
-    def _layout(self, name: str) -> torch.layout:
+    def _grad(self, name: str) -> torch.Tensor:
         gradient = self._model.params[name].grad
         assert gradient is not None
-        return gradient.layout
+        return gradient
 
     def _dense(self, name: str) -> torch.Tensor:
         """Return a gradient as it travels."""
@@ -443,6 +443,8 @@ class Exchange:
                 continue
             if param.grad.layout is not torch.strided:
                 param.grad = bucket.gradient(name)
+            elif value.layout is not torch.strided:  # somebody has made it dense meanwhile
+                param.grad = bucket.gradient(name).to_dense()
             elif not self._is_there(name, param.grad):
                 with torch.no_grad():
                     param.grad.copy_(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import kvps
+import kvps.torch
 from kvps.core.tables import Table
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 
@@ -393,3 +396,108 @@ def test_what_changed_is_returned(kind: str) -> None:
             kv.pull_changed(["t", "u"], held)
 
     run(work)
+
+
+def test_a_gradient_that_was_made_dense_meanwhile_takes_the_dense_mean() -> None:
+    models = [Model(), Model()]
+
+    def work(rank: int) -> torch.Tensor:
+        model = models[rank]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64, average=True)
+        optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, find_unused=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(rank, step).backward()
+            weight = model.words.weight
+            assert weight.grad is not None
+            weight.grad = weight.grad.to_dense()
+            optimizer.step()
+        return model.words.weight.detach().clone()
+
+    first, second = run(work, workers=2)
+    assert torch.equal(first, second)
+
+
+class Picked(torch.nn.Module):
+    """Numbers, of which some are picked: one dimension, and a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.nn.Parameter(torch.arange(40.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.gather(self.numbers, 0, ids, sparse_grad=True)
+
+
+@pytest.mark.parametrize("front_end", ["optimizer", "servers", "trainer", "trainer here"])
+def test_a_sparse_gradient_of_one_dimension_travels_dense(front_end: str) -> None:
+    def work(rank: int) -> list[float]:
+        model = Picked()
+        kv = kvps.create("dist_sync", timeout=30)
+        step: Callable[[], object]
+        if front_end.startswith("trainer"):
+            on_store = front_end == "trainer"
+            trainer = kvps.Trainer(model, "sgd", {"lr": 0.5}, kv, update_on_kvstore=on_store)
+            step = functools.partial(trainer.step, 1)
+        else:
+            step = kvps.torch.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5),
+                model,
+                kv,
+                op="sum",
+                update_on_kvstore=front_end == "servers",
+            ).step
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.tensor([rank, 7])).sum().backward()
+            step()
+        return model.numbers.tolist()
+
+    first, second = run(work, workers=2)
+    assert first == second
+    assert first[:8] == [-1.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 5.0]
+
+
+@pytest.mark.parametrize("front_end", ["optimizer", "trainer"])
+def test_a_push_of_rows_that_is_refused_is_told_at_once(
+    front_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = Table.gradient, threading.Event()
+
+    def gradient(*given: Any) -> Any:
+        if refused.is_set():
+            raise Mismatch("it does not fit")
+        return real(*given)
+
+    monkeypatch.setattr(Table, "gradient", gradient)
+
+    def work(rank: int) -> None:
+        model = Model()
+        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64)
+        if front_end == "trainer":
+            step = functools.partial(kvps.Trainer(model, "sgd", {"lr": 0.5}, kv).step, 1)
+        else:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+            step = kvps.torch.DistributedOptimizer(sgd, model, kv, op="sum").step
+        refused.set()
+        began = time.monotonic()
+        with pytest.raises(Mismatch, match="it does not fit"):  # noqa: PT012 - backward may tell it
+            model.loss(rank, 0).backward()
+            step()
+        assert time.monotonic() - began < 15
+
+    run(work)
+
+
+def test_outputs_that_are_one_tensor_hold_nothing_that_is_known(asked: list[Any]) -> None:
+    def work(rank: int) -> None:
+        kv = opened()
+        kv.init("u", torch.ones(COUNT, WIDTH))
+        copy = torch.empty(COUNT, WIDTH)
+        held = kv.refresh(["t", "u"], [copy, copy])
+        kv.refresh(["t", "u"], [copy, copy], held)
+        assert copy.eq(1.0).all()
+
+    run(work)
+    assert not asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core.changes import VERSIONS_MAX, Changes
+from kvps.core.changes import LEAST_COUNT, NOTE_COUNT, Changes
 
 
 def noted(*versions: tuple[int, list[int]], rows: int = 20) -> Changes:
@@ -38,17 +38,25 @@ def test_nothing_is_known_across_a_version_that_was_not_noted() -> None:
     assert since(changes, 6, 5) is None, "a version that nobody has seen"
 
 
-def test_what_half_of_the_rows_would_not_hold_is_forgotten() -> None:
+def test_more_than_half_of_the_rows_may_as_well_be_read_whole() -> None:
     changes = noted((1, [0, 1]), (2, [2, 3]), (3, [4]), rows=8)
     assert since(changes, 1, 3) == [2, 3, 4]
     assert since(changes, 0, 3) is None
-    changes = noted((1, list(range(5))), rows=8)
-    assert since(changes, 0, 1) is None
-    assert since(changes, 1, 1) == []
+    changes = noted((1, [0, 1]), (2, [0, 1]), (3, [0, 1]), rows=8)
+    assert since(changes, 0, 3) == [0, 1], "rows count once"
 
 
-def test_many_versions_without_a_row_are_forgotten_too() -> None:
-    changes = noted(*[(version, []) for version in range(1, VERSIONS_MAX + 3)])
-    newest = VERSIONS_MAX + 2
-    assert since(changes, newest - VERSIONS_MAX, newest) == []
-    assert since(changes, newest - VERSIONS_MAX - 1, newest) is None
+def test_little_is_remembered_of_a_small_piece() -> None:
+    most = LEAST_COUNT // NOTE_COUNT
+    changes = noted(*[(version, []) for version in range(1, most + 3)])
+    newest = most + 2
+    assert since(changes, newest - most, newest) == []
+    assert since(changes, newest - most - 1, newest) is None
+
+
+def test_of_a_large_piece_half_as_many_numbers_as_rows() -> None:
+    rows = 4 * LEAST_COUNT
+    each = LEAST_COUNT - NOTE_COUNT
+    changes = noted(*[(number, list(range(each))) for number in (1, 2, 3)], rows=rows)
+    assert since(changes, 1, 3) == list(range(each))
+    assert since(changes, 0, 3) is None, "the first does not fit beside the others"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -573,3 +575,72 @@ def test_a_table_of_which_nothing_is_here_has_no_rows_here(message: str) -> None
     else:
         said = one.say(0, PullChanged("kv", "t", 0, 0, 0))
     assert refusal(said).startswith("ProtocolError: key 't' of store 'kv' is float32[4,3] and does")
+
+
+def two_tables() -> ServerStage:
+    """Tables ``t`` and ``u`` side by side in one chunk."""
+    one = ServerStage(workers=2)
+    one.open()
+    for key, count in (("t", 8), ("u", 20)):
+        one.init(key, torch.zeros(count * WIDTH), shape=(count, WIDTH))
+    one.optimizer("sgd", lr=1.0)
+    first, second = one.pieces["t"][0], one.pieces["u"][0]
+    assert (first.chunk, first.start + first.size) == (second.chunk, second.start)
+    return one
+
+
+def push_both(one: ServerStage, rank: int, number: int) -> list[Said]:
+    """Push all of both tables by one run, which joins what is counted of them."""
+    first, second = one.pieces["t"][0], one.pieces["u"][0]
+    run = Run(first.start, first.size + second.size, number)
+    message = Push(first.chunk, BY_NAME["float32"].id, (rank,), 1.0, False, (run,))
+    return one.say(rank, message, torch.ones(run.size))
+
+
+@pytest.mark.spec("R178")
+@pytest.mark.parametrize("is_again", [False, True])
+def test_what_changed_in_one_table_is_not_what_changed_in_its_neighbour(is_again: bool) -> None:
+    """Though they are counted as one from the moment at which somebody pushes both."""
+    one = two_tables()
+    if is_again:  # a push whose acknowledgement was lost: it changes nothing
+        for rank in (0, 1):
+            push_both(one, rank, 0)
+    number = int(is_again)
+    for rank in (0, 1):
+        push(one, rank, [1], number=number)
+        push(one, rank, [6], number=number, key="u")
+    push_both(one, 0, 0 if is_again else 1)
+    (answer,) = one.say(1, PullChanged("kv", "u", number + 1, 0, number))
+    assert news(answer) == {6: -2.0 - 2.0 * number}
+    (answer,) = one.say(1, PullChanged("kv", "t", number + 1, 0, number))
+    assert news(answer) == {1: -2.0 - 2.0 * number}
+
+
+@pytest.mark.spec("R178")
+def test_a_store_that_was_restored_does_not_know_what_changed_before() -> None:
+    """It counts on from the checkpoint: other updates lead to the versions that there were."""
+    one = optimized()
+    round_of(one, 0, [1], [3])
+    taken, release = one.server.requests.image()
+    image = copy.deepcopy(taken)
+    release()
+    round_of(one, 1, [2], [2])
+    assert changed(one, 1) == {2: -2.0}
+    one.take(one.server.requests.revive("kv", image))
+    for rank in (0, 1):
+        push_whole(one, rank, 1.0, 1)
+    assert one.span("t").version == 2
+    assert changed(one, 1) is None
+    round_of(one, 2, [5], [5])
+    assert changed(one, 1) is None
+    assert changed(one, 2) == {5: -4.0}
+
+
+@pytest.mark.spec("R178")
+def test_a_value_that_replaces_one_hides_what_changed() -> None:
+    one = optimized()
+    round_of(one, 0, [1], [3])
+    table = torch.full((40 * WIDTH,), 5.0)
+    one.init("t", table, shape=(40, WIDTH), call=1)
+    assert changed(one, 0) is None
+    assert rows(one) == [5.0] * 40
