@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import engine, namespace
+from kvps.core import engine, namespace, sums
 from kvps.core.rounds import Due, Round
 from kvps.core.strip import Strip
 from kvps.messages import (
@@ -278,7 +278,7 @@ def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
 
 @pytest.mark.spec("R104")
 def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "count_nonfinite", None)
+    monkeypatch.setattr(sums, "count_nonfinite", None)
     one = ServerStage(1, servers=2)
     one.open("sync", on_nonfinite="error", bigarray_bound=1)
     row = torch.full((6,), 2**31 - 1, dtype=torch.int32)
