@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -50,9 +50,8 @@ from kvps.store.model import (
     store_of,
 )
 from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
-from kvps.store.refreshing import Held
-from kvps.store.row_sums import RowSums, sparse_of
 from kvps.store.rows import has_rows
+from kvps.store.sparse_gradients import SparseGradients, sparse_of
 from kvps.torch.broadcasts import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -136,11 +135,7 @@ class Trainer:
         check_free(kv, tensors, "Trainer")
         rests.compress(kv, compression_params, "compression_params")
         self._kv: Any = kv
-        self._held: dict[str, Held] = {}
-        """By parameter, what it holds of the weights in the store, if its gradients are sparse."""
-        knows_changes = isinstance(kv, KVStore) and kv.knows_changes
-        self._sums = RowSums(kv) if knows_changes and not on_store else None
-        """Of sparse gradients; None where they are made dense, or the store updates by them."""
+        self._tables = SparseGradients.of(kv, brings_weights=on_store)
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
@@ -256,13 +251,7 @@ class Trainer:
     def _sum_up(self, names: list[str]) -> None:
         """Put the sums over all workers in place of gradients; sparse ones travel as rows, if they can."""
         gradients = {name: _gradient(self._params[name]) for name in names}
-        waits = {}
-        if self._sums is not None:
-            waits = {
-                name: self._sums.begin(name, one, 0, like=self._params[name])
-                for name, one in gradients.items()
-                if has_rows(one)
-            }
+        waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
         dense = {
             name: one.to_dense() if one.is_sparse else one
             for name, one in gradients.items()
@@ -423,37 +412,33 @@ class Trainer:
             # The first layers are needed first, in the next forward pass. Within one level chunks
             # go to all servers in turns.
             levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            values = [
-                one.to_dense() if one.is_sparse and not has_rows(one) else one for one in values
-            ]
-            if self._kv.knows_changes and any(map(has_rows, values)):
-                self._refresh(names, values, out, levels)
-            else:
-                self._kv.pushpull(names, values, out=out, priority=levels)
+            waits = self._begin_tables(names, values, levels) if self._local is None else {}
+            rest = [index for index, name in enumerate(names) if name not in waits]
+            if rest:
+                self._kv.pushpull(
+                    [names[index] for index in rest],
+                    [_dense_unless_rows(values[index]) for index in rest],
+                    out=[out[index] for index in rest],
+                    priority=[levels[index] for index in rest],
+                )
+            for wait in waits.values():
+                wait()
             return
         for index, name in enumerate(names):  # a plug-in need not take lists
             value = values[index].to_dense() if values[index].is_sparse else values[index]
             self._kv.pushpull(name, value, out=out[index], priority=-index)
 
-    def _refresh(
-        self,
-        names: list[str],
-        values: list[torch.Tensor],
-        out: list[torch.Tensor],
-        levels: list[int],
-    ) -> None:
-        """Push gradients of which some are sparse; of what those update take what is new."""
-        calls = list(zip(names, values, out, levels, strict=True))
-        rows = [one for one in calls if has_rows(one[1])]
-        tables, gradients, copies, urgency = map(list, zip(*rows, strict=True))
-        pushed = self._kv.push(tables, gradients, priority=urgency, async_op=True)
-        held = [self._held.get(table) for table in tables]
-        refreshed = self._kv.refresh(tables, copies, held, priority=urgency, async_op=True)
-        if dense := [one for one in calls if not has_rows(one[1])]:
-            others, gradients, weights, urgency = map(list, zip(*dense, strict=True))
-            self._kv.pushpull(others, gradients, out=weights, priority=urgency)
-        pushed.wait()  # one that was refused is never applied: the refresh would wait for it
-        self._held.update(zip(tables, refreshed.wait(), strict=True))
+    def _begin_tables(
+        self, names: list[str], values: list[torch.Tensor], levels: list[int]
+    ) -> dict[str, Callable[[], torch.Tensor]]:
+        """Let gradients leave that have rows, if they can as such; return what waits for each."""
+        if self._tables is None:
+            return {}
+        return {
+            name: self._tables.begin(name, value, level, self._params[name])
+            for name, value, level in zip(names, values, levels, strict=True)
+            if has_rows(value)
+        }
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
@@ -492,6 +477,11 @@ def _gradient(param: torch.Tensor) -> torch.Tensor:
     if param.grad is None:
         return torch.zeros_like(param, requires_grad=False)
     return param.grad.detach()
+
+
+def _dense_unless_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a store takes it."""
+    return gradient.to_dense() if gradient.is_sparse and not has_rows(gradient) else gradient
 
 
 def _positive(batch_size: object) -> float:

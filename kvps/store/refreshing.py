@@ -22,7 +22,7 @@ from kvps.store.arguments import check_values, is_row, target_of, values_of
 from kvps.tensors import TORCH
 
 
-class Held:
+class Holding:
     """What a caller holds of a key since its last call for it; give it to the next."""
 
     __slots__ = ("_left", "_mark")
@@ -49,7 +49,7 @@ class Changes(NamedTuple):
     """Their numbers, int64 [k], ascending."""
     rows: torch.Tensor
     """Their values, [k, ...] with the further dimensions of the key, on the CPU."""
-    held: Held
+    held: Holding
     """What whoever has them holds; give it to the next call."""
 
 
@@ -65,14 +65,14 @@ def marks_of(
     """Return what is held of each key in its ``targets``, as far as that is known.
 
     Raises:
-        ConfigError: for something else than a Held or None for each key.
+        ConfigError: for something else than a Holding or None for each key.
     """
     given: Any = held if is_many and held is not None else [held] * len(names)
     if not isinstance(given, list | tuple) or len(given) != len(names):
         raise ConfigError(
             f"{len(names)} keys need as many held, what the last call returned for them"
         )
-    if not all(one is None or isinstance(one, Held) for one in given):
+    if not all(one is None or isinstance(one, Holding) for one in given):
         raise ConfigError(f"held={held!r:.60}: give what the last call returned, or None")
     places = targets or [()] * len(names)
     return tuple(
@@ -86,11 +86,11 @@ def marks_of(
 def changes_of(spec: Spec, fresh: Fresh) -> Changes:
     """Return what is new of a table."""
     if fresh.whole is not None:
-        return Changes(torch.arange(spec.shape[0]), fresh.whole, Held(fresh.mark))
+        return Changes(torch.arange(spec.shape[0]), fresh.whole, Holding(fresh.mark))
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *[block.ids for block in fresh.blocks]])
     none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype])
     rows = torch.cat([none, *[block.rows for block in fresh.blocks]])
-    return Changes(ids, rows.view(len(ids), *spec.shape[1:]), Held(fresh.mark))
+    return Changes(ids, rows.view(len(ids), *spec.shape[1:]), Holding(fresh.mark))
 
 
 class Copies:
@@ -109,7 +109,7 @@ class Copies:
         """Check what a call is given; ``is_direct`` if whole values may be written as they come.
 
         Raises:
-            ConfigError: for something else than a Held or None for each key, or without ``out``.
+            ConfigError: for something else than a Holding or None for each key, or without ``out``.
             KeyNotFound, Mismatch: if an output does not fit its key.
         """
         if out is None:
@@ -136,7 +136,7 @@ class Copies:
         self.marks = marks_of(names, is_many, held, self._targets)
 
     @torch.no_grad()
-    def deliver(self, found: Sequence[Fresh]) -> Held | list[Held]:
+    def deliver(self, found: Sequence[Fresh]) -> Holding | list[Holding]:
         """Write what is new; return what the copies hold now."""
         held = []
         places = Counter([one.data_ptr() for some in self._targets for one in some])
@@ -151,5 +151,5 @@ class Copies:
                     target.copy_(fresh.whole.view(shape))
             is_own = all(places[one.data_ptr()] == 1 for one in targets)
             is_counted = is_own and fresh.mark is not None and self._are_counted[index]
-            held.append(Held(fresh.mark, targets) if is_counted else Held())
+            held.append(Holding(fresh.mark, targets) if is_counted else Holding())
         return held if self._is_many else held[0]

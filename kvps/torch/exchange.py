@@ -29,9 +29,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
-from kvps.store.kvstore import KVStore
-from kvps.store.row_sums import RowSums, sparse_of
 from kvps.store.rows import has_rows
+from kvps.store.sparse_gradients import SparseGradients, sparse_of
 from kvps.torch.buckets import Buckets, bucket_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from kvps.store.handle import Handle
     from kvps.store.model import Model
-    from kvps.store.refreshing import Held
 
 NAMED_MAX = 5
 """Parameters that one text names."""
@@ -47,7 +45,7 @@ _watched: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
 
 
-class Back(Protocol):
+class Away(Protocol):
     """Gradients that have left together, and what comes back in their place."""
 
     values: dict[str, torch.Tensor]
@@ -100,29 +98,23 @@ class Bucket:
         return sparse_of(torch.arange(len(value)), value, value) if name in self._sparse else value
 
 
-class Table:
+class SparseBucket:
     """A sparse gradient that has left as rows; rows of its sum, or of the weight, come back.
 
     Args:
         name: of the parameter.
-        value: its weight, where that is what comes back; else what has left.
-        wait: waits for the store's call, and returns the sum; where weights come back it writes what is
-            new to ``value``, and returns None.
+        value: the parameter, where its weight comes back; else what has left.
+        wait: waits for the store's answer and returns it: the parameter, or the sum.
         divisor: a sum is divided by it.
     """
 
     def __init__(
-        self,
-        name: str,
-        value: torch.Tensor,
-        wait: Callable[[], torch.Tensor | None],
-        divisor: int,
+        self, name: str, value: torch.Tensor, wait: Callable[[], torch.Tensor], divisor: int
     ) -> None:
         self.values = {name: value}
         self._wait = wait
         self._divisor = divisor
-        self._sum: torch.Tensor | None = None
-        self._is_back = False
+        self._found: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Wait until it is back.
@@ -130,16 +122,15 @@ class Table:
         Raises:
             KvpsError: what has become of it.
         """
-        if not self._is_back:
-            self._sum = self._wait()
-            self._is_back = True
-            if self._sum is not None and self._divisor != 1:
-                self._sum._values().div_(self._divisor)
+        if self._found is None:
+            self._found = self._wait()
+            if self._found.is_sparse and self._divisor != 1:
+                self._found._values().div_(self._divisor)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return the sum."""
-        assert self._sum is not None
-        return self._sum
+        assert self._found is not None
+        return self._found
 
 
 class Exchange:
@@ -186,14 +177,10 @@ class Exchange:
         if limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
-        knows_changes = isinstance(model.kv, KVStore) and model.kv.knows_changes
-        self._sums = RowSums(model.kv) if knows_changes else None
-        """Of sparse gradients; None where they have to be made dense."""
-        self._held: dict[str, Held] = {}
-        """By parameter with sparse gradients, what it holds of the weights in the store."""
+        self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
         self._passes: dict[str, int] = {}
         """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
-        self._away: dict[str, Back] = {}
+        self._away: dict[str, Away] = {}
         self.values: dict[str, torch.Tensor] = {}
         """By name, where the gradients that have left in this step were, and what came back is."""
         self._touched: dict[str, int] = {}
@@ -290,7 +277,9 @@ class Exchange:
             return
         number = self._buckets.number
         sparse = {name for name in names if self._grad(name).layout is not torch.strided}
-        tables = {name for name in sparse if self._sums is not None and has_rows(self._grad(name))}
+        tables = {
+            name for name in sparse if self._tables is not None and has_rows(self._grad(name))
+        }
         try:
             if not self._is_begun:
                 self._is_begun = True
@@ -318,36 +307,24 @@ class Exchange:
 
     def _leave_rows(self, name: str, number: int) -> None:
         """Push a gradient's rows."""
-        param, kv, sums = self._model.params[name], self._model.kv, self._sums
-        assert sums is not None
+        param = self._model.params[name]
+        assert self._tables is not None
         gradient = self._grad(name).detach().to(param.dtype)
-        value = param if self._brings_weights else gradient
-        self.values[name] = value
+        value = self.values[name] = param if self._brings_weights else gradient
         if self.scale != 1.0:
             gradient = gradient * self.scale
-        wait: Callable[[], torch.Tensor | None]
-        if self._brings_weights:
-            pushed = kv.push(name, gradient, priority=number, async_op=True)
-            held = self._held.get(name)
-            refreshed = kv.refresh(name, param, held, priority=number, async_op=True)
+        wait = self._tables.begin(name, gradient, number, param)
+        self._has_left(name, SparseBucket(name, value, wait, self._divisor))
 
-            def wait() -> None:
-                pushed.wait()  # a push that was refused is never applied: the refresh would wait for it
-                self._held[name] = refreshed.wait()
-        else:
-            wait = sums.begin(name, gradient, number, like=param)
-
-        self._has_left(name, Table(name, value, wait, self._divisor))
-
-    def _has_left(self, name: str, back: Back) -> None:
+    def _has_left(self, name: str, away: Away) -> None:
         self._passes.pop(name, None)
-        self._away[name] = back
+        self._away[name] = away
         self._touched[name] = _touches(self._model.params[name])
 
     def nothing_for(self, name: str) -> torch.Tensor:
         """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
         param = self._model.params[name]
-        if name in self._held or (self._sums is not None and name in self._sums):
+        if self._tables is not None and name in self._tables:
             return torch.zeros_like(param, requires_grad=False, layout=torch.sparse_coo)
         return torch.zeros_like(param, requires_grad=False)
 
@@ -433,7 +410,7 @@ class Exchange:
         if failure is not None:
             raise failure
 
-    def _deliver(self, bucket: Back) -> None:
+    def _deliver(self, bucket: Away) -> None:
         """Put what has come back where the optimizer looks for it."""
         if self._brings_weights:
             return
@@ -455,7 +432,7 @@ class Exchange:
             for name, weight in self.values.items():
                 bring(weight, self._model.params[name])
 
-    def release(self) -> dict[str, Back]:
+    def release(self) -> dict[str, Away]:
         """End the step, and let the caller wait for what is away.
 
         Returns:

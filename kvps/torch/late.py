@@ -15,7 +15,7 @@ import torch
 from kvps.errors import EpochChanged
 from kvps.store.model import Model
 from kvps.torch.ahead import Ahead
-from kvps.torch.exchange import Back, bring
+from kvps.torch.exchange import Away, bring
 
 
 class Late:
@@ -38,7 +38,7 @@ class Late:
         self._model = model
         self._optimizer = optimizer
         self._on_store = on_store
-        self._buckets: dict[str, Back] = {}
+        self._buckets: dict[str, Away] = {}
         """By parameter, what it waits for."""
         self._rates: list[dict[str, Any]] = []
         """The optimizer's groups without their parameters, as they were at that step."""
@@ -57,7 +57,7 @@ class Late:
             self._ahead.learn()
         return is_first
 
-    def put_off(self, buckets: dict[str, Back]) -> None:
+    def put_off(self, buckets: dict[str, Away]) -> None:
         """Let each of these parameters be updated when its module needs it."""
         self._buckets = buckets
         self._rates = [
@@ -94,7 +94,7 @@ class Late:
         else:
             self._step(buckets)
 
-    def _step(self, buckets: Mapping[str, Back]) -> None:
+    def _step(self, buckets: Mapping[str, Away]) -> None:
         """Let the optimizer step these parameters alone."""
         groups: dict[int, list[torch.Tensor]] = {}
         before: dict[torch.Tensor, torch.Tensor | None] = {}

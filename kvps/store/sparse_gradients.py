@@ -1,0 +1,84 @@
+"""Sparse gradients of a model's tables: pushed as rows, and what comes back are rows, too.
+
+Where the store has the optimizer, the weight is refreshed by the rows that anybody's gradient has moved. Where
+it has none, a key is the sum of the last round. What changed in it are the rows of that round and those of
+the round before, which are 0 again: so what changed, without the rows that are 0, is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvps.store.kvstore import KVStore
+from kvps.store.refreshing import Changes, Holding
+
+
+class SparseGradients:
+    """The tables of one model whose gradients are sparse, in a store that knows what changed.
+
+    Args:
+        kv: the store.
+        brings_weights: it has the optimizer.
+    """
+
+    def __init__(self, kv: KVStore, *, brings_weights: bool) -> None:
+        self._kv = kv
+        self._brings_weights = brings_weights
+        self._held: dict[str, Holding] = {}
+        """Of each table, what was had from the store last."""
+
+    @classmethod
+    def of(cls, kv: object, *, brings_weights: bool) -> SparseGradients | None:
+        """Return them for a store; None for one in which sparse gradients have to be made dense."""
+        if isinstance(kv, KVStore) and kv.knows_changes:
+            return cls(kv, brings_weights=brings_weights)
+        return None
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a sparse gradient of this table has left before."""
+        return name in self._held
+
+    def begin(
+        self, name: str, gradient: torch.Tensor, priority: int, param: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Push a gradient that has rows; it must not change before its answer is there.
+
+        Returns:
+            What waits for the answer. It returns ``param``, to which it has written what is new, or the
+            sum, a sparse tensor where ``param`` is.
+        """
+        pushed = self._kv.push(name, gradient, priority=priority, async_op=True)
+        assert pushed is not None
+        held = self._held.get(name)
+        if self._brings_weights:
+            asked = self._kv.refresh(name, param, held, priority=priority, async_op=True)
+        else:
+            asked = self._kv.pull_changed(name, held, priority=priority, async_op=True)
+
+        def wait() -> torch.Tensor:
+            pushed.wait()  # a push that was refused is never applied: the answer would not come
+            if self._brings_weights:
+                self._held[name] = asked.wait()
+                return param
+            changes: Changes = asked.wait()
+            self._held[name] = changes.held
+            return sparse_of(changes.row_ids, changes.rows, param)
+
+        return wait
+
+
+def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor of those ``rows`` that are not 0, as sparse optimizers want it."""
+    ids = ids.to(rows.device)
+    some = rows.unsqueeze(-1).flatten(1).ne(0).any(1)
+    if not some.all():
+        ids, rows = ids[some], rows[some]
+    return torch.sparse_coo_tensor(
+        ids[None].to(like.device),
+        rows.to(like.device),
+        like.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
