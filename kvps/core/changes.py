@@ -1,6 +1,6 @@
 """Which rows of a piece its last versions changed, so that a copy can be brought up to date by those.
 
-Versions come one by one. One that changed more than some rows, by a dense gradient say, is not noted, and
+Versions come one by one. One that changed more than some rows, by a dense gradient say, is not added, and
 what came before it is of no use any more: from there on nobody knows, and a reader takes all. So nothing
 has to be told here but what *was* by rows, and values that are set without a version (:meth:`Chunk.forget_changes
 <kvps.core.slab.Chunk.forget_changes>`).
@@ -14,9 +14,9 @@ import torch
 
 from kvps.core.sparse import numbered
 
-NOTE_COUNT = 64
+VERSION_COUNT = 64
 """What a version costs to remember besides its rows, in numbers of rows."""
-LEAST_COUNT = 64 * NOTE_COUNT
+LEAST_COUNT = 64 * VERSION_COUNT
 """So much is remembered of small pieces, too."""
 
 
@@ -30,7 +30,7 @@ class Changes:
         >>> import torch
         >>> changes = Changes(rows=8)
         >>> for version, row in ((4, 2), (5, 1), (6, 2)):
-        ...     changes.note(version, torch.tensor([row]))
+        ...     changes.add(version, torch.tensor([row]))
         >>> changes.since(4, now=6).tolist(), changes.since(2, now=6)
         ([1, 2], None)
     """
@@ -38,20 +38,20 @@ class Changes:
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._newest = 0
-        self._noted: deque[torch.Tensor] = deque()
+        self._known: deque[torch.Tensor] = deque()
         self._count = 0
 
-    def note(self, version: int, ids: torch.Tensor) -> None:
+    def add(self, version: int, ids: torch.Tensor) -> None:
         """Remember that ``version`` differs from the one before in the rows ``ids``, and in no others."""
         if version != self._newest + 1:
-            self._noted.clear()
+            self._known.clear()
             self._count = 0
         self._newest = version
-        self._noted.append(ids if len(ids) else NONE)
+        self._known.append(ids if len(ids) else NONE)
         self._count += len(ids)
         most = max(self._rows // 2, LEAST_COUNT)
-        while self._count + NOTE_COUNT * len(self._noted) > most:
-            self._count -= len(self._noted.popleft())
+        while self._count + VERSION_COUNT * len(self._known) > most:
+            self._count -= len(self._known.popleft())
 
     def since(self, version: int, now: int) -> torch.Tensor | None:
         """Return which rows differ between two versions, ascending.
@@ -60,14 +60,14 @@ class Changes:
         """
         if version == now:
             return NONE
-        if now != self._newest or not 0 < now - version <= len(self._noted):
+        if now != self._newest or not 0 < now - version <= len(self._known):
             return None
-        newest = list(self._noted)[version - now :]
+        newest = list(self._known)[version - now :]
         ids = newest[0] if len(newest) == 1 else numbered(torch.cat(newest), are_runs=True)[0]
         return ids if len(ids) <= self._rows // 2 else None
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self._count == sum(map(len, self._noted))
-        assert self._count + NOTE_COUNT * len(self._noted) <= max(self._rows // 2, LEAST_COUNT)
-        assert len(self._noted) <= self._newest
+        assert self._count == sum(map(len, self._known))
+        assert self._count + VERSION_COUNT * len(self._known) <= max(self._rows // 2, LEAST_COUNT)
+        assert len(self._known) <= self._newest

@@ -30,7 +30,7 @@ from kvps.specs import BY_NAME
 from kvps.tensors import TORCH, from_frame
 
 
-class Block(NamedTuple):
+class Patch(NamedTuple):
     """Some rows of a key: their numbers, ascending, and their values, [k, width]."""
 
     ids: torch.Tensor
@@ -42,7 +42,7 @@ class Fresh(NamedTuple):
 
     mark: Mark | None
     """What it holds now; None if that is not one version."""
-    blocks: tuple[Block, ...] = ()
+    patches: tuple[Patch, ...] = ()
     """What changed in it."""
     whole: torch.Tensor | None = None
     """All of it, where it is not known what changed: the sink, or a tensor where there is none."""
@@ -53,7 +53,7 @@ class News(Portion[Changed]):
     """Those rows of a server that changed."""
 
     since: int
-    block: Block | None = field(default=None, init=False)
+    patch: Patch | None = field(default=None, init=False)
 
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
         """Return the request for them."""
@@ -74,11 +74,11 @@ class News(Portion[Changed]):
                 f"server {self.place.server} answered rows of {answer.width} elements of key "
                 f"{self.key.name!r}, which is {spec}"
             )
-        self.answer, self.block = answer, None
+        self.answer, self.patch = answer, None
         if answer.count and wanted:
-            self.block = self._block(packet.payload)
+            self.patch = self._patch(packet.payload)
 
-    def _block(self, payload: Sequence[memoryview]) -> Block:
+    def _patch(self, payload: Sequence[memoryview]) -> Patch:
         spec, place = self.key.spec, self.place
         ids = from_frame(payload[0], "int64").clone()
         is_here = place.first <= int(ids[0]) and int(ids[-1]) < place.stop
@@ -88,7 +88,7 @@ class News(Portion[Changed]):
                 f"{place.first} to {place.stop - 1}, in order"
             )
         rows = torch.cat([from_frame(frame, spec.dtype) for frame in payload[1:]])
-        return Block(ids, rows.view(-1, spec.width))
+        return Patch(ids, rows.view(-1, spec.width))
 
 
 def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
@@ -137,7 +137,7 @@ def _fresh(one: Wanted[News], pieces: tuple[Held, ...]) -> Fresh:
     told = [portion.told for portion in one.portions]
     versions = {version for each in told for version in (each.lowest, each.highest)}
     mark = Mark(pieces, versions.pop()) if len(versions) == 1 else None
-    return Fresh(mark, tuple([each.block for each in one.portions if each.block is not None]))
+    return Fresh(mark, tuple([each.patch for each in one.portions if each.patch is not None]))
 
 
 def _read_whole(

@@ -237,11 +237,11 @@ class Chunk:
 
     # --- what changed -----------------------------------------------------------------------
 
-    def note(self, span: Span, rows: int, ids: torch.Tensor) -> None:
+    def add_change(self, span: Span, rows: int, ids: torch.Tensor) -> None:
         """Remember that the next version of ``span``, which is one piece, differs in ``ids`` of its rows."""
         if span.start not in self._changes:
             self._changes[span.start] = Changes(rows)
-        self._changes[span.start].note(span.version + 1, ids)
+        self._changes[span.start].add(span.version + 1, ids)
 
     def forget_changes(self, start: int) -> None:
         """Let nothing be known of what changed so far in the piece that begins at ``start``."""

@@ -157,7 +157,9 @@ def assign(chunk: Chunk, span: Span, total: Sparse) -> None:
     lazy.assign_rows(weights, total.ids, total.rows, before)
     chunk.filled_rows[span.start] = total.ids
     if before is not None:
-        chunk.note(span, len(weights), numbered(torch.cat((before, total.ids)), are_runs=True)[0])
+        chunk.add_change(
+            span, len(weights), numbered(torch.cat((before, total.ids)), are_runs=True)[0]
+        )
 
 
 def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int | None) -> None:
@@ -182,4 +184,4 @@ def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int 
         weight_decay=weight_decay,
         rank=rank,
     )
-    chunk.note(span, len(total) // total.width, total.ids)
+    chunk.add_change(span, len(total) // total.width, total.ids)

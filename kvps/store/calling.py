@@ -176,11 +176,8 @@ class Calling(Contract):
     ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
         """Ask for what is new; return what makes Fresh ones of what the call finishes with.
 
-        A store that knows of no changes has all of it, in new tensors.
+        In a store that knows of no changes it is all there is, in new tensors.
         """
-        ticket = self._refresh(names, sinks, marks, priority, limit_s)
-        if ticket is not None:
-            return ticket, lambda found: found
         wanted = self._wanted(names, is_many=True, out=None, copy=True)
         ticket = self._pull(names, wanted.rows, priority, 0, limit_s)
         return ticket, lambda found: [Fresh(None, whole=one) for one in wanted.result(found)]

@@ -26,7 +26,6 @@ from kvps.store.base import KVStoreBase
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.handle import Ticket
 from kvps.store.names import Kind
-from kvps.store.refreshing import Marks
 from kvps.store.rows import Rows, dense_of
 from kvps.store.states import States
 
@@ -102,17 +101,6 @@ class Contract(KVStoreBase, abc.ABC):
         limit_s: float,
     ) -> Ticket:
         """Finish with something of which :meth:`_picked` makes these rows."""
-
-    def _refresh(
-        self,
-        names: tuple[str, ...],
-        sinks: tuple[torch.Tensor | None, ...],
-        marks: Marks,
-        priority: Numbers,
-        limit_s: float,
-    ) -> Ticket | None:
-        """Finish with a Fresh for each key; None in a store that knows of no changes."""
-        return None
 
     def _picked(
         self,

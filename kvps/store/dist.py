@@ -7,6 +7,7 @@ core's and waits for its end.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvps.core.hyper import Hyper
 from kvps.core.placement import Part, parts
 from kvps.core.plan import Numbers
 from kvps.core.recipe import Recipe
+from kvps.core.refreshing import Fresh
 from kvps.errors import KeyNotFound, KvpsError, Mismatch
 from kvps.messages import Open, Role, StatusIs
 from kvps.specs import Spec
@@ -368,15 +370,16 @@ class DistStore(KVStore):
     ) -> Ticket:
         return self._session.call(calls.PullRows(self._name, names, ids, places, priority), limit_s)
 
-    def _refresh(
+    def _refreshed(
         self,
         names: tuple[str, ...],
         sinks: tuple[torch.Tensor | None, ...],
         marks: Marks,
         priority: Numbers,
         limit_s: float,
-    ) -> Ticket:
-        return self._session.call(calls.Refresh(self._name, names, sinks, marks, priority), limit_s)
+    ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
+        call = calls.Refresh(self._name, names, sinks, marks, priority)
+        return self._session.call(call, limit_s), lambda found: found
 
     def _broadcast(
         self,

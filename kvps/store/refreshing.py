@@ -87,9 +87,9 @@ def changes_of(spec: Spec, fresh: Fresh) -> Changes:
     """Return what is new of a table."""
     if fresh.whole is not None:
         return Changes(torch.arange(spec.shape[0]), fresh.whole, Holding(fresh.mark))
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *[block.ids for block in fresh.blocks]])
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *[patch.ids for patch in fresh.patches]])
     none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype])
-    rows = torch.cat([none, *[block.rows for block in fresh.blocks]])
+    rows = torch.cat([none, *[patch.rows for patch in fresh.patches]])
     return Changes(ids, rows.view(len(ids), *spec.shape[1:]), Holding(fresh.mark))
 
 
@@ -144,7 +144,7 @@ class Copies:
             targets, shape = self._targets[index], self._specs[index].shape
             for target in targets:
                 if fresh.whole is None:
-                    for ids, rows in fresh.blocks:
+                    for ids, rows in fresh.patches:
                         some = rows.view(len(ids), *shape[1:]).to(target.device)
                         target.index_copy_(0, ids.to(target.device), some)
                 elif fresh.whole is not target:

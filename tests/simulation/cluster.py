@@ -144,7 +144,7 @@ class Store:
             marks[name] = fresh.mark
             if fresh.whole is not None:
                 copy.copy_(fresh.whole)
-            for ids, rows in fresh.blocks:
+            for ids, rows in fresh.patches:
                 copy[ids] = rows
 
     def set_optimizer(self, name: str, **hyper: Any) -> Script:

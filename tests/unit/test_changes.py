@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core.changes import LEAST_COUNT, NOTE_COUNT, Changes
+from kvps.core.changes import LEAST_COUNT, VERSION_COUNT, Changes
 
 
 def noted(*versions: tuple[int, list[int]], rows: int = 20) -> Changes:
     changes = Changes(rows)
     for version, ids in versions:
-        changes.note(version, torch.tensor(ids, dtype=torch.int64))
+        changes.add(version, torch.tensor(ids, dtype=torch.int64))
         changes.check()
     return changes
 
@@ -47,7 +47,7 @@ def test_more_than_half_of_the_rows_may_as_well_be_read_whole() -> None:
 
 
 def test_little_is_remembered_of_a_small_piece() -> None:
-    most = LEAST_COUNT // NOTE_COUNT
+    most = LEAST_COUNT // VERSION_COUNT
     changes = noted(*[(version, []) for version in range(1, most + 3)])
     newest = most + 2
     assert since(changes, newest - most, newest) == []
@@ -56,7 +56,7 @@ def test_little_is_remembered_of_a_small_piece() -> None:
 
 def test_of_a_large_piece_half_as_many_numbers_as_rows() -> None:
     rows = 4 * LEAST_COUNT
-    each = LEAST_COUNT - NOTE_COUNT
+    each = LEAST_COUNT - VERSION_COUNT
     changes = noted(*[(number, list(range(each))) for number in (1, 2, 3)], rows=rows)
     assert since(changes, 1, 3) == list(range(each))
     assert since(changes, 0, 3) is None, "the first does not fit beside the others"

@@ -87,7 +87,7 @@ def end(steps: Any, answers: list[Packet]) -> list[Fresh]:
 def named(fresh: Fresh) -> dict[int, float]:
     return {
         number: value
-        for ids, rows in fresh.blocks
+        for ids, rows in fresh.patches
         for number, value in zip(ids.tolist(), rows[:, 0].tolist(), strict=True)
     }
 
@@ -114,7 +114,7 @@ def test_what_did_not_change_needs_no_rows() -> None:
     steps = refreshing_of(book(), "t")
     first, second = next(steps)
     (fresh,) = end(steps, [reply(first, [], 3), reply(second, [], 3)])
-    assert (fresh.blocks, fresh.whole) == ((), None)
+    assert (fresh.patches, fresh.whole) == ((), None)
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -145,7 +145,7 @@ def test_where_one_server_does_not_know_the_key_is_read_whole() -> None:
     assert vector.whole is not None
     assert vector.whole.tolist() == [1.0] * 4
     assert table.whole is not None
-    assert not table.blocks
+    assert not table.patches
     assert vector.mark is not None
     assert table.mark is not None
 
@@ -194,7 +194,7 @@ def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
     steps = refreshing_of(book(), "t")
     first, second = next(steps)
     (fresh,) = end(steps, [reply(first, [0], 4, wanted=False), reply(second, [7], 4, wanted=False)])
-    assert fresh.blocks == ()
+    assert fresh.patches == ()
 
 
 @pytest.mark.parametrize("wrong", [{"width": 3}, {"dtype": 2}])

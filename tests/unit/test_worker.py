@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from kvps.core.hyper import resolve
 from kvps.core.member import Identity
 from kvps.core.rounds import WINDOW
 from kvps.core.talks import LAG_MAX_S, LATE_MAX
-from kvps.core.worker import Worker
+from kvps.core.worker import ANSWERS, Worker
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -23,6 +25,7 @@ from kvps.errors import (
     WorkerLost,
 )
 from kvps.messages import (
+    MESSAGES,
     Ack,
     Barrier,
     Beat,
@@ -1029,3 +1032,11 @@ def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:
     one.scheduler(Left())
     assert one.core.deadline() is None
     assert Worker(Identity(Role.WORKER, "tcp://s:1", "h", 1, "kvps"), 5.0).deadline() == 5.0
+
+
+def test_every_answer_of_a_server_is_known_as_one() -> None:
+    """One that is not listed would be dropped without a word, and its call would wait."""
+    of_the_scheduler = {"Released", "Checkpointed", "Resumed", "Seen"}
+    numbered = {one for one in MESSAGES.values() if "seq" in {each.name for each in fields(one)}}
+    answers = {one.__name__ for one in numbered} - of_the_scheduler - {"Error"}
+    assert answers == {one.__name__ for one in ANSWERS}
