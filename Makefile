@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 
-# The part of the rules (kvps/core, kvps/messages.py, kvps/wire.py) that the tests without
+# The part of the rules (kvps/core, kvps/protocol) that the tests without
 # sockets have to reach, in percent of lines and branches; those that find nothing new there are left out.
 COVERAGE_GATE := 100
 PURE_TESTS    := tests/unit tests/scenarios tests/properties
@@ -49,6 +49,8 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/map.py
+	$(BIN)/python .ci/prose.py
 
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
 	$(BIN)/python -m pytest --quiet -n $(JOBS) --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import CODECS, Code
+from kvps.compression.codecs import decode, encode
+from kvps.compression.spec import CODECS, CodecSpec
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     print(f"{args.elements:,} elements on {args.device}, one thread; GB of float32 per second")
     print(f"{'codec':8s} {'write':>7s} {'read':>7s} {'both':>7s}  octets of four")
     for name, number in CODECS.items():
-        code = Code(number, 0.01 if name.endswith("k") else 0.5)
+        code = CodecSpec(number, 0.01 if name.endswith("k") else 0.5)
         gradient = torch.randn(args.elements, device=args.device)
         rest, out = torch.zeros_like(gradient), torch.empty_like(gradient)
         octets = encode(code, rest, gradient)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kvps import config
-from kvps.bench.namespaces import Namespaces, demand_root
+from kvps.bench.networks.namespaces import Namespaces, demand_root
 from kvps.bench.workloads import resnet50
 
 WORKERS = SERVERS = 4

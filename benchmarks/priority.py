@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from kvps import config
-from kvps.bench.namespaces import Namespaces, demand_root
+from kvps.bench.networks.namespaces import Namespaces, demand_root
 
 SERVERS = 2
 WORKER = """

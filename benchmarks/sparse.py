@@ -61,7 +61,7 @@ def main() -> None:
 def apart(given: argparse.Namespace) -> None:
     """Give each process a host of its own, and run the cluster there."""
     from kvps import config
-    from kvps.bench.namespaces import Namespaces, demand_root
+    from kvps.bench.networks.namespaces import Namespaces, demand_root
 
     demand_root()
     with Namespaces(given.workers + given.servers, given.rate) as hosts:
@@ -145,7 +145,7 @@ def floor(given: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
-    from kvps.core.sparse import numbered
+    from kvps.core.row_gradients import numbered
 
     def in_order(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         order = torch.from_numpy(np.argsort(ids.numpy()))

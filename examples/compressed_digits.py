@@ -30,9 +30,9 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 import kvps
-from kvps.codes import size
-from kvps.compression import rules_of
-from kvps.specs import Spec
+from kvps.compression.policy import rules_of
+from kvps.compression.spec import size
+from kvps.dtypes import Spec
 
 WORKERS, SERVERS, EPOCHS, BATCH, LR = 2, 2, 12, 32, 0.5
 SMALL = 2000

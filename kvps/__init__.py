@@ -30,12 +30,13 @@ if TYPE_CHECKING:
         Unauthorized,
         WorkerLost,
     )
+    from kvps.runtime.local_cluster import LocalCluster
+    from kvps.runtime.preemption import leave_at_sigterm
+    from kvps.runtime.process import shutdown
     from kvps.store.base import KVStoreBase
-    from kvps.store.cluster import LocalCluster
-    from kvps.store.create import create, shutdown
-    from kvps.store.embedding import EmbeddingTable
+    from kvps.store.create import create
+    from kvps.store.embedding.table import EmbeddingTable
     from kvps.store.kvstore import KVStore
-    from kvps.store.leaving import leave_at_sigterm
     from kvps.trainer import Trainer
 
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -57,11 +58,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "WorkerLost",
     ),
     "kvps.store.base": ("KVStoreBase",),
-    "kvps.store.cluster": ("LocalCluster",),
-    "kvps.store.create": ("create", "shutdown"),
-    "kvps.store.embedding": ("EmbeddingTable",),
-    "kvps.store.kvstore": ("KVStore",),
-    "kvps.store.leaving": ("leave_at_sigterm",),
+    "kvps.runtime.local_cluster": ("LocalCluster",),
+    "kvps.store.create": ("KVStore", "create"),
+    "kvps.runtime.process": ("shutdown",),
+    "kvps.store.embedding.table": ("EmbeddingTable",),
+    "kvps.runtime.preemption": ("leave_at_sigterm",),
     "kvps.data": ("data_sampler", "split_and_load"),
     "kvps.trainer": ("Trainer",),
 }

@@ -1,4 +1,4 @@
-"""What the environment says; the only file that reads it.
+"""Settings from the environment; the only module that reads it.
 
 Settings come from flags, then ``KVPS_*`` variables, then defaults. MXNet's ``DMLC_*`` variables are
 understood too. A process that finds no sign of a cluster starts an embedded one; one that finds
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvps.core.member import JOIN_MAX_S
-from kvps.core.presence import SILENCE_MAX_S, SILENT_AFTER_S
-from kvps.core.seats import DROP_GRACE_S
+from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S
+from kvps.core.membership_client import JOIN_MAX_S
+from kvps.core.scheduler.seat import DROP_GRACE_S
 from kvps.errors import ConfigError
 
 DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"

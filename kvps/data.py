@@ -1,4 +1,4 @@
-"""Which examples a worker, and each of its devices, works on."""
+"""Samplers and batch splitting: the examples of each worker, and of each of its devices."""
 
 from __future__ import annotations
 

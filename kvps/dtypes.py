@@ -1,4 +1,4 @@
-"""What a tensor may be: the table of element types and the limits of a shape.
+"""Element types and shape limits of tensors.
 
 A peer never names an element type by text that something here would interpret; it names a row
 of :data:`DTYPES`. Sizes are computed in Python integers, so that no product can wrap, and a

@@ -1,4 +1,4 @@
-"""Which errors kvps raises, and what each of them means to the one who catches it.
+"""The exceptions of kvps.
 
 The tree::
 
@@ -164,9 +164,20 @@ BY_CODE: dict[int, type[KvpsError]] = {
 """The class of each number; numbers are for ever (docs/protocol.md, Errors)."""
 
 
+def unforeseen(me: str, error: Exception) -> KvpsError:
+    """Return what a peer is told whose packet led to ``error``, which nobody foresaw."""
+    return KvpsError(
+        f"{me} failed at this ({type(error).__name__}); its log has the traceback. It goes on without; "
+        "please report this as a bug of kvps, unless the packet was none of kvps"
+    )
+
+
 def from_code(code: int, text: str) -> KvpsError:
     """Return the error that a peer described, ready to be raised here."""
     return BY_CODE.get(code, KvpsError)(text)
 
 
-__all__ = ["BY_CODE", "from_code", *sorted(cls.__name__ for cls in BY_CODE.values())]
+REFUSED = (ConfigError, KeyNotFound, Mismatch, ProtocolError, Overload, StorageError)
+"""What a call fails with that was answered, and the answer is no: nobody was lost, or late."""
+
+__all__ = ["BY_CODE", "REFUSED", "from_code", *sorted(cls.__name__ for cls in BY_CODE.values())]

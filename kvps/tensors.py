@@ -1,4 +1,4 @@
-"""Where bytes become numbers: torch and numpy arrays to flat tensors, and to frames and back.
+"""Tensors and frames: torch and numpy arrays as flat tensors, and as bytes on the wire.
 
 Everything inside kvps is a flat, contiguous torch tensor on the CPU. A frame is a view of one
 (never a copy), and the other way round; half types are summed in float32. New tensors that others
@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
+from kvps.dtypes import BY_NAME, DTYPES, DType, Spec
 from kvps.errors import Mismatch
-from kvps.specs import BY_NAME, DTYPES, DType, Spec
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 """What a user may give: a torch tensor on any device, or a numpy array."""

@@ -13,7 +13,7 @@ in float32: the first batch size of rank 0 goes to the store's optimizer as a fa
 travel as they are. A step of another batch size scales its gradients by the ratio of the two
 before it pushes them. So batch sizes may change, and differ between workers.
 
-With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.exchange`), and
+With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.sync.gradient_sync`), and
 ``step()`` waits for what is still under way. With the optimizer in the store they leave before
 ``step(batch_size)`` has been called: they are scaled for the size of the step before, or that which was
 given as ``trainer.batch_size``.
@@ -21,7 +21,7 @@ given as ``trainer.batch_size``.
 Sparse gradients, of an ``Embedding(sparse=True)``, are pushed as rows to a store that has the optimizer,
 which then updates these rows alone. Here, and in the sums that come back here, they are sparse again.
 
-What a return of the servers to a checkpoint does to a step is in :mod:`kvps.store.model`.
+What a return of the servers to a checkpoint does to a step is in :mod:`kvps.torch.sync.parameter_sync`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvps.core.hyper import Hyper, resolve
-from kvps.core.torch_optim import describe
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
-from kvps.store import rests
+from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
-from kvps.store.model import (
-    Model,
+from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
+from kvps.store.rows import has_rows
+from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.sync.gradient_sync import GradientSync
+from kvps.torch.sync.parameter_sync import (
+    ParameterSync,
     check_free,
     check_groups,
     is_distributed,
@@ -49,15 +53,7 @@ from kvps.store.model import (
     runs_in_store,
     store_of,
 )
-from kvps.store.optimizers import RulesOptimizer, TorchOptimizer
-from kvps.store.rows import has_rows
-from kvps.store.sparse_gradients import SparseGradients, sparse_of
-from kvps.torch.broadcasts import (
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from kvps.torch.exchange import Exchange
+from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -133,7 +129,7 @@ class Trainer:
         if is_alone and not on_store and compression_params is None:
             kv = None  # one process, and nothing to do for its store
         check_free(kv, tensors, "Trainer")
-        rests.compress(kv, compression_params, "compression_params")
+        residual_state.compress(kv, compression_params, "compression_params")
         self._kv: Any = kv
         self._tables = SparseGradients.of(kv, brings_weights=on_store)
         self._batch: float | None = None
@@ -146,19 +142,21 @@ class Trainer:
         elif not on_store:
             assert hyper is not None
             self._local = RulesOptimizer(self._params, hyper)
-        self._model = Model(kv, self._params, None if self._local is None else self._local.forget)
+        self._model = ParameterSync(
+            kv, self._params, None if self._local is None else self._local.forget
+        )
         if kv is not None:
             buffers = {name: one for name, one in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
         self.batch_size: float | None = None
         """For which size of batch gradients are scaled that leave during backward (``overlap``)."""
-        self._exchange: Exchange | None = None
+        self._exchange: GradientSync | None = None
         if overlap and kv is not None:
             if not isinstance(kv, KVStore):
                 raise ConfigError(
                     f"overlap=True needs a store of kvps, and {kv.type!r} is a plug-in"
                 )
-            self._exchange = Exchange(self._model, before=self._scale, brings_weights=on_store)
+            self._exchange = GradientSync(self._model, before=self._scale, brings_weights=on_store)
             self._exchange.is_held = on_store  # until a batch size is known
 
     # --- steps ------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class Trainer:
                 gradients = [gradient * factor for gradient in gradients]
         self._pushpull(names, gradients, [self._params[name].detach() for name in names])
 
-    def _finish(self, exchange: Exchange, names: list[str], batch: float) -> None:
+    def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
         """Make a step whose gradients may have left."""
         if exchange.values and batch != self.batch_size:
             exchange.discard()
@@ -213,7 +211,7 @@ class Trainer:
             for name in names:
                 self._params[name].grad = None  # it holds weights
 
-    def _bring(self, exchange: Exchange, names: list[str]) -> None:
+    def _bring(self, exchange: GradientSync, names: list[str]) -> None:
         for name in names:
             if self._params[name].grad is None:
                 self._params[name].grad = torch.zeros_like(self._params[name])
@@ -354,7 +352,7 @@ class Trainer:
             self._local.save(path)
         else:
             self._model.survive(lambda: self._kv.save_optimizer_states(path))
-        self._model.survive(lambda: rests.save(self._kv, path))
+        self._model.survive(lambda: residual_state.save(self._kv, path))
 
     def load_states(self, path: str) -> None:
         """Put back what :meth:`save_states` wrote; every worker calls.
@@ -368,7 +366,7 @@ class Trainer:
             self._local.load(path)
         else:
             self._model.survive(lambda: self._kv.load_optimizer_states(path))
-        self._model.survive(lambda: rests.load(self._kv, path))
+        self._model.survive(lambda: residual_state.load(self._kv, path))
 
     # --- small things -------------------------------------------------------------------------------
 
@@ -451,7 +449,7 @@ class Trainer:
 
 def _checked(
     optimizer: object, options: Mapping[str, Any] | None, params: Mapping[str, torch.Tensor]
-) -> Hyper | None:
+) -> HyperParams | None:
     """Return the hyper-parameters of an optimizer's name; None for a torch optimizer.
 
     Raises:

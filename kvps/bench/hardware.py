@@ -1,4 +1,4 @@
-"""What a table of times has to say of the machine that they were taken on."""
+"""The description of the machine that a table of times was taken on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine can do at best: bytes copied, bytes summed, bytes through loopback TCP.
+"""Upper bounds of this machine: bytes copied, bytes summed, bytes through loopback TCP.
 
 Each figure is the best of some attempts, since a limit is what nothing else held up, in GB of
 payload per second: a copy of 1 GB counts as 1, though it reads and writes, and so does a sum of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import kvps
 from kvps import config
-from kvps.bench.figures import Case, Trial, slowest
 from kvps.bench.processes import Group, Leash
+from kvps.bench.report.figures import Case, Trial, slowest
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
 

@@ -1,4 +1,4 @@
-"""Which host holds what on a network: the layouts ``4x4`` and ``8@1x4``, and the rate of a link.
+"""Network layouts, such as ``4x4`` and ``8@1x4``: the roles of each host, and the rate of a link.
 
 ``WxS`` gives every worker and every server a host of its own, ``W@HxS`` puts W workers on H hosts.
 The scheduler has a host too; nothing large passes its link.

@@ -1,4 +1,4 @@
-"""From flags to a plan: what is measured, how often, and where the figures go.
+"""The plan of a benchmark, parsed from flags: what is measured, how often, and where figures go.
 
 Whatever is wrong with the flags, or missing on this machine, is found here, before the first
 process starts: a benchmark may take an hour.
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvps import config
-from kvps.bench.figures import Case
-from kvps.bench.layout import Hosts, bytes_per_s, layout_of
-from kvps.bench.namespaces import demand_root
-from kvps.bench.sweeps import SIZED, SWEEPS, Sweep
-from kvps.bench.sweeps import SYSTEMS as COMPARED
+from kvps.bench.network_layout import Hosts, bytes_per_s, layout_of
+from kvps.bench.networks.namespaces import demand_root
+from kvps.bench.report.figures import Case
+from kvps.bench.report.sweeps import SIZED, SWEEPS, Sweep
+from kvps.bench.report.sweeps import SYSTEMS as COMPARED
 from kvps.bench.systems import NETWORKED, PEERS, System, chosen, version_of
 from kvps.bench.workloads import FLOAT_BYTES, shapes_of
 from kvps.errors import ConfigError

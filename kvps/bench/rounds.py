@@ -1,4 +1,4 @@
-"""What one round is, the same for every system: fresh values, a timed step, every number checked.
+"""One measured round, the same for every system: fresh values, a timed step, every number checked.
 
 Theory of operation
 -------------------
@@ -49,7 +49,7 @@ INT8_ERROR_MAX = 0.5
 THRESHOLD = 0.5
 
 
-class System(Protocol):
+class SystemUnderTest(Protocol):
     """One worker of a system under measurement."""
 
     rank: int
@@ -71,7 +71,7 @@ class System(Protocol):
         """Leave in good order."""
 
 
-Make = Callable[[Shapes, str, str], System]
+Make = Callable[[Shapes, str, str], SystemUnderTest]
 """Makes a worker, from shapes, the way it pushes and pulls, and the rule: ``sum`` or ``sgd``."""
 
 
@@ -86,7 +86,7 @@ def main(make: Make, argv: Sequence[str]) -> None:
 
 
 def measure(
-    system: System,
+    system: SystemUnderTest,
     rule: str,
     rounds: int,
     gate: tuple[int, int] | None = None,
@@ -240,7 +240,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
         yield np.concatenate(short)
 
 
-def _stand(system: System, gate: tuple[int, int] | None) -> None:
+def _stand(system: SystemUnderTest, gate: tuple[int, int] | None) -> None:
     """Let somebody look while nothing is under way: nobody goes on before rank 0 has come through.
 
     The others wait in the next ready(); in this one everybody has ended the round before.

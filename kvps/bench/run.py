@@ -10,12 +10,14 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.progress import Progress
 
-from kvps.bench import figures, limits, local, machine, network, tables
-from kvps.bench.figures import Case, Measured, Trial
-from kvps.bench.layout import bytes_per_s
-from kvps.bench.namespaces import Namespaces
+from kvps.bench import hardware, limits, local
+from kvps.bench.network_layout import bytes_per_s
+from kvps.bench.networks import trial as network
+from kvps.bench.networks.namespaces import Namespaces
 from kvps.bench.plan import Plan
 from kvps.bench.processes import Leash
+from kvps.bench.report import figures, tables
+from kvps.bench.report.figures import Case, Measured, Trial
 from kvps.errors import StorageError
 
 WIDTH = 120
@@ -31,7 +33,7 @@ def perform(plan: Plan, leash: Leash) -> None:
         KvpsError: if a system fails.
     """
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    found = {**machine.described(), **plan.versions}
+    found = {**hardware.described(), **plan.versions}
     console.print(tables.headline(found), soft_wrap=True)
     limit = limits.measured() if plan.has_limits else {}
     rows = _rows(plan, leash)
@@ -129,7 +131,7 @@ def _write(plan: Plan, document: dict[str, object]) -> None:
 
 
 def _draw(plan: Plan, rows: list[Measured]) -> None:
-    from kvps.bench import plots  # loads matplotlib, which not everybody has
+    from kvps.bench.report import plots  # loads matplotlib, which not everybody has
 
     assert plan.plot is not None
     case = plan.cases[0]

@@ -1,4 +1,4 @@
-"""The rows of the table: which systems are measured, and in which way each pushes and pulls.
+"""The systems that are measured, one row of the table each, and how each pushes and pulls.
 
 A system is measured where what it needs is there: MXNet and Ray where an interpreter has them.
 """

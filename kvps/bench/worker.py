@@ -108,7 +108,7 @@ def rows_of(tensors: Sequence[torch.Tensor]) -> list[Row]:
     return [one.view(-1).numpy() for one in tensors]
 
 
-def make(shapes: Shapes, how: str, rule: str) -> rounds.System:
+def make(shapes: Shapes, how: str, rule: str) -> rounds.SystemUnderTest:
     """Return the worker that pushes and pulls as ``how`` says."""
     if how == "in-place":
         return InPlace(shapes, rule)

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: the images of the servers as files, and what makes them one cut."""
+"""Checkpoints on disk: the servers' snapshots as files, and the manifest that makes them one cut."""

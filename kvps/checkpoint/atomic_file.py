@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process or the machine meanwhile.
+"""Atomic files: whole or not there at all, even if the process or the machine dies while writing.
 
 A file is written aside under another name, forced to the disk, and renamed; then its folder is
 forced to the disk too, since the new name is in there. What has been written is hashed on the way,

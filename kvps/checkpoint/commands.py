@@ -1,4 +1,4 @@
-"""What ``kvps checkpoint`` does: shows cuts, reads them whole, and takes a model out of one."""
+"""The ``kvps checkpoint`` command: list cuts, verify them, and export a model from one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvps.checkpoint import disk
-from kvps.checkpoint.proof import read_image, verified
-from kvps.checkpoint.shelves import Cut, all_cuts, choose, matches
-from kvps.checkpoint.stream import Column, stream_of
-from kvps.core.image import Image
-from kvps.core.regroup import gathered, merged
+from kvps.checkpoint import atomic_file
+from kvps.checkpoint.directories import LocatedCut, all_cuts, choose, matches
+from kvps.checkpoint.reshard import gathered, merged
+from kvps.checkpoint.safetensors_writer import Column, stream_of
+from kvps.checkpoint.verify import read_image, verified
+from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import ConfigError, StorageError
 from kvps.tensors import NAMES
 
@@ -47,7 +47,7 @@ def list_cuts(folders: Sequence[str], out: TextIO) -> int:
     return 0
 
 
-def _row(cut: Cut) -> list[str]:
+def _row(cut: LocatedCut) -> list[str]:
     complete = f"no: {cut.wrong}" if cut.wrong else "yes"
     manifest = cut.manifest
     if manifest is None:
@@ -61,7 +61,7 @@ def _row(cut: Cut) -> list[str]:
         "\n".join(name for name, _ in stores),
         "\n".join(f"{one.keys:,}" for _, one in stores),
         "\n".join(_versions(one.lowest, one.highest) for _, one in stores),
-        disk.shown(manifest.size),
+        atomic_file.shown(manifest.size),
         complete,
     ]
 
@@ -76,14 +76,14 @@ def verify(folders: Sequence[str], number: int | None, tag: str | None, out: Tex
     if not found:
         choose(all_cuts(folders), number, tag)  # says what there is
     screen = _screen(out)
-    good: list[Cut] = []
+    good: list[LocatedCut] = []
     is_all_good = True
     for cut in found:
         wrong = _verify(cut, screen)
         if not wrong:
             good.append(cut)
             assert cut.manifest is not None  # a good one has one
-            text = f"good: {cut.manifest.servers} images, {disk.shown(cut.manifest.size)}"
+            text = f"good: {cut.manifest.servers} images, {atomic_file.shown(cut.manifest.size)}"
         elif cut.under_way and number is None:
             text = f"not complete, {cut.wrong}"  # and so nothing that ever counted
         else:
@@ -95,11 +95,11 @@ def verify(folders: Sequence[str], number: int | None, tag: str | None, out: Tex
     return 0 if good and is_all_good else 1
 
 
-def _verify(cut: Cut, screen: Console) -> list[str]:
+def _verify(cut: LocatedCut, screen: Console) -> list[str]:
     """Return what is wrong with a cut."""
     if cut.manifest is None:
         return [cut.wrong]
-    images: list[Image] = []
+    images: list[Snapshot] = []
     wrong: list[str] = []
     with _progress(screen, f"checkpoint {cut}", cut.manifest.size) as step:
         for server, path in enumerate(cut.paths):
@@ -147,18 +147,18 @@ def export(
     stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
     path = Path(file)
     try:
-        disk.put(path, path.with_name(f"{path.name}.{os.getpid()}.tmp"), stream.write)
+        atomic_file.put(path, path.with_name(f"{path.name}.{os.getpid()}.tmp"), stream.write)
     except OSError as error:
         raise StorageError(
-            f"cannot write {file}: {error} (need {disk.shown(stream.size)}). An older file there is "
+            f"cannot write {file}: {error} (need {atomic_file.shown(stream.size)}). An older file there is "
             "kept; free space or choose another path"
         ) from error
-    text = f"{file}: {len(weights):,} keys of store {name!r}, {disk.shown(stream.size)}, "
+    text = f"{file}: {len(weights):,} keys of store {name!r}, {atomic_file.shown(stream.size)}, "
     screen.print(escape(text + f"from checkpoint {cut}"), soft_wrap=True, highlight=False)
     return 0
 
 
-def _images(cut: Cut, screen: Console) -> list[Image]:
+def _images(cut: LocatedCut, screen: Console) -> list[Snapshot]:
     manifest = cut.manifest
     assert manifest is not None  # it was chosen
     with _progress(screen, f"reading {cut}", manifest.size) as step:
@@ -168,7 +168,7 @@ def _images(cut: Cut, screen: Console) -> list[Image]:
     return [read_image(path, manifest, server) for server, path in enumerate(cut.paths)]
 
 
-def _store_of(images: Sequence[Image], wanted: str | None) -> str:
+def _store_of(images: Sequence[Snapshot], wanted: str | None) -> str:
     """Return the store that is meant: the one that is named, or the only one with keys."""
     stores = gathered(images)
     names = [store.name for store in stores]

@@ -1,4 +1,4 @@
-"""Several shelves seen as one: where each image of each cut lies.
+"""Several directories of checkpoints seen as one: where each snapshot of each cut lies.
 
 Servers that have a folder each have an image of every cut in each of them, and all of them together
 are what one shared folder would be.
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvps.checkpoint import disk
+from kvps.checkpoint import atomic_file
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest
-from kvps.checkpoint.shelf import Shelf
 from kvps.errors import StorageError
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LocatedCut:
     """One cut, as far as it is there."""
 
     number: int
@@ -34,14 +34,16 @@ class Cut:
         return str(self.number if self.manifest is None else self.manifest)
 
 
-def all_cuts(folders: Iterable[str | Path]) -> list[Cut]:
+def all_cuts(folders: Iterable[str | Path]) -> list[LocatedCut]:
     """Return every cut in some folders, lowest number first."""
-    shelves = [Shelf(folder) for folder in folders]
+    shelves = [CheckpointDirectory(folder) for folder in folders]
     numbers = {number for shelf in shelves for number in shelf.numbers()}
     return [_cut(number, shelves) for number in sorted(numbers)]
 
 
-def choose(cuts: Sequence[Cut], number: int | None = None, tag: str | None = None) -> Cut:
+def choose(
+    cuts: Sequence[LocatedCut], number: int | None = None, tag: str | None = None
+) -> LocatedCut:
     """Return the newest complete cut, or the one with a number, or the newest with a tag.
 
     Raises:
@@ -58,45 +60,45 @@ def choose(cuts: Sequence[Cut], number: int | None = None, tag: str | None = Non
     raise StorageError(f"there is no complete checkpoint{what}; there is: {there}")
 
 
-def matches(cut: Cut, number: int | None, tag: str | None) -> bool:
+def matches(cut: LocatedCut, number: int | None, tag: str | None) -> bool:
     """Whether a cut is the one that is asked for, where one is."""
     if number not in (None, cut.number):
         return False
     return tag is None or (cut.manifest is not None and cut.manifest.tag == tag)
 
 
-def _cut(number: int, shelves: Sequence[Shelf]) -> Cut:
+def _cut(number: int, shelves: Sequence[CheckpointDirectory]) -> LocatedCut:
     found: dict[Path, Manifest] = {}
     errors = []
     for shelf in shelves:
         path = shelf.cut_folder(number) / NAME
-        if disk.size_of(path) is not None:
+        if atomic_file.size_of(path) is not None:
             try:
                 found[path] = shelf.manifest(number)
             except StorageError as error:
                 errors.append(str(error))
     if errors or not found:
         wrong = errors[0] if errors else "it has no manifest: it is being written, or was given up"
-        return Cut(number, None, (), wrong, under_way=not errors)
+        return LocatedCut(number, None, (), wrong, under_way=not errors)
     (first, manifest), *others = found.items()
     for path, other in others:
         if other != manifest:
-            return Cut(number, None, (), f"{first} and {path} differ")
+            return LocatedCut(number, None, (), f"{first} and {path} differ")
     paths = tuple(_path_of(number, one.name, one.size, shelves) for one in manifest.images)
-    return Cut(number, manifest, paths, _wrong(manifest, paths))
+    return LocatedCut(number, manifest, paths, _wrong(manifest, paths))
 
 
-def _path_of(number: int, name: str, size: int, shelves: Sequence[Shelf]) -> Path:
+def _path_of(number: int, name: str, size: int, shelves: Sequence[CheckpointDirectory]) -> Path:
     """Return where an image lies, whole if it is whole anywhere."""
     paths = [shelf.cut_folder(number) / name for shelf in shelves]
-    there = [path for path in paths if disk.size_of(path) is not None]
-    whole = [path for path in there if disk.size_of(path) == size]
+    there = [path for path in paths if atomic_file.size_of(path) is not None]
+    whole = [path for path in there if atomic_file.size_of(path) == size]
     return (*whole, *there, *paths)[0]
 
 
 def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
     for path, one in zip(paths, manifest.images, strict=True):
-        size = disk.size_of(path)
+        size = atomic_file.size_of(path)
         if size is None:
             return (
                 f"{path} is missing; if that server has a folder of its own, give this folder too"

@@ -24,12 +24,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvps.checkpoint import disk, images
-from kvps.checkpoint.disk import Sink, Written, shown
+from kvps.checkpoint import atomic_file, snapshot_writer
+from kvps.checkpoint.atomic_file import Sink, Written, shown
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
-from kvps.checkpoint.proof import load_image
-from kvps.core.image import Image
-from kvps.core.regroup import regroup
+from kvps.checkpoint.reshard import regroup
+from kvps.checkpoint.verify import load_image
+from kvps.core.scheduler.cut import CUT_MAX
+from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import StorageError
 
 log = logging.getLogger("kvps")
@@ -38,11 +39,11 @@ KEPT = 2
 """How many complete cuts without a tag are kept."""
 MANIFEST_MAX = 64 << 20
 """Octets of the longest manifest that is read."""
-_FOLDER = re.compile(r"cut-(\d{8,18})")
+_FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
 _OURS = re.compile(r"manifest\.json|server-\d+-of-\d+\.safetensors|server-\d+\.[0-9a-f]+\.tmp")
 
 
-class Shelf:
+class CheckpointDirectory:
     """A directory of checkpoints.
 
     Args:
@@ -67,17 +68,17 @@ class Shelf:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def write(self, cut: int, image: Image) -> Written:
+    def write(self, cut: int, image: Snapshot) -> Written:
         """Write this server's image of a cut; return its size and SHA-256.
 
         Raises:
             StorageError: if it cannot be written, with what it needed and what was free. Then nothing
                 half-written is left, and the cuts that are complete are as they were.
         """
-        stream = images.stream(image)
+        stream = snapshot_writer.stream(image)
         folder = self.cut_folder(cut)
         try:
-            disk.make_folder(folder)
+            atomic_file.make_folder(folder)
             self._remove_leftovers()
             return self._put(folder / image_name(image.server, image.servers), stream.write)
         except OSError as error:
@@ -102,7 +103,7 @@ class Shelf:
             )
         octets = manifest.to_json().encode()
         try:
-            disk.make_folder(folder)
+            atomic_file.make_folder(folder)
             self._remove_leftovers()
             self._put(folder / NAME, lambda sink: sink.write(octets))
         except OSError as error:
@@ -122,10 +123,10 @@ class Shelf:
         try:
             if (folder / NAME).exists():
                 return
-            for path in disk.files(folder):
+            for path in atomic_file.files(folder):
                 if re.match(rf"server-{self.server}\b", path.name):
-                    disk.remove(path)
-            disk.remove_empty(folder)
+                    atomic_file.remove(path)
+            atomic_file.remove_empty(folder)
         except OSError as error:
             raise StorageError(
                 f"checkpoint {cut}, which was given up, cannot be removed from {folder}: {error}"
@@ -137,7 +138,7 @@ class Shelf:
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
         self._under_way.add(aside)
         try:
-            return disk.put(path, aside, fill, self._rest)
+            return atomic_file.put(path, aside, fill, self._rest)
         finally:
             self._under_way.discard(aside)
 
@@ -200,7 +201,9 @@ class Shelf:
     def here(self, manifest: Manifest) -> frozenset[int]:
         """Return the servers whose images of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
-        sizes = ((server, disk.size_of(folder / one.name), one) for server, one in _each(manifest))
+        sizes = (
+            (server, atomic_file.size_of(folder / one.name), one) for server, one in _each(manifest)
+        )
         return frozenset(server for server, size, one in sizes if size == one.size)
 
     def complete(
@@ -236,7 +239,9 @@ class Shelf:
             return whole.issuperset(_needed(manifest, server, servers))
         folder = self.cut_folder(manifest.cut)
         found = {
-            number for number, one in _each(manifest) if disk.size_of(folder / one.name) is not None
+            number
+            for number, one in _each(manifest)
+            if atomic_file.size_of(folder / one.name) is not None
         }
         return bool(whole) and whole == found
 
@@ -260,7 +265,7 @@ class Shelf:
         what = "complete checkpoint" if tag is None else f"complete checkpoint with the tag {tag!r}"
         raise StorageError(f"there is no {what} in {self.folder}; there is: {there}")
 
-    def load(self, manifest: Manifest, server: int, servers: int) -> Image:
+    def load(self, manifest: Manifest, server: int, servers: int) -> Snapshot:
         """Return what one server holds of a cut, every file that is read being verified.
 
         Args:
@@ -298,20 +303,20 @@ class Shelf:
 
     def _remove(self, folder: Path) -> None:
         if (folder / NAME).exists():
-            disk.remove(folder / NAME)
-            disk.force_if_there(folder)
-        for path in disk.files(folder):
+            atomic_file.remove(folder / NAME)
+            atomic_file.force_if_there(folder)
+        for path in atomic_file.files(folder):
             if _OURS.fullmatch(path.name):
-                disk.remove(path)
-        disk.remove_empty(folder)
+                atomic_file.remove(path)
+        atomic_file.remove_empty(folder)
 
     def _remove_leftovers(self) -> None:
         """Remove what a writer of this rank was writing when it was killed."""
         for folder in map(self.cut_folder, self.numbers()):
-            for path in disk.files(folder):
+            for path in atomic_file.files(folder):
                 is_mine = path.name.startswith(f"server-{self.server}.")
                 if is_mine and path.name.endswith(".tmp") and path not in self._under_way:
-                    disk.remove(path)
+                    atomic_file.remove(path)
 
 
 def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
@@ -336,5 +341,14 @@ def _numbers(folder: Path) -> Iterator[int]:
         return
     for name in names:
         found = _FOLDER.fullmatch(name)
-        if found is not None and _folder_name(int(found[1])) == name:
+        if found is None or _folder_name(int(found[1])) != name:
+            continue
+        if int(found[1]) <= CUT_MAX:
             yield int(found[1])
+        elif (path := folder / name) not in _odd:
+            _odd.add(path)
+            log.warning("%s is passed over: kvps has made no checkpoint of that number", path)
+
+
+_odd: set[Path] = set()
+"""Folders of which that was said."""

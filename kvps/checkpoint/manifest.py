@@ -1,4 +1,4 @@
-"""What makes the images of a cut one checkpoint: the file that is written last.
+"""The manifest: the file, written last, that makes the snapshots of a cut one checkpoint.
 
 A manifest names the image of every server with its size and SHA-256, and says of which job and
 moment they are. Without it the images beside it are none: a cut is complete only once it lies there.
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvps.checkpoint import checks
-from kvps.core.image import Image
+from kvps.checkpoint import validation
+from kvps.core.server.snapshot.model import Snapshot
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -44,7 +44,7 @@ class ImageFile(NamedTuple):
     """In hexadecimal digits."""
 
 
-class Holding(NamedTuple):
+class StoreVersions(NamedTuple):
     """How much of a store is in a cut, in keys and versions; for people."""
 
     keys: int
@@ -73,7 +73,7 @@ class Manifest:
     """Of kvps."""
     images: tuple[ImageFile, ...]
     """Of each server, in order."""
-    stores: Mapping[str, Holding] = field(default_factory=dict)
+    stores: Mapping[str, StoreVersions] = field(default_factory=dict)
     tag: str = ""
     """A name that somebody gave it. One that has a name is kept."""
     written: str = ""
@@ -116,44 +116,45 @@ class Manifest:
         Raises:
             ValueError: if it did not write that.
         """
-        given = checks.parsed(text)
+        given = validation.parsed(text)
         if type(given) is dict and given.get("format") != FORMAT:
             found = given.get("format")
             raise ValueError(f"it has format {found!r:.40}, and this version reads {FORMAT}")
-        row = checks.record("the manifest", given, *_ENTRIES)
-        servers = checks.natural("servers", row["servers"], checks.RANK_MAX)
-        images = checks.array("images", row["images"])
+        row = validation.record("the manifest", given, *_ENTRIES)
+        servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
+        images = validation.array("images", row["images"])
         if not servers or len(images) != servers:
             raise ValueError(f"it has {len(images)} images of {servers} servers")
-        stores = checks.table("stores", row["stores"])
+        stores = validation.table("stores", row["stores"])
         return cls(
-            cut=checks.natural("cut", row["cut"]),
-            job=checks.octets("job", row["job"], 16),
-            epoch=checks.natural("epoch", row["epoch"]),
-            workers=checks.natural("workers", row["workers"], checks.RANK_MAX),
-            version=checks.text("version", row["version"]),
+            cut=validation.natural("cut", row["cut"]),
+            job=validation.octets("job", row["job"], 16),
+            epoch=validation.natural("epoch", row["epoch"]),
+            workers=validation.natural("workers", row["workers"], validation.RANK_MAX),
+            version=validation.text("version", row["version"]),
             images=tuple(
                 _image_file(image_name(server, servers), one) for server, one in enumerate(images)
             ),
             stores={
-                checks.text("a store", name, least=1): _holding(one) for name, one in stores.items()
+                validation.text("a store", name, least=1): _holding(one)
+                for name, one in stores.items()
             },
-            tag=checks.text("tag", row["tag"]),
-            written=checks.text("written", row["written"]),
+            tag=validation.text("tag", row["tag"]),
+            written=validation.text("written", row["written"]),
         )
 
 
 def _image_file(name: str, given: object) -> ImageFile:
-    row = checks.record("an image", given, *ImageFile._fields)
+    row = validation.record("an image", given, *ImageFile._fields)
     if row["name"] != name:  # never a path that leads elsewhere
-        raise checks.unlike(f"an image called {name!r}", row["name"])
-    sha256 = checks.octets("sha256", row["sha256"], 32).hex()
-    return ImageFile(name, checks.natural("size", row["size"]), sha256)
+        raise validation.unlike(f"an image called {name!r}", row["name"])
+    sha256 = validation.octets("sha256", row["sha256"], 32).hex()
+    return ImageFile(name, validation.natural("size", row["size"]), sha256)
 
 
-def _holding(given: object) -> Holding:
-    row = checks.record("a store", given, *Holding._fields)
-    made = Holding(*[checks.natural(name, row[name]) for name in Holding._fields])
+def _holding(given: object) -> StoreVersions:
+    row = validation.record("a store", given, *StoreVersions._fields)
+    made = StoreVersions(*[validation.natural(name, row[name]) for name in StoreVersions._fields])
     if made.lowest > made.highest:
         raise ValueError(f"a store has versions {made.lowest} to {made.highest}")
     return made
@@ -164,7 +165,7 @@ def now_in_words() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def holdings(image: Image) -> dict[str, Holding]:
+def holdings(image: Snapshot) -> dict[str, StoreVersions]:
     """Return what a manifest says of one server's stores; :func:`together` adds them up.
 
     A key counts where its first element lies, a table on server 0. A store without elements here is left
@@ -175,17 +176,17 @@ def holdings(image: Image) -> dict[str, Holding]:
         firsts = [key.portions[0].start == 0 for key in store.keys if key.portions]
         tables = 0 if image.server else len(store.tables)
         if firsts or store.tables:
-            found[store.name] = Holding(sum(firsts) + tables, *store.versions)
+            found[store.name] = StoreVersions(sum(firsts) + tables, *store.versions)
     return found
 
 
-def together(some: Iterable[Mapping[str, Holding]]) -> dict[str, Holding]:
+def together(some: Iterable[Mapping[str, StoreVersions]]) -> dict[str, StoreVersions]:
     """Return what all servers hold of each store."""
-    found: dict[str, Holding] = {}
+    found: dict[str, StoreVersions] = {}
     for each in some:
         for name, one in each.items():
             sofar = found.get(name, one._replace(keys=0))
-            found[name] = Holding(
+            found[name] = StoreVersions(
                 sofar.keys + one.keys,
                 min(sofar.lowest, one.lowest),
                 max(sofar.highest, one.highest),

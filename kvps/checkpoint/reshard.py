@@ -1,4 +1,4 @@
-"""What each server would hold of a cut if there were another number of servers.
+"""Resharding: a cut laid out for another number of servers.
 
 The images of all servers are taken apart and put together again as
 :func:`~kvps.core.placement.parts` says for the new number. Portions are cut where a boundary runs
@@ -13,17 +13,17 @@ from operator import attrgetter
 
 import torch
 
-from kvps.core.image import (
-    History,
-    Image,
-    JoinsImage,
-    KeyImage,
-    Portion,
-    StoreImage,
-    TableImage,
-)
-from kvps.core.namespace import AGREED
 from kvps.core.placement import Part, parts
+from kvps.core.server.snapshot.model import (
+    JoinsSnapshot,
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+    TableSnapshot,
+)
+from kvps.core.server.store import AGREED
 from kvps.errors import StorageError
 from kvps.tensors import TORCH
 
@@ -34,7 +34,7 @@ _COUNTED = (
 """What every server knows alike of a store."""
 
 
-def regroup(images: Sequence[Image], server: int, servers: int) -> Image:
+def regroup(images: Sequence[Snapshot], server: int, servers: int) -> Snapshot:
     """Return what server ``server`` of ``servers`` holds of the values in ``images``.
 
     Args:
@@ -52,10 +52,10 @@ def regroup(images: Sequence[Image], server: int, servers: int) -> Image:
     stores = gathered(images)
     if servers == len(images):
         return next(image for image in images if image.server == server)
-    return Image(server, servers, tuple(_share(store, server, servers) for store in stores))
+    return Snapshot(server, servers, tuple(_share(store, server, servers) for store in stores))
 
 
-def merged(images: Sequence[Image], store: str) -> dict[str, torch.Tensor]:
+def merged(images: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
     """Return the weights of one store, whole and in their shapes.
 
     A key that lies in one piece is not copied.
@@ -71,7 +71,7 @@ def merged(images: Sequence[Image], store: str) -> dict[str, torch.Tensor]:
     raise StorageError(f"there is no store {store!r} in this checkpoint; there is {names}")
 
 
-def gathered(images: Sequence[Image]) -> tuple[StoreImage, ...]:
+def gathered(images: Sequence[Snapshot]) -> tuple[StoreSnapshot, ...]:
     """Return the stores of a cut, each with all elements of all its keys.
 
     Raises:
@@ -82,14 +82,14 @@ def gathered(images: Sequence[Image]) -> tuple[StoreImage, ...]:
     if not images or [(image.server, image.servers) for image in in_order] != expected:
         found = ", ".join(f"{image.server} of {image.servers}" for image in in_order) or "none"
         raise StorageError(f"one image of each server is needed; these are of servers {found}")
-    by_name: dict[str, list[tuple[int, StoreImage]]] = {}
+    by_name: dict[str, list[tuple[int, StoreSnapshot]]] = {}
     for image in in_order:
         for store in image.stores:
             by_name.setdefault(store.name, []).append((image.server, store))
     return tuple(_gathered_store(some) for some in by_name.values())
 
 
-def demand_own(image: Image) -> None:
+def demand_own(image: Snapshot) -> None:
     """Check that ``image`` holds of each of its keys what belongs on its server, no more, no less.
 
     Raises:
@@ -106,9 +106,9 @@ def demand_own(image: Image) -> None:
             _demand_all(store, key, part.start, part.start + part.size)
 
 
-def _gathered_store(some: Sequence[tuple[int, StoreImage]]) -> StoreImage:
+def _gathered_store(some: Sequence[tuple[int, StoreSnapshot]]) -> StoreSnapshot:
     (first_server, first), *others = some
-    keys: dict[str, KeyImage] = {key.name: key for key in first.keys}
+    keys: dict[str, KeySnapshot] = {key.name: key for key in first.keys}
     for server, store in others:
         pairs = [(name, first.opened, store.opened) for name in AGREED]
         for name, left, right in (*pairs, *((name, first, store) for name in _COUNTED)):
@@ -131,13 +131,13 @@ def _gathered_store(some: Sequence[tuple[int, StoreImage]]) -> StoreImage:
     )
 
 
-def _gathered_tables(some: Sequence[StoreImage]) -> tuple[TableImage, ...]:
+def _gathered_tables(some: Sequence[StoreSnapshot]) -> tuple[TableSnapshot, ...]:
     """Return each table with the rows of all servers; who takes them looks which are its own.
 
     Rows move between servers with one history for all. At a cut they agree, unless a worker was lost in
     the middle of a push; then the push counts as made: its rows are not updated twice.
     """
-    tables: dict[str, TableImage] = {}
+    tables: dict[str, TableSnapshot] = {}
     for store in some:
         for table in store.tables:
             known = tables.get(table.key)
@@ -154,11 +154,11 @@ def _gathered_tables(some: Sequence[StoreImage]) -> tuple[TableImage, ...]:
     return tuple(tables.values())
 
 
-def _later(one: History, other: History) -> History:
+def _later(one: SpanHistory, other: SpanHistory) -> SpanHistory:
     def highest(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
         return {rank: max(left.get(rank, 0), right.get(rank, 0)) for rank in left | right}
 
-    return History(
+    return SpanHistory(
         max(one.version, other.version),
         max(one.step, other.step),
         highest(one.pushed, other.pushed),
@@ -166,14 +166,14 @@ def _later(one: History, other: History) -> History:
     )
 
 
-def _joined(some: Sequence[JoinsImage]) -> JoinsImage:
+def _joined(some: Sequence[JoinsSnapshot]) -> JoinsSnapshot:
     """Return the joins as the server has them that has heard most of them."""
     newest = max(some, key=attrgetter("over"))
     made = {rank: max(one.made.get(rank, 0) for one in some) for one in some for rank in one.made}
     return newest._replace(made=made)
 
 
-def _both(store: StoreImage, one: KeyImage, other: KeyImage) -> KeyImage:
+def _both(store: StoreSnapshot, one: KeySnapshot, other: KeySnapshot) -> KeySnapshot:
     if (one.spec, one.call) != (other.spec, other.call):
         raise StorageError(
             f"key {one.name!r} of store {store.name!r} is {one.spec} after call {one.call} on one "
@@ -183,7 +183,7 @@ def _both(store: StoreImage, one: KeyImage, other: KeyImage) -> KeyImage:
     return replace(one, portions=tuple(portions))
 
 
-def _demand_all(store: StoreImage, key: KeyImage, start: int, stop: int) -> None:
+def _demand_all(store: StoreSnapshot, key: KeySnapshot, start: int, stop: int) -> None:
     """Check that the portions of ``key`` are the elements from ``start`` to ``stop``, each once."""
     at = start
     for portion in key.portions:
@@ -203,7 +203,7 @@ def _demand_all(store: StoreImage, key: KeyImage, start: int, stop: int) -> None
     raise StorageError(f"{what}elements {at} to {end - 1} are missing")
 
 
-def _share(store: StoreImage, server: int, servers: int) -> StoreImage:
+def _share(store: StoreSnapshot, server: int, servers: int) -> StoreSnapshot:
     """Return the part of a whole store that belongs on one server."""
     keys = []
     for key in store.keys:
@@ -213,13 +213,13 @@ def _share(store: StoreImage, server: int, servers: int) -> StoreImage:
     return replace(store, keys=tuple(keys))
 
 
-def _part(store: StoreImage, key: KeyImage, server: int, servers: int) -> Part | None:
+def _part(store: StoreSnapshot, key: KeySnapshot, server: int, servers: int) -> Part | None:
     bound = store.opened.bigarray_bound
     placed = parts(key.name, key.spec.count, servers, bound, key.spec.width)
     return next((part for part in placed if part.server == server), None)
 
 
-def _within(portions: Iterable[Portion], part: Part) -> Iterator[Portion]:
+def _within(portions: Iterable[SnapshotPart], part: Part) -> Iterator[SnapshotPart]:
     """Yield what of ``portions`` lies in ``part``, cut where its boundaries run through them."""
     for one in portions:
         count = one.weight.numel()
@@ -230,10 +230,10 @@ def _within(portions: Iterable[Portion], part: Part) -> Iterator[Portion]:
         elif start < stop:
             inside = slice(start - one.start, stop - one.start)
             state = {name: tensor[inside] for name, tensor in one.state.items()}
-            yield Portion(start, one.history, one.weight[inside], state)
+            yield SnapshotPart(start, one.history, one.weight[inside], state)
 
 
-def _whole(key: KeyImage) -> torch.Tensor:
+def _whole(key: KeySnapshot) -> torch.Tensor:
     weights = [portion.weight for portion in key.portions]
     if len(weights) == 1:
         return weights[0].view(key.spec.shape)

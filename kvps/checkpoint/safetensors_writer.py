@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvps.checkpoint.disk import Sink
+from kvps.checkpoint.atomic_file import Sink
+from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError
-from kvps.specs import BY_NAME
 from kvps.tensors import to_frame
 
 HEADER_MAX = 100_000_000
@@ -34,7 +34,7 @@ TITLES = {
     "int64": "I64",
     "uint8": "U8",
 }
-"""What safetensors calls the element types of :data:`kvps.specs.DTYPES`."""
+"""What safetensors calls the element types of :data:`kvps.dtypes.DTYPES`."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""The JSON of an image, checked row by row, and its columns cut into portions.
+"""The JSON of a snapshot, checked entry by entry, and its columns cut into parts.
 
-This is the reading half of :mod:`kvps.checkpoint.images`, which says how a file is laid out. What is
+This is the reading half of :mod:`kvps.checkpoint.snapshot_writer`, which says how a file is laid out. What is
 wrong is a ``ValueError`` that names the store and the key.
 """
 
@@ -13,14 +13,21 @@ from typing import NamedTuple
 
 import torch
 
-from kvps.checkpoint import checks, tables
+from kvps.checkpoint import tables, validation
 from kvps.checkpoint.tables import by_rank, history_of
-from kvps.core.hyper import Hyper
-from kvps.core.image import History, Image, JoinsImage, KeyImage, Portion, StoreImage
-from kvps.core.namespace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.server.snapshot.model import (
+    JoinsSnapshot,
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+)
+from kvps.core.server.store import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
+from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import KvpsError
-from kvps.messages import Open
-from kvps.specs import BY_NAME, Spec
+from kvps.protocol.stores import Open
 from kvps.tensors import NAMES
 
 FORMAT = 1
@@ -37,7 +44,7 @@ class _Found(NamedTuple):
 
     start: int
     size: int
-    history: History
+    history: SpanHistory
     form: Form
 
 
@@ -50,7 +57,7 @@ class _Counted(NamedTuple):
     portions: list[_Found]
 
 
-def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Image:
+def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
     """Return the image that JSON and the tensors of a file describe.
 
     Raises:
@@ -60,46 +67,46 @@ def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Image:
     if type(given) is dict and given.get("format") != FORMAT:
         found = reprlib.repr(given.get("format"))
         raise ValueError(f"it has format {found}, and this version of kvps reads {FORMAT}")
-    row = checks.record("the image", given, "format", "server", "servers", "stores")
-    servers = checks.natural("servers", row["servers"], checks.RANK_MAX)
-    server = checks.natural("server", row["server"], checks.RANK_MAX)
+    row = validation.record("the image", given, "format", "server", "servers", "stores")
+    servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
+    server = validation.natural("server", row["server"], validation.RANK_MAX)
     if server >= servers:
         raise ValueError(f"there is no server {server} of {servers}")
     columns = _Columns(tensors)
     stores = tuple(
         _store(index, one, columns)
-        for index, one in enumerate(checks.array("stores", row["stores"]))
+        for index, one in enumerate(validation.array("stores", row["stores"]))
     )
     columns.check_all_used()
     if len({store.name for store in stores}) < len(stores):
         raise ValueError("a store is in it twice")
-    return Image(server, servers, stores)
+    return Snapshot(server, servers, stores)
 
 
-def _store(index: int, given: object, columns: _Columns) -> StoreImage:
+def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
     if type(given) is dict:
         given = {"tables": [], **given}  # of before there were any
-    row = checks.record("a store", given, *_STORE, *_TABLES, "tables")
+    row = validation.record("a store", given, *_STORE, *_TABLES, "tables")
     opened = _open(row["open"])
     try:
-        histories = [history_of(one) for one in checks.array("histories", row["histories"])]
-        forms = [_form(one) for one in checks.array("forms", row["forms"])]
+        histories = [history_of(one) for one in validation.array("histories", row["histories"])]
+        forms = [_form(one) for one in validation.array("forms", row["forms"])]
         specs: dict[object, Spec] = {}
-        keys = [_key(one, histories, forms, specs) for one in checks.array("keys", row["keys"])]
+        keys = [_key(one, histories, forms, specs) for one in validation.array("keys", row["keys"])]
         if len({key.name for key in keys}) < len(keys):
             raise ValueError("a key is in it twice")
-        return StoreImage(
+        return StoreSnapshot(
             opened,
             _hyper(row["hyper"]),
             _hyper(row["sent_hyper"]),
-            checks.finite("sent_lr", row["sent_lr"]),
+            validation.finite("sent_lr", row["sent_lr"]),
             keys=_with_tensors(index, keys, columns),
             joins=_joins(row["joins"]),
             tables=tuple(
                 tables.table_of(f"{index}/table/{number}", one, columns.cut)
-                for number, one in enumerate(checks.array("tables", row["tables"]))
+                for number, one in enumerate(validation.array("tables", row["tables"]))
             ),
-            **{name: checks.natural(name, row[name]) for name in _CALLS},
+            **{name: validation.natural(name, row[name]) for name in _CALLS},
         )
     except (ValueError, KvpsError) as error:
         raise ValueError(f"store {opened.store!r}: {error}") from error
@@ -107,7 +114,7 @@ def _store(index: int, given: object, columns: _Columns) -> StoreImage:
 
 def _open(given: object) -> Open:
     """Options that an older writer did not know have their defaults."""
-    row = checks.table("open", given)
+    row = validation.table("open", given)
     known = {one.name: one for one in fields(Open)}
     missing = [name for name, one in known.items() if one.default is MISSING and name not in row]
     if missing or row.keys() - known.keys():
@@ -118,38 +125,40 @@ def _open(given: object) -> Open:
         # Annotations are texts here: the module has postponed evaluation.
         kind = known[name].type
         if kind == "int":
-            made[name] = checks.natural(name, value)
+            made[name] = validation.natural(name, value)
         elif kind == "bool":
-            made[name] = checks.flag(name, value)
+            made[name] = validation.flag(name, value)
         else:
-            made[name] = checks.text(name, value, least=1)
+            made[name] = validation.text(name, value, least=1)
     opened = Open(**made)  # type: ignore[arg-type]  # each has just been checked
     if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
-        raise checks.unlike("a mode and policy of stores", (opened.mode, opened.on_worker_lost))
+        raise validation.unlike("a mode and policy of stores", (opened.mode, opened.on_worker_lost))
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
-        raise checks.unlike(
+        raise validation.unlike(
             f"for chunk_bytes {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}", opened.chunk_bytes
         )
     return opened
 
 
-def _hyper(given: object) -> Hyper | None:
+def _hyper(given: object) -> HyperParams | None:
     if given is None:
         return None
-    name, mapping = checks.array("an optimizer", given, 2)
-    return Hyper.from_wire(checks.text("an optimizer's name", name, least=1), mapping)
+    name, mapping = validation.array("an optimizer", given, 2)
+    return HyperParams.from_wire(validation.text("an optimizer's name", name, least=1), mapping)
 
 
-def _joins(given: object) -> JoinsImage:
-    over, last, made = checks.array("joins", given, 3)
-    return JoinsImage(checks.natural("over", over), by_rank("last", last), by_rank("made", made))
+def _joins(given: object) -> JoinsSnapshot:
+    over, last, made = validation.array("joins", given, 3)
+    return JoinsSnapshot(
+        validation.natural("over", over), by_rank("last", last), by_rank("made", made)
+    )
 
 
 def _form(given: object) -> Form:
     found = []
-    for pair in checks.array("a form", given):
-        name, dtype = checks.array("a state", pair, 2)
-        found.append((checks.text("a state's name", name, least=1), _dtype(dtype)))
+    for pair in validation.array("a form", given):
+        name, dtype = validation.array("a state", pair, 2)
+        found.append((validation.text("a state's name", name, least=1), _dtype(dtype)))
     if len(dict(found)) < len(found):
         raise ValueError("a form has a state twice")
     return tuple(found)
@@ -157,40 +166,44 @@ def _form(given: object) -> Form:
 
 def _dtype(given: object) -> str:
     if type(given) is not str or given not in BY_NAME:
-        raise checks.unlike(f"an element type of {', '.join(BY_NAME)}", given)
+        raise validation.unlike(f"an element type of {', '.join(BY_NAME)}", given)
     return given
 
 
 def _key(
-    given: object, histories: list[History], forms: list[Form], specs: dict[object, Spec]
+    given: object, histories: list[SpanHistory], forms: list[Form], specs: dict[object, Spec]
 ) -> _Counted:
-    name, dtype, shape, call, rows = checks.array("a key", given, 5)
-    name = checks.text("a key's name", name, least=1)
+    name, dtype, shape, call, rows = validation.array("a key", given, 5)
+    name = validation.text("a key's name", name, least=1)
     try:
-        lengths = tuple([checks.natural("a shape", one) for one in checks.array("a shape", shape)])
+        lengths = tuple(
+            [validation.natural("a shape", one) for one in validation.array("a shape", shape)]
+        )
         spec = specs.get((_dtype(dtype), lengths))
         if spec is None:
             specs[dtype, lengths] = spec = Spec(_dtype(dtype), lengths)
         portions = []
         end = 0
-        for row in checks.array("portions", rows):
-            start, size, history, form = checks.array("a portion", row, 4)
-            start, size = checks.natural("start", start), checks.natural("size", size)
+        for row in validation.array("portions", rows):
+            start, size, history, form = validation.array("a portion", row, 4)
+            start, size = validation.natural("start", start), validation.natural("size", size)
             if start < end or start + size > spec.count:
                 raise ValueError(
                     f"a portion has elements {start} to {start + size}; expected some of {end} "
                     f"to {spec.count}"
                 )
             end = start + size
-            history = checks.natural("the number of a history", history, len(histories) - 1)
-            form = checks.natural("the number of a form", form, len(forms) - 1)
+            history = validation.natural("the number of a history", history, len(histories) - 1)
+            form = validation.natural("the number of a form", form, len(forms) - 1)
             portions.append(_Found(start, size, histories[history], forms[form]))
-        return _Counted(name, spec, checks.natural("call", call), portions)
+        return _Counted(name, spec, validation.natural("call", call), portions)
     except (ValueError, KvpsError) as error:
         raise ValueError(f"key {name!r}: {error}") from error
 
 
-def _with_tensors(index: int, keys: Iterable[_Counted], columns: _Columns) -> tuple[KeyImage, ...]:
+def _with_tensors(
+    index: int, keys: Iterable[_Counted], columns: _Columns
+) -> tuple[KeySnapshot, ...]:
     """Return the keys with their parts of the columns, which must be exactly used up."""
     sizes: dict[str, list[int]] = {}
     names: dict[tuple[str, str], str] = {}
@@ -209,7 +222,7 @@ def _with_tensors(index: int, keys: Iterable[_Counted], columns: _Columns) -> tu
         weights_left = parts[f"{index}/weight/{key.spec.dtype}"]
         portions = tuple(
             [
-                Portion(
+                SnapshotPart(
                     one.start,
                     one.history,
                     next(weights_left),
@@ -218,7 +231,7 @@ def _with_tensors(index: int, keys: Iterable[_Counted], columns: _Columns) -> tu
                 for one in key.portions
             ]
         )
-        made.append(KeyImage(key.name, key.spec, key.call, portions))
+        made.append(KeySnapshot(key.name, key.spec, key.call, portions))
     return tuple(made)
 
 

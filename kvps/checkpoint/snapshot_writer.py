@@ -1,4 +1,4 @@
-"""One server's image as one safetensors file, and back.
+"""One server's snapshot as one safetensors file, and back.
 
 Tensors lie in *columns*: of each store, all weights of one element type side by side, and all
 states of one name and type, in the order of the keys and their portions. So 100,000 small keys are
@@ -27,13 +27,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvps.checkpoint import checks, tables
-from kvps.checkpoint.rows import FORMAT, Form, image_of
-from kvps.checkpoint.stream import Column, Stream, stream_of
-from kvps.core.hyper import Hyper
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.checkpoint import tables, validation
+from kvps.checkpoint.safetensors_writer import Column, Stream, stream_of
+from kvps.checkpoint.snapshot_reader import FORMAT, Form, image_of
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.server.snapshot.model import (
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+)
+from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, StorageError
-from kvps.specs import BY_NAME
 from kvps.tensors import NAMES
 
 ENTRY = "kvps.image"
@@ -55,7 +61,7 @@ def _collector_paused() -> Iterator[None]:
 # --- an image as a file -----------------------------------------------------------------------
 
 
-def stream(image: Image) -> Stream:
+def stream(image: Snapshot) -> Stream:
     """Return the file that holds ``image``, ready to be written.
 
     Raises:
@@ -72,7 +78,7 @@ def stream(image: Image) -> Stream:
     return stream_of(columns, {ENTRY: text})
 
 
-def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dict[str, object]:
+def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> dict[str, object]:
     histories = _Histories()
     forms: dict[Form, int] = {}
     states: list[list[list[torch.Tensor]]] = []  # of each form, where its tensors go
@@ -112,7 +118,7 @@ def _store_row(index: int, store: StoreImage, columns: dict[str, Column]) -> dic
     }
 
 
-def _checked_count(key: KeyImage, portion: Portion) -> int:
+def _checked_count(key: KeySnapshot, portion: SnapshotPart) -> int:
     """Return how many elements a portion has.
 
     Raises:
@@ -139,7 +145,7 @@ def _column(columns: dict[str, Column], name: str) -> list[torch.Tensor]:
     return found.parts
 
 
-def _hyper_row(hyper: Hyper | None) -> object:
+def _hyper_row(hyper: HyperParams | None) -> object:
     return None if hyper is None else (hyper.name, hyper.to_wire())
 
 
@@ -149,9 +155,9 @@ class _Histories:
     def __init__(self) -> None:
         self.rows: list[object] = []
         self._numbers: dict[object, int] = {}
-        self._last: tuple[History, int] | None = None
+        self._last: tuple[SpanHistory, int] | None = None
 
-    def number_of(self, history: History) -> int:
+    def number_of(self, history: SpanHistory) -> int:
         """Return the number of a history that equals this one."""
         if self._last is not None and self._last[0] == history:
             return self._last[1]
@@ -171,7 +177,7 @@ class _Histories:
 # --- a file as an image -----------------------------------------------------------------------
 
 
-def read(path: Path) -> Image:
+def read(path: Path) -> Snapshot:
     """Return the image in a file.
 
     Its tensors are the file's own pages, read when they are first touched; writing to them does not
@@ -187,6 +193,6 @@ def read(path: Path) -> Image:
         if ENTRY not in metadata:
             raise ValueError(f"its metadata has no {ENTRY!r}: it is no image of a kvps server")
         with _collector_paused():
-            return image_of(checks.parsed(metadata[ENTRY]), tensors)
+            return image_of(validation.parsed(metadata[ENTRY]), tensors)
     except (OSError, SafetensorError, ValueError, RuntimeError, KvpsError) as error:
         raise StorageError(f"cannot read the image {path}: {error}") from error

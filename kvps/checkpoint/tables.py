@@ -1,4 +1,4 @@
-"""Embedding tables in the image of a server: their rows in columns, the rest of them in JSON.
+"""Embedding tables in a server's snapshot: rows in columns, the rest in JSON.
 
 Of table j of store i the file has these tensors, each flat; what is no tensor is one JSON record::
 
@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvps.checkpoint import checks
-from kvps.checkpoint.stream import Column
-from kvps.core.admission import DEPTH
-from kvps.core.arenas import WEIGHT
-from kvps.core.hyper import Hyper
-from kvps.core.ids import First
-from kvps.core.image import History, RowsImage, TableImage
-from kvps.core.recipe import Recipe
-from kvps.core.updaters import create
+from kvps.checkpoint import validation
+from kvps.checkpoint.safetensors_writer import Column
+from kvps.core.embedding.admission import DEPTH
+from kvps.core.embedding.arena import WEIGHT
+from kvps.core.embedding.id_hash import Initializer
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.torch_rules import create
+from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
 from kvps.tensors import NAMES, TORCH
 
 Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
@@ -33,7 +33,7 @@ Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
 _ENTRIES = ("key", "recipe", "lr", "history", "rows", "width", "counted")
 
 
-def row_of(name: str, table: TableImage, columns: dict[str, Column]) -> dict[str, object]:
+def row_of(name: str, table: TableSnapshot, columns: dict[str, Column]) -> dict[str, object]:
     """Return the JSON of a table of one server, and add its tensors to ``columns``."""
     (part,) = table.parts
     recipe = table.recipe
@@ -73,19 +73,19 @@ def row_of(name: str, table: TableImage, columns: dict[str, Column]) -> dict[str
     }
 
 
-def table_of(name: str, given: object, cut: Cut) -> TableImage:
+def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
     """Return the table that JSON and the columns of a file describe.
 
     Raises:
         ValueError: if they describe none.
         KvpsError: if its recipe cannot be.
     """
-    row = checks.record("a table", given, *_ENTRIES)
-    key = checks.text("a table's key", row["key"], least=1)
+    row = validation.record("a table", given, *_ENTRIES)
+    key = validation.text("a table's key", row["key"], least=1)
     try:
         recipe = _recipe(row["recipe"])
-        count = checks.natural("rows", row["rows"])
-        width = checks.natural("width", row["width"])
+        count = validation.natural("rows", row["rows"])
+        width = validation.natural("width", row["width"])
 
         def column(title: str, dtype: str, size: int) -> torch.Tensor:
             (found,) = cut(f"{name}/{title}/{dtype}", (size,))
@@ -104,16 +104,16 @@ def table_of(name: str, given: object, cut: Cut) -> TableImage:
         counts = torch.empty((0, 0), dtype=torch.uint8)
         if width:
             counts = column("counts", "uint8", DEPTH * width).view(DEPTH, width)
-        part = RowsImage(
+        part = RowsSnapshot(
             column("ids", "int64", count),
             column("stamps", "int64", count),
             columns,
             counts,
-            checks.natural("counted", row["counted"]),
+            validation.natural("counted", row["counted"]),
         )
-        lr = checks.finite("lr", row["lr"])
+        lr = validation.finite("lr", row["lr"])
         recipe.hyper.with_lr(lr)  # refuses one that cannot be
-        return TableImage(key, recipe, lr, history_of(row["history"]), (part,))
+        return TableSnapshot(key, recipe, lr, history_of(row["history"]), (part,))
     except ValueError as error:
         raise ValueError(f"table {key!r}: {error}") from error
 
@@ -122,28 +122,28 @@ def _column(title: str) -> str:
     return title if title == WEIGHT else f"state.{title}"
 
 
-def _recipe(given: object) -> Recipe:
-    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = checks.array(
+def _recipe(given: object) -> EmbeddingSpec:
+    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = validation.array(
         "a recipe", given, 10
     )
-    return Recipe(
-        checks.natural("dim", dim),
-        checks.text("dtype", dtype),
-        First(checks.text("init", kind), checks.finite("scale", scale)),
-        checks.natural("seed", seed),
-        checks.natural("admit", admit),
-        checks.natural("max_age", age),
-        checks.natural("max_rows", most),
-        Hyper.from_wire(checks.text("an optimizer's name", name, least=1), numbers),
+    return EmbeddingSpec(
+        validation.natural("dim", dim),
+        validation.text("dtype", dtype),
+        Initializer(validation.text("init", kind), validation.finite("scale", scale)),
+        validation.natural("seed", seed),
+        validation.natural("admit", admit),
+        validation.natural("max_age", age),
+        validation.natural("max_rows", most),
+        HyperParams.from_wire(validation.text("an optimizer's name", name, least=1), numbers),
     ).check()
 
 
-def history_of(given: object) -> History:
+def history_of(given: object) -> SpanHistory:
     """Return what was done to some elements."""
-    version, step, pushed, head_start = checks.array("a history", given, 4)
-    return History(
-        checks.natural("version", version),
-        checks.natural("step", step),
+    version, step, pushed, head_start = validation.array("a history", given, 4)
+    return SpanHistory(
+        validation.natural("version", version),
+        validation.natural("step", step),
         by_rank("pushed", pushed),
         by_rank("head_start", head_start),
     )
@@ -152,9 +152,11 @@ def history_of(given: object) -> History:
 def by_rank(what: str, given: object) -> dict[int, int]:
     """Return a map by rank, written as pairs."""
     found: dict[int, int] = {}
-    for pair in checks.array(what, given):
-        rank, count = checks.array(what, pair, 2)
-        found[checks.natural("a rank", rank, checks.RANK_MAX)] = checks.natural(what, count)
-    if len(found) < len(checks.array(what, given)):
+    for pair in validation.array(what, given):
+        rank, count = validation.array(what, pair, 2)
+        found[validation.natural("a rank", rank, validation.RANK_MAX)] = validation.natural(
+            what, count
+        )
+    if len(found) < len(validation.array(what, given)):
         raise ValueError(f"{what} has a rank twice")
     return found

@@ -1,4 +1,4 @@
-"""What JSON in a checkpoint may say: numbers, names and tables, checked as what a peer sends is.
+"""Validation of the JSON in a checkpoint, as strict as that of a peer's messages.
 
 A file may have been cut short, edited, or written by something else. Each check returns the value
 it was given, or raises a ``ValueError`` that says what was expected; those who read a file turn
@@ -13,7 +13,7 @@ import reprlib
 from contextlib import suppress
 from typing import NoReturn, cast
 
-from kvps.messages import KEY_MAX
+from kvps.protocol.envelope import KEY_MAX
 
 INT_MAX = 2**63 - 1
 RANK_MAX = 2**32 - 1

@@ -1,4 +1,4 @@
-"""Whether an image is what its manifest says: its size, its SHA-256, and what belongs on its server."""
+"""Verification of a snapshot file against its manifest: size, SHA-256, and the server it belongs to."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvps.checkpoint import disk, images
+from kvps.checkpoint import atomic_file, snapshot_writer
 from kvps.checkpoint.manifest import ImageFile, Manifest
-from kvps.core.image import Image
-from kvps.core.regroup import demand_own
+from kvps.checkpoint.reshard import demand_own
+from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import StorageError
 
 
-def load_image(path: Path, manifest: Manifest, server: int) -> Image:
+def load_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
     """Return the image of one server from its file, verified.
 
     Raises:
@@ -24,13 +24,13 @@ def load_image(path: Path, manifest: Manifest, server: int) -> Image:
     return read_image(path, manifest, server)
 
 
-def read_image(path: Path, manifest: Manifest, server: int) -> Image:
+def read_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
     """Return the image of one server from its file, whose SHA-256 was compared before.
 
     Raises:
         StorageError: if it is no image, or of something else.
     """
-    image = images.read(path)
+    image = snapshot_writer.read(path)
     if (image.server, image.servers) != (server, manifest.servers):
         raise StorageError(
             f"{path} is the image of server {image.server} of {image.servers}, and should be that "
@@ -57,7 +57,7 @@ def verified(path: Path, expected: ImageFile) -> Iterator[int]:
                 f"{path} has {size} octets, and its manifest says {expected.size}: it was cut short "
                 "or replaced; use another checkpoint"
             )
-        for block in disk.blocks(path):
+        for block in atomic_file.blocks(path):
             found.update(block)
             yield len(block)
     except OSError as error:

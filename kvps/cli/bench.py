@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from kvps.cli import flags
-from kvps.cli.leash import Leash
-from kvps.cli.stopping import stopped_by_signals
+from kvps.cli.reaper import Reaper
+from kvps.runtime.signals import stopped_by_signals
 
 NAME = "kvps bench"
 WHAT = """\
@@ -73,12 +73,12 @@ def _parser() -> flags.Parser:
 def _main(argv: Sequence[str]) -> int:
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
-    leash = Leash()  # before anything has threads
+    leash = Reaper()  # before anything has threads
     with stopped_by_signals():
         try:
             # These load rich and numpy, which --help does not wait for.
-            from kvps.bench.perform import perform
             from kvps.bench.plan import plan_of
+            from kvps.bench.run import perform
 
             perform(plan_of(parsed), leash)
         finally:

@@ -85,13 +85,13 @@ def _main(argv: Sequence[str]) -> int:
     folders = _folders(parsed.folders)
     number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)
     # This loads rich and torch, which --help does not wait for.
-    from kvps.checkpoint import perform
+    from kvps.checkpoint import commands
 
     if action == "list":
-        return perform.list_cuts(folders, sys.stdout)
+        return commands.list_cuts(folders, sys.stdout)
     if action == "verify":
-        return perform.verify(folders, number, parsed.tag, sys.stdout)
-    return perform.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
+        return commands.verify(folders, number, parsed.tag, sys.stdout)
+    return commands.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
 
 
 def _parser(action: str) -> flags.Parser:

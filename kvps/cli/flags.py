@@ -1,4 +1,4 @@
-"""What the commands have in common: flags, settings, the log, and how a mistake is told.
+"""Flags, settings and logging that all commands share, and the report of a wrong flag.
 
 A setting comes from its flag, else from its ``KVPS_*`` variable, else from its default. What is
 wrong with it is a :class:`~kvps.errors.ConfigError` that names the flag or the variable, and the
@@ -14,24 +14,30 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from kvps import __version__, config
-from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
+from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
+INSECURE = "allow --bind to an address that other machines reach, though there are no keys; KVPS_INSECURE=1"
+NEEDLESS = "taken by every command, and ignored by this one: no other machine can reach it"
 EXIT_CODES = """\
 exit codes:
   0   done
   75  temporary, start it again: no scheduler there, or it fell silent
-  78  wrong configuration, do not start it again: a bad flag, a busy port, no free seat
+  78  wrong configuration, do not start it again: a bad flag, a busy port, a seat whose
+      holder lives (one that may have ended is waited for)
   1   anything else
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags whose help keeps its lines, and whose mistakes end with 78."""
+    """A parser of flags whose help keeps its lines, and whose mistakes end with 78.
 
-    def __init__(self, name: str, what: str, more: str) -> None:
+    It has the flags that every command takes, so that one line of a script serves them all.
+    """
+
+    def __init__(self, name: str, what: str, more: str, *, listens: bool = False) -> None:
         super().__init__(
             prog=name,
             description=what,
@@ -44,21 +50,16 @@ class Parser(argparse.ArgumentParser):
             metavar="LEVEL",
             help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: silence when all is well)",
         )
+        self.add_argument(
+            "--insecure",
+            action="store_true",
+            help=INSECURE if listens else NEEDLESS,
+        )
         self.add_argument("--version", action="version", version=f"{name} {__version__}")
 
     def error(self, message: str) -> NoReturn:
         """Tell what is wrong with the flags, and end."""
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def add_insecure(parser: Parser) -> None:
-    """Add ``--insecure``."""
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow --bind to an address that other machines reach, though there are no keys; "
-        "KVPS_INSECURE=1",
-    )
 
 
 def add_scheduler(parser: Parser) -> None:

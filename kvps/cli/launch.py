@@ -7,8 +7,8 @@ listens, how a command ended) and for signals, SIGCHLD among them. A process tha
 the launch stands::
 
     going ──a worker fails for good──► ending ──10 s──► stopping ──10 s──► killing
-      │     a server or the             │    SIGTERM to     ▲   SIGKILL to    ▲
-      │     scheduler fails             │    the workers    │   everything    │
+      │     (so a server, or            │    SIGTERM to     ▲   SIGKILL to    ▲
+      │     the scheduler)              │    the workers    │   everything    │
       │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
@@ -34,11 +34,13 @@ from dataclasses import dataclass, field
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.leash import Leash, kill
-from kvps.cli.screen import Lines, Screen
+from kvps.cli.foothold import Foothold
+from kvps.cli.output import LineBuffer, OutputMux
+from kvps.cli.reaper import Reaper, kill
 from kvps.cli.worker import demand_command
-from kvps.core.member import EXIT_CONFIG
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
+from kvps.net import descriptors
 
 NAME = "kvps-launch"
 log = logging.getLogger("kvps")
@@ -50,6 +52,8 @@ DONE_MAX_S = 10.0
 """How long servers and scheduler may take to end when every worker has."""
 LATE_MAX_S = 1.0
 """How long servers may take when the scheduler has: one that still runs came after the job."""
+OWN_DESCRIPTORS = 20
+"""Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
 worker is a kvps-worker that runs COMMAND."""
@@ -66,7 +70,8 @@ becomes the number of cores divided by N + S, but at least 1, and PYTHONUNBUFFER
 
 If a worker fails (its COMMAND ends with anything but 0), it is started again with the same rank
 as often as --max-restarts allows; after that the others get WorkerLost and everything ends. So is
-a server, with --checkpoint-dir: all servers return to the last checkpoint, and workers go on.
+a server, with --checkpoint-dir: all servers return to the last checkpoint, and workers go on. So is
+the scheduler, which keeps what it must know in a folder of its own below TMPDIR; nobody waits for it.
 Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
 With --grace SECONDS a COMMAND that gets SIGTERM ends behind the round that it is in. So does one
 whose kvps-worker alone gets it, and the others go on without it.
@@ -92,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What is to be started."""
 
     workers: int
@@ -128,8 +133,8 @@ def _parser() -> flags.Parser:
         "--max-restarts",
         metavar="K",
         default="0",
-        help="how often each worker is started again when it fails, and each server if there are "
-        "checkpoints (0)",
+        help="how often each worker, and the scheduler, is started again when it fails, and each "
+        "server if there are checkpoints (0)",
     )
     parser.add_argument(
         "--checkpoint-dir",
@@ -161,14 +166,16 @@ def _main(argv: Sequence[str]) -> int:
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
-    screen = Screen(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
+    screen = OutputMux(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(parsed.env, workers + servers)
     folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
     places = (folder, parsed.checkpoint_every)
-    plan = Plan(workers, servers, restarts, env, command, level, *places, grace_s)
-    leash = Leash()
+    plan = LaunchPlan(workers, servers, restarts, env, command, level, *places, grace_s)
+    need = 2 * (1 + workers + servers) + OWN_DESCRIPTORS
+    descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
+    leash = Reaper()
     try:
         return Launch(plan, screen, leash).run()
     finally:
@@ -189,7 +196,7 @@ def _environment(given: Sequence[str], processes: int) -> dict[str, str]:
 class _ScreenHandler(logging.Handler):
     """Puts our own lines between those of the processes."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: OutputMux) -> None:
         super().__init__()
         self._screen = screen
 
@@ -211,7 +218,7 @@ class Child:
     """How often it was started again."""
     is_told: bool = False
     """A worker's end was reported, or seen."""
-    streams: dict[int, Lines] = field(default_factory=dict)
+    streams: dict[int, LineBuffer] = field(default_factory=dict)
     """What it prints, by file descriptor: first stdout, then stderr."""
 
     @property
@@ -220,7 +227,7 @@ class Child:
         return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
-class Stage(enum.IntEnum):
+class LaunchStage(enum.IntEnum):
     """How a launch stands."""
 
     GOING = 0
@@ -235,13 +242,13 @@ class Stage(enum.IntEnum):
 class Launch:
     """All processes of one job on this machine."""
 
-    def __init__(self, plan: Plan, screen: Screen, leash: Leash) -> None:
+    def __init__(self, plan: LaunchPlan, screen: OutputMux, leash: Reaper) -> None:
         self._plan = plan
         self._screen = screen
         self._leash = leash
         self._children: dict[int, Child] = {}
         """By process id."""
-        self._stage = Stage.GOING
+        self._stage = LaunchStage.GOING
         self._next_at: float | None = None
         """When the next stage begins."""
         self._worker_code = 0
@@ -249,9 +256,11 @@ class Launch:
         self._other_code = 0
         """Of the first signal, or of the first server or scheduler that failed."""
         self._scheduler = ""
+        self._foothold: Foothold | None = None
+        """Where the scheduler is started again; None if it is not to be."""
         self._selector = selectors.DefaultSelector()
         self._report = os.pipe()
-        self._reported = Lines()
+        self._reported = LineBuffer()
         self._waker, self._woken = socket.socketpair()
 
     def run(self) -> int:
@@ -264,7 +273,10 @@ class Launch:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
         try:
-            self._start_scheduler()
+            if self._plan.max_restarts:
+                self._foothold = Foothold(self._leash)
+            log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
+            self._start_scheduler(0)
             while self._children:
                 self._turn()
         finally:
@@ -273,6 +285,8 @@ class Launch:
                 child.process.wait()
                 self._leash.forget(child.process.pid)
             self._screen.close()
+            if self._foothold is not None:
+                self._foothold.close()
         return self._worker_code or self._other_code
 
     # --- the loop -----------------------------------------------------------------------------
@@ -307,15 +321,15 @@ class Launch:
 
     # --- starting -----------------------------------------------------------------------------
 
-    def _start_scheduler(self) -> None:
-        log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
+    def _start_scheduler(self, life: int) -> None:
         sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
-        self._start("scheduler", 0, 0, [*sizes, "--bind", "tcp://127.0.0.1:0"])
+        place = ["--bind", "tcp://127.0.0.1:0"] if self._foothold is None else self._foothold.flags
+        self._start("scheduler", 0, life, [*sizes, *place])
 
     def _start_members(self, endpoint: str) -> None:
-        self._scheduler = endpoint
-        if self._stage is not Stage.GOING:
+        if self._scheduler or self._stage is not LaunchStage.GOING:  # one that was started again
             return
+        self._scheduler = endpoint
         log.info("the scheduler listens on %s", endpoint)
         for rank in range(self._plan.servers):
             self._start_server(rank, 0)
@@ -354,7 +368,7 @@ class Launch:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
-            child.streams[stream.fileno()] = Lines()
+            child.streams[stream.fileno()] = LineBuffer()
             self._listen(stream.fileno(), self._reader(child, stream.fileno()))
 
     # --- what they print ----------------------------------------------------------------------
@@ -413,7 +427,7 @@ class Launch:
             return
         if not child.is_told:
             self._on_worker_end(child, code)
-        if code and self._stage is Stage.GOING and self._may_restart(child, code):
+        if code and self._stage is LaunchStage.GOING and self._may_restart(child, code):
             self._start_worker(child.rank, child.life + 1)
         if not any(one.role == "worker" for one in self._children.values()):
             self._on_no_worker()
@@ -421,60 +435,72 @@ class Launch:
     def _on_worker_end(self, child: Child, code: int) -> None:
         """A worker's command has ended; the process that ran it will do so soon."""
         child.is_told = True
-        if code == 0 or self._stage > Stage.ENDING:
+        if code == 0 or self._stage > LaunchStage.ENDING:
             return
-        if self._stage is Stage.GOING and self._may_restart(child, code):
-            log.warning(
-                "%s ended with exit code %d; starting it again (%d of %d)",
-                *(child.name, code, child.life + 1, self._plan.max_restarts),
-            )
+        if self._stage is LaunchStage.GOING and self._may_restart(child, code):
+            self._warn_of_restart(child, code)
             return
         self._worker_code = self._worker_code or code
-        if self._stage is not Stage.ENDING:
+        if self._stage is not LaunchStage.ENDING:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
-            self._enter(Stage.ENDING, OTHERS_MAX_S)
+            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         return code != EXIT_CONFIG and child.life < self._plan.max_restarts
 
+    def _is_kept(self, child: Child, code: int) -> bool:
+        """Whether what a server or the scheduler knew is where its next life finds it."""
+        if child.role == "server":
+            return self._plan.checkpoint_dir is not None
+        return self._foothold is not None and self._foothold.has_job(code)
+
+    def _warn_of_restart(self, child: Child, code: int) -> None:
+        log.warning(
+            "%s ended with exit code %d; starting it again (%d of %d)",
+            *(child.name, code, child.life + 1, self._plan.max_restarts),
+        )
+
     def _on_other_end(self, child: Child, code: int) -> None:
         """A server or the scheduler has ended; with 0, the job was over for it."""
-        if child.role == "scheduler" and self._stage is Stage.DONE:
-            self._enter(Stage.DONE, LATE_MAX_S)
-        if code == 0 or self._stage >= Stage.STOPPING:  # by then everybody is asked to end
+        if child.role == "scheduler" and self._stage is LaunchStage.DONE:
+            self._enter(LaunchStage.DONE, LATE_MAX_S)
+        if code == 0 or self._stage >= LaunchStage.STOPPING:  # by then everybody is asked to end
             return
-        is_kept = child.role == "server" and self._plan.checkpoint_dir is not None
-        if is_kept and self._stage is Stage.GOING and self._may_restart(child, code):
-            log.warning(
-                "%s ended with exit code %d; starting it again (%d of %d)",
-                *(child.name, code, child.life + 1, self._plan.max_restarts),
-            )
-            self._start_server(child.rank, child.life + 1)
+        is_kept = self._is_kept(child, code)
+        if is_kept and self._stage is LaunchStage.GOING and self._may_restart(child, code):
+            self._warn_of_restart(child, code)
+            if child.role == "server":
+                self._start_server(child.rank, child.life + 1)
+            else:
+                self._start_scheduler(child.life + 1)
             return
         self._other_code = self._other_code or code
-        if self._stage is Stage.GOING:
-            log.error("%s ended with exit code %d; ending the job", child.name, code)
-            self._enter(Stage.ENDING, OTHERS_MAX_S)
+        if self._stage is LaunchStage.GOING:
+            hint = ""
+            if child.role == "scheduler" and not self._plan.max_restarts:
+                hint = " (with --max-restarts it would have been started again)"
+            log.error("%s ended with exit code %d; ending the job%s", child.name, code, hint)
+            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
 
     def _on_no_worker(self) -> None:
         """Servers and scheduler have nothing to do any more."""
-        if self._stage is Stage.GOING:
-            self._enter(Stage.DONE, DONE_MAX_S)
-        elif self._stage is Stage.ENDING:
-            self._enter(Stage.STOPPING, STOP_MAX_S)
+        if self._stage is LaunchStage.GOING:
+            self._enter(LaunchStage.DONE, DONE_MAX_S)
+        elif self._stage is LaunchStage.ENDING:
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM)
-        elif self._stage is Stage.STOPPING:
+        elif self._stage is LaunchStage.STOPPING:
             self._signal(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         """The operator wants an end; the second time at once."""
         self._other_code = self._other_code or 128 + number
-        if self._stage >= Stage.STOPPING:
-            self._enter(Stage.KILLING, None)
+        if self._stage >= LaunchStage.STOPPING:
+            self._enter(LaunchStage.KILLING, None)
             self._signal(signal.SIGKILL)
             return
         grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
-        self._enter(Stage.STOPPING, STOP_MAX_S + grace_s)
+        self._enter(LaunchStage.STOPPING, STOP_MAX_S + grace_s)
         if any(one.role == "worker" for one in self._children.values()):
             self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
         else:
@@ -483,20 +509,20 @@ class Launch:
     def _go_on(self) -> None:
         """The time of this stage is over."""
         names = ", ".join(one.name for one in self._children.values())
-        is_late = self._stage is Stage.DONE and "scheduler" not in names
+        is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
         log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
-        if self._stage is Stage.ENDING:
-            self._enter(Stage.STOPPING, STOP_MAX_S)
+        if self._stage is LaunchStage.ENDING:
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM, "worker")
-        elif self._stage is Stage.DONE:
+        elif self._stage is LaunchStage.DONE:
             self._other_code = self._other_code or (0 if is_late else 1)
-            self._enter(Stage.STOPPING, STOP_MAX_S)
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM)
         else:
-            self._enter(Stage.KILLING, None)
+            self._enter(LaunchStage.KILLING, None)
             self._signal(signal.SIGKILL)
 
-    def _enter(self, stage: Stage, limit_s: float | None) -> None:
+    def _enter(self, stage: LaunchStage, limit_s: float | None) -> None:
         self._stage = stage
         self._next_at = None if limit_s is None else time.monotonic() + limit_s
 

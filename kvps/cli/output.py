@@ -1,4 +1,4 @@
-"""What several processes print, on one screen: whole lines, each with the name of its process.
+"""The output of several processes on one screen: whole lines, each with its process's name.
 
 A progress bar is a line that is written over and over: "\r 10%", "\r 20%". In a terminal the
 newest of them stands below the last whole line; anywhere else only its end is shown.
@@ -16,7 +16,7 @@ _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CLEAR = b"\r\x1b[2K"
 
 
-class Lines:
+class LineBuffer:
     """One stream of one process, cut into lines."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def shown(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-class Screen:
+class OutputMux:
     """Where lines go: stdout and stderr, of which each may be a terminal."""
 
     def __init__(self, out: BinaryIO, error: BinaryIO, colour: bool) -> None:

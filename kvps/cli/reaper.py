@@ -1,22 +1,35 @@
-"""A leash: whatever ends a process, even SIGKILL, ends the process groups that it started.
+"""The reaper: whatever ends a process, even SIGKILL, ends the process groups that it started.
 
 It is a second process, forked before anything else happens, that does nothing but read a pipe.
 When the pipe breaks, because its owner is gone, it kills the groups that it was told of and not
-told to forget.
+told to forget, and removes the folders that it was told of.
+
+It looks like its owner, so that ``pkill -9`` by name kills both at once. The kernel therefore kills
+what has called :meth:`Reaper.end_me_too` as well, though not what that has started in its turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import shutil
 import signal
+import time
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+REMOVE_MAX_S = 2.0
+"""How long it is tried to remove a folder: who has just been killed may still write there."""
+AGAIN_S = 0.05
 
 
-class Leash:
+class Reaper:
     """The owner's end of a leash. Make it before the process has threads."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
+        self._owner = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             try:
@@ -35,16 +48,31 @@ class Leash:
 
         For ``preexec_fn`` of a Popen with ``start_new_session=True``: said by the new process itself, so
         that there is no moment at which it runs and is not held. It runs between fork and exec, and
-        does no more than this one write.
+        does no more than some system calls.
         """
         os.write(self._writer, b"+%d\n" % os.getpid())
+        self.end_me_too()
+
+    def end_me_too(self) -> None:
+        """Let the kernel kill the calling process if our owner ends, also without the leash.
+
+        For ``preexec_fn`` as well. Call Popen in the main thread: the kernel takes the end of the thread
+        that forks for that of the owner.
+        """
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._owner:  # it was gone before it could be told to the kernel
+            os._exit(128 + signal.SIGKILL)
+
+    def hold_folder(self, folder: str) -> None:
+        """Remove this folder, and all that is in it, when we end."""
+        os.write(self._writer, b"=%s\n" % os.fsencode(folder))
 
     def forget(self, group: int) -> None:
         """This process group has ended; its number may be given again."""
         os.write(self._writer, b"-%d\n" % group)
 
     def close(self) -> None:
-        """End the leash, and what it still holds."""
+        """End the leash, and what it still holds; its folders are removed by then."""
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 
@@ -65,10 +93,24 @@ def _hold(reader: int) -> None:
     os.closerange(3, reader)
     os.closerange(reader + 1, os.sysconf("SC_OPEN_MAX"))
     groups: set[int] = set()
+    folders: list[str] = []
     rest = b""
     while got := os.read(reader, 4096):
         *lines, rest = (rest + got).split(b"\n")
         for line in lines:
-            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+            match line[:1]:
+                case b"=":
+                    folders.append(os.fsdecode(line[1:]))
+                case b"+":
+                    groups.add(int(line[1:]))
+                case _:
+                    groups.discard(int(line[1:]))
     for group in groups:
         kill(group)
+    until = time.monotonic() + REMOVE_MAX_S
+    for folder in folders:
+        while os.path.exists(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() >= until:
+                break
+            time.sleep(AGAIN_S)

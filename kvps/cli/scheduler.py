@@ -11,7 +11,7 @@ from pathlib import Path
 from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
-from kvps.store.roles import run_scheduler
+from kvps.runtime.scheduler_process import run_scheduler
 
 NAME = "kvps-scheduler"
 WHAT = """\
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, WHAT, MORE, listens=True)
     parser.add_argument("--workers", metavar="N", help="how many workers; KVPS_WORKERS")
     parser.add_argument("--servers", metavar="S", help="how many servers; KVPS_SERVERS")
     parser.add_argument(
@@ -72,7 +72,6 @@ def _parser() -> flags.Parser:
         help="so is one whose connection breaks, and that is not back in this time: its process "
         "ended; KVPS_DROP_GRACE (1)",
     )
-    flags.add_insecure(parser)
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
     return parser

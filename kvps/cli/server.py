@@ -27,7 +27,7 @@ A server that was lost and is started again (with its --rank, and a --checkpoint
 what it wrote) returns to the last checkpoint, and so do all others; workers get EpochChanged.
 
 A plug-in is a Python module, on PYTHONPATH or in this folder, that calls
-kvps.core.updaters.register(...) when it is imported.
+kvps.core.optim.torch_rules.register(...) when it is imported.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, WHAT, MORE, listens=True)
     flags.add_scheduler(parser)
     parser.add_argument(
         "--bind",
@@ -67,7 +67,7 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--memory-limit",
         metavar="BYTES",
-        help="refuse keys beyond this, as 512M or 2G; KVPS_MEMORY_LIMIT (none)",
+        help="refuse keys beyond this, as 512M or 2G; KVPS_MEMORY_LIMIT (all memory)",
     )
     parser.add_argument(
         "--plugin",
@@ -86,7 +86,6 @@ def _parser() -> flags.Parser:
         metavar="SECONDS",
         help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
     )
-    flags.add_insecure(parser)
     return parser
 
 
@@ -105,7 +104,7 @@ def _main(argv: Sequence[str]) -> int:
         bind = config.server_bind(scheduler, insecure)
     config.demand_loopback(bind, insecure)
 
-    from kvps.store.serving import run_server  # loads torch, which takes a second
+    from kvps.runtime.server_process import run_server  # loads torch, which takes a second
 
     return run_server(
         scheduler,

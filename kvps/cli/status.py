@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
+from kvps.core.agents.status_client import StatusClient
 from kvps.core.effects import Exit
-from kvps.core.looker import Looker
-from kvps.core.presence import ranks_in_words
+from kvps.core.liveness import ranks_in_words
 from kvps.errors import KvpsError, SchedulerLost
-from kvps.messages import OldRound, Role, Seen, Sight
 from kvps.net.driver import Inbox, drive
 from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import OldRound, Seen, Sight
 
 NAME = "kvps status"
 TIMEOUT_S = 5.0
@@ -68,9 +69,9 @@ def look(scheduler: str, limit_s: float) -> tuple[bytes, Seen]:
         SchedulerLost: if it does not answer in ``limit_s`` seconds, or its job is over.
         KvpsError: if it refuses.
     """
-    core = Looker(scheduler, time.monotonic(), limit_s)
+    core = StatusClient(scheduler, time.monotonic(), limit_s)
     transport = ZmqTransport()
-    inbox: Inbox[Looker] = Inbox(transport)
+    inbox: Inbox[StatusClient] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     try:
         wish: Exit = drive(core, transport, inbox)

@@ -16,18 +16,22 @@ from types import FrameType
 
 from kvps import __version__, config
 from kvps.cli import flags
-from kvps.cli.leash import Leash, kill
+from kvps.cli.reaper import Reaper, kill
+from kvps.core.agents.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.core.effects import Effects, Finish
-from kvps.core.guardian import ASK, END_MAX_S, KILL, START, Guardian
-from kvps.core.member import Identity
+from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
-from kvps.messages import Role, Welcome
-from kvps.net.driver import Inbox, Silent, drive
+from kvps.net import descriptors
+from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.zeromq import ZmqTransport
-from kvps.store.roles import on_stop, own_host, own_machine, report
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import Welcome
+from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
+OWN_DESCRIPTORS = 6
+"""Beside those of its transport: the leash (2), the port that it keeps (1), a process's start (3)."""
 WHAT = """\
 Runs COMMAND as one worker of a cluster: takes a seat, waits until all workers are there, starts
 COMMAND, and tells the others how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a
@@ -90,7 +94,8 @@ def _main(argv: Sequence[str]) -> int:
     join_max_s = config.join_max_s()
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
-    leash = Leash()
+    descriptors.demand("kvps-worker", descriptors.LEAST + OWN_DESCRIPTORS)
+    leash = Reaper()
     with _offer(scheduler, join_max_s) as master:
         identity = Identity(
             Role.WORKER,
@@ -106,7 +111,7 @@ def _main(argv: Sequence[str]) -> int:
             machine=own_machine(),
         )
         limit_s = END_MAX_S if grace_s is None else grace_s
-        core = Guardian(identity, time.monotonic(), not parsed.no_replacement, limit_s)
+        core = Supervisor(identity, time.monotonic(), not parsed.no_replacement, limit_s)
         env = {} if grace_s is None else {"KVPS_LEAVE_AT_SIGTERM": "1"}
         transport = ZmqTransport(checksums=config.checksums())
         shell = Shell(core, transport, leash, command, parsed.report_fd, env)
@@ -139,21 +144,21 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
         yield f"{host}:{kept.getsockname()[1]}"
 
 
-class Shell(Silent):
+class Shell(NullListener):
     """Does for the guardian's core what it wants done with the command."""
 
     def __init__(
         self,
-        core: Guardian,
+        core: Supervisor,
         transport: ZmqTransport,
-        leash: Leash,
+        leash: Reaper,
         command: Sequence[str],
         report_fd: int | None,
         env: dict[str, str],
     ) -> None:
         self._core = core
         self._transport = transport
-        self._inbox: Inbox[Guardian] = Inbox(transport)
+        self._inbox: Inbox[Supervisor] = Inbox(transport)
         self._leash = leash
         self._command = command
         self._report_fd = report_fd
@@ -218,9 +223,12 @@ class Shell(Silent):
     def _start(self, welcome: Welcome) -> None:
         try:
             self._process = subprocess.Popen(
-                self._command, env=self._environment(welcome), start_new_session=True
+                self._command,
+                env=self._environment(welcome),
+                start_new_session=True,
+                preexec_fn=self._leash.end_me_too,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for a text with a NUL
             reason = f"cannot start {self._command[0]}: {error}"
             self._inbox.put(lambda core, now: self._tell(EXIT_NOT_STARTED, reason, now))
             return

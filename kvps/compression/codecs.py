@@ -1,4 +1,4 @@
-"""The arithmetic of compression: from float32 elements to few octets, and back.
+"""The arithmetic of the codecs: float32 elements encoded into few bytes, and decoded.
 
 :func:`encode` writes what it can of a tensor and leaves in it what it could not: the *rest*, which
 is added to the next gradient, so that nothing is lost but time. (Seide et al.: 1-Bit Stochastic
@@ -16,14 +16,29 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvps.codes import BF16, BIT1, BIT2, BLOCK, FP16, GROUP, INT8, RANDOMK, TOPK, Code, kept, size
+from kvps.compression.spec import (
+    BF16,
+    BIT1,
+    BIT2,
+    BLOCK,
+    FP16,
+    GROUP,
+    INT8,
+    RANDOMK,
+    TOPK,
+    CodecSpec,
+    kept,
+    size,
+)
 from kvps.errors import ProtocolError
-from kvps.mixing import GOLDEN, mixed
+from kvps.splitmix import GOLDEN, mixed
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def encode(code: Code, rest: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
+def encode(
+    code: CodecSpec, rest: torch.Tensor, gradient: torch.Tensor | None = None
+) -> torch.Tensor:
     """Write ``rest``, to which ``gradient`` is added first, and leave in it what was not written.
 
     Args:
@@ -32,7 +47,7 @@ def encode(code: Code, rest: torch.Tensor, gradient: torch.Tensor | None = None)
         gradient: as ``rest``; None adds nothing.
 
     Returns:
-        uint8, flat, :func:`kvps.codes.size` of them, on the device of ``rest``.
+        uint8, flat, :func:`kvps.compression.spec.size` of them, on the device of ``rest``.
 
     Example:
         >>> rest = torch.tensor([0.7, -0.2, 0.1])
@@ -56,12 +71,12 @@ def encode(code: Code, rest: torch.Tensor, gradient: torch.Tensor | None = None)
     return out
 
 
-def decode(code: Code, octets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def decode(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Read the elements that ``octets`` say into ``out``, and return it.
 
     Args:
         code: how they were written.
-        octets: uint8, flat, exactly :func:`kvps.codes.size` of them. They are not written to.
+        octets: uint8, flat, exactly :func:`kvps.compression.spec.size` of them. They are not written to.
         out: float32, flat and contiguous, on the same device. All of it is overwritten.
 
     Raises:
@@ -82,7 +97,7 @@ def decode(code: Code, octets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 # --- halves -----------------------------------------------------------------------------------------
 
 
-def _write_half(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_half(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     dtype = torch.float16 if code.codec == FP16 else torch.bfloat16
     half = _typed(out, dtype)
     half.copy_(rest)
@@ -94,26 +109,26 @@ def _write_half(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
     _store(out, half)
 
 
-def _read_half(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_half(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(_typed(octets, torch.float16 if code.codec == FP16 else torch.bfloat16))
 
 
 # --- bits -------------------------------------------------------------------------------------------
 
 
-def _write_1bit(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_1bit(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     above = _above(rest, code.number * code.scale, is_equal=False)
     out.copy_(_packed(above))
     sent = above.view(torch.int8).mul(2).sub_(1)
     rest.sub_(sent, alpha=code.scale)
 
 
-def _read_1bit(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_1bit(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(_bits(octets, len(out)))
     out.mul_(2 * code.scale).sub_(code.scale)
 
 
-def _write_2bit(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_2bit(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     threshold = code.number * code.scale
     above, below = _above(rest, threshold), _above(rest, threshold, is_negative=True)
     half = len(out) // 2
@@ -122,7 +137,7 @@ def _write_2bit(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
     rest.sub_(above.view(torch.int8) - below.view(torch.int8), alpha=threshold)
 
 
-def _read_2bit(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_2bit(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     half = len(octets) // 2
     above, below = _bits(octets[:half], len(out)), _bits(octets[half:], len(out))
     out.copy_(above.view(torch.int8) - below.view(torch.int8))
@@ -173,7 +188,7 @@ def bits_anywhere(octets: torch.Tensor, count: int) -> torch.Tensor:
 # --- int8 -------------------------------------------------------------------------------------------
 
 
-def _write_int8(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_int8(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     groups = -(-len(rest) // GROUP)
     whole = len(rest) // GROUP * GROUP
     scales = torch.empty(groups, device=rest.device)
@@ -193,7 +208,7 @@ def _write_int8(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
     out[4 * groups :].copy_(levels.view(torch.uint8))
 
 
-def _read_int8(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_int8(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     groups = -(-len(out) // GROUP)
     whole = len(out) // GROUP * GROUP
     scales = _typed(octets[: 4 * groups], torch.float32)
@@ -205,7 +220,7 @@ def _read_int8(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
 # --- some of all ------------------------------------------------------------------------------------
 
 
-def _write_topk(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_topk(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     count = kept(code, len(rest))
     if rest.device.type == "cpu":
         largest = np.argpartition(rest.abs().numpy(), len(rest) - count)[len(rest) - count :]
@@ -217,7 +232,7 @@ def _write_topk(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
     rest[indices] = 0
 
 
-def _read_topk(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_topk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     count = kept(code, len(out))
     indices = _typed(octets[: 4 * count], torch.int32).long()
     if indices[0] < 0 or indices[-1] >= len(out) or not bool((indices.diff() > 0).all()):
@@ -226,13 +241,13 @@ def _read_topk(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
     out[indices] = _typed(octets[4 * count :], torch.float32)
 
 
-def _write_randomk(code: Code, rest: torch.Tensor, out: torch.Tensor) -> None:
+def _write_randomk(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     indices = drawn(code.seed, kept(code, len(rest)), len(rest)).to(rest.device)
     _store(out, rest[indices])
     rest[indices] = 0
 
 
-def _read_randomk(code: Code, octets: torch.Tensor, out: torch.Tensor) -> None:
+def _read_randomk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     indices = drawn(code.seed, kept(code, len(out)), len(out)).to(out.device)
     out.zero_()
     out[indices] = _typed(octets, torch.float32)

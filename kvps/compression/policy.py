@@ -1,7 +1,7 @@
-"""What a user asks of compression: which keys, by which codec, there and back.
+"""The user's compression settings: which keys, by which codec, in which direction.
 
-:func:`rules_of` turns the dict of ``set_gradient_compression`` into checked :class:`Rules`, which
-say for each key by which :class:`Setting` it travels, if by any. It knows no values.
+:func:`rules_of` turns the dict of ``set_gradient_compression`` into checked :class:`CompressionPolicy`, which
+say for each key by which :class:`KeyCompression` it travels, if by any. It knows no values.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from kvps.codes import BIT1, BIT2, CODECS, RANDOMK, TOPK, Code, fits
+from kvps.compression.spec import BIT1, BIT2, CODECS, RANDOMK, TOPK, CodecSpec, fits
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.specs import Spec
 
 MIN_BYTES = 65536
 """Smaller keys are not compressed unless they are to be: they cost more time than they save."""
@@ -25,17 +25,17 @@ _ALWAYS = ("type", "pull", "min_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class KeyCompression:
     """How a key travels."""
 
-    code: Code
-    back: Code | None
+    code: CodecSpec
+    back: CodecSpec | None
     """How its values come back; None for as they are."""
     min_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CompressionPolicy:
     """The settings of a store's keys.
 
     Example:
@@ -45,10 +45,10 @@ class Rules:
         >>> rules.setting_of("fc.bias", Spec("float32", (100_000,)))
     """
 
-    default: Setting | None
-    patterns: tuple[tuple[str, Setting | None], ...] = ()
+    default: KeyCompression | None
+    patterns: tuple[tuple[str, KeyCompression | None], ...] = ()
     """The first that matches a key decides."""
-    _known: dict[tuple[str, Spec], Setting | None] = field(
+    _known: dict[tuple[str, Spec], KeyCompression | None] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -57,14 +57,14 @@ class Rules:
         """Whether nothing is compressed, whatever its key."""
         return self.default is None and all(one is None for _, one in self.patterns)
 
-    def setting_of(self, key: str, spec: Spec) -> Setting | None:
+    def setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         """Return how a key travels; None for as it is."""
         known = (key, spec)
         if known not in self._known:
             self._known[known] = self._setting_of(key, spec)
         return self._known[known]
 
-    def _setting_of(self, key: str, spec: Spec) -> Setting | None:
+    def _setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         found = next(
             (one for pattern, one in self.patterns if fnmatchcase(key, pattern)), self.default
         )
@@ -73,10 +73,10 @@ class Rules:
         return found if spec.nbytes >= found.min_bytes else None
 
 
-OFF = Rules(None)
+OFF = CompressionPolicy(None)
 
 
-def rules_of(params: str | Mapping[str, object]) -> Rules:
+def rules_of(params: str | Mapping[str, object]) -> CompressionPolicy:
     """Return what ``params`` ask for.
 
     Args:
@@ -95,10 +95,10 @@ def rules_of(params: str | Mapping[str, object]) -> Rules:
         raise ConfigError(f"compression rules={rules!r:.60}: give a list of dicts")
     given.setdefault("type", NONE if rules else None)
     common = {name: value for name, value in given.items() if name in ("pull", "min_bytes")}
-    return Rules(_setting(given), tuple([_rule(one, common) for one in rules]))
+    return CompressionPolicy(_setting(given), tuple([_rule(one, common) for one in rules]))
 
 
-def _rule(rule: object, common: Mapping[str, object]) -> tuple[str, Setting | None]:
+def _rule(rule: object, common: Mapping[str, object]) -> tuple[str, KeyCompression | None]:
     if not isinstance(rule, Mapping) or not isinstance(rule.get("pattern"), str):
         raise ConfigError(
             f"compression rule {rule!r:.80}: give a dict with a pattern, such as "
@@ -108,22 +108,22 @@ def _rule(rule: object, common: Mapping[str, object]) -> tuple[str, Setting | No
     return str(rule["pattern"]), _setting({**common, **own})
 
 
-def _setting(params: Mapping[str, object]) -> Setting | None:
+def _setting(params: Mapping[str, object]) -> KeyCompression | None:
     """Return one setting; None for no compression."""
     pull, min_bytes = params.get("pull", False), params.get("min_bytes", MIN_BYTES)
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
         raise ConfigError(f"compression min_bytes={min_bytes!r:.40}: use 0 or more")
     code = _code({name: value for name, value in params.items() if name not in _ALWAYS[1:]})
     if isinstance(pull, Mapping):
-        return None if code is None else Setting(code, _code(dict(pull)), min_bytes)
+        return None if code is None else KeyCompression(code, _code(dict(pull)), min_bytes)
     if not isinstance(pull, bool):
         raise ConfigError(
             f"compression pull={pull!r:.40}: use True, False, or a dict with a type of its own"
         )
-    return None if code is None else Setting(code, code if pull else None, min_bytes)
+    return None if code is None else KeyCompression(code, code if pull else None, min_bytes)
 
 
-def _code(params: Mapping[str, object]) -> Code | None:
+def _code(params: Mapping[str, object]) -> CodecSpec | None:
     kind = params.get("type")
     if kind == NONE:
         codec = 0
@@ -143,7 +143,7 @@ def _code(params: Mapping[str, object]) -> Code | None:
     number = 0.0
     if "threshold" in takes:
         number = _float("threshold", params.get("threshold", THRESHOLD))
-        if not fits(Code(codec, number)):
+        if not fits(CodecSpec(codec, number)):
             over = " over 0" if codec == BIT2 else ""
             raise ConfigError(
                 f"compression threshold={number}: {kind} needs one{over} that float32 can hold"
@@ -155,7 +155,7 @@ def _code(params: Mapping[str, object]) -> Code | None:
     seed = params.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise ConfigError(f"compression seed={seed!r:.40}: use an integer from 0 to 2^62-1")
-    return Code(codec, number, 1.0, seed)
+    return CodecSpec(codec, number, 1.0, seed)
 
 
 def _takes(codec: int) -> tuple[str, ...]:

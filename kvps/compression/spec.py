@@ -1,9 +1,9 @@
-"""How gradients are compressed on the wire: the table of codecs, and the size of what they make.
+"""Codec specifications: the codecs on the wire, their parameters, and the encoded size.
 
-A :class:`Code` says how the elements of a run were written: which codec, and its numbers. The size
+A :class:`CodecSpec` says how the elements of a run were written: which codec, and its numbers. The size
 of the result follows from the code and from how many elements there are, so that a receiver
 computes it and never takes a sender's word. This file knows neither torch nor numpy: the wire
-imports it. :mod:`kvps.codecs` does the arithmetic.
+imports it. :mod:`kvps.compression.codecs` does the arithmetic.
 
 Elements are written in blocks of :data:`BLOCK`, each by itself and one behind the other (of
 ``topk`` and ``randomk``, all as one block)::
@@ -48,7 +48,7 @@ CODECS = {
 NAMES = {number: name for name, number in CODECS.items()}
 
 
-class Code(NamedTuple):
+class CodecSpec(NamedTuple):
     """How elements are written."""
 
     codec: int
@@ -60,7 +60,7 @@ class Code(NamedTuple):
     """From which the indices of ``randomk`` follow; else 0."""
 
 
-def check(code: Code) -> Code:
+def check(code: CodecSpec) -> CodecSpec:
     """Return ``code`` if it can be meant.
 
     Raises:
@@ -80,7 +80,7 @@ def check(code: Code) -> Code:
     return code
 
 
-def fits(code: Code) -> bool:
+def fits(code: CodecSpec) -> bool:
     """Whether float32 can hold what a code says: its scale, its threshold and both multiplied."""
     threshold = abs(code.number * code.scale)
     if not (TINY <= code.scale <= HUGE and math.isfinite(code.number) and threshold <= HUGE):
@@ -88,7 +88,7 @@ def fits(code: Code) -> bool:
     return code.codec != BIT2 or (code.number > 0 and threshold >= TINY)
 
 
-def kept(code: Code, count: int) -> int:
+def kept(code: CodecSpec, count: int) -> int:
     """Return how many of ``count`` elements ``topk`` or ``randomk`` keeps: at least one.
 
     Example:
@@ -98,12 +98,12 @@ def kept(code: Code, count: int) -> int:
     return min(count, max(1, math.ceil(code.number * count)))
 
 
-def seeded(code: Code, number: int) -> Code:
+def seeded(code: CodecSpec, number: int) -> CodecSpec:
     """Return the code of push, or version, ``number``: by another seed, other elements are drawn."""
     return code._replace(seed=(code.seed + number) % SEEDS)
 
 
-def size(code: Code, count: int) -> int:
+def size(code: CodecSpec, count: int) -> int:
     """Return the octets of ``count`` elements.
 
     Example:

@@ -1,4 +1,4 @@
-"""What a core may ask of the world, and the three doors through which the world calls a core.
+"""Effects: what a core may ask of the world, and the methods through which the world calls a core.
 
 A core never does anything: it yields effects, one after another, and the driver performs each
 as it comes (so that a chunk is on the wire while the next is being copied). A test collects them
@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvps.errors import KvpsError
-from kvps.messages import Packet
-
-if TYPE_CHECKING:
-    from kvps.core.disk import Order  # it knows tensors, and the scheduler does not
+from kvps.protocol.envelope import Envelope, Packet
 
 Route = str | bytes
 """A way to a peer: the name of a connection that we opened (``"scheduler"``, ``"server 1"``), or
@@ -86,6 +83,12 @@ class Save:
     state: bytes
 
 
+class Order:
+    """Something to do with files; :mod:`kvps.core.server.snapshot.storage` lists what there is."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Disk:
     """Do something with files; orders are carried out one after another, beside everything else."""
@@ -110,6 +113,13 @@ class Core(Protocol):
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A peer said something."""
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """What a peer said led to an error that nobody foresaw, which is in the log already.
+
+        Raises:
+            Exception: ``error``, if this process cannot go on.
+        """
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """The connection along ``route`` broke: a hint that the peer may have ended."""

@@ -1,10 +1,10 @@
-"""Elements that lie side by side in thought, in one piece of memory or in several.
+"""Dense gradients: neighbouring elements, in one piece of memory or several, and their sums.
 
 A gradient that came in a frame is one piece. One that is lent lies where its sender's tensors lie:
 several pieces, one for each run of tensors that happen to be neighbours in memory, too. What is
-done with gradients (:class:`Sum`) goes from edge to edge.
+done with gradients (:class:`GradientSum`) goes from edge to edge.
 
-A gradient of a table may also be :class:`~kvps.core.sparse.Sparse`. A sum of such ones alone stays so;
+A gradient of a table may also be :class:`~kvps.core.row_gradients.RowGradient`. A sum of such ones alone stays so;
 one of both kinds is taken as if all were strips.
 """
 
@@ -17,12 +17,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvps.core.sparse import Sparse, added
-from kvps.specs import BY_ID
+from kvps.core.row_gradients import RowGradient, added
+from kvps.dtypes import BY_ID
 from kvps.tensors import accumulator, from_frame
 
 
-class Strip:
+class DenseGradient:
     """Flat tensors of one type, end to end. They are only read."""
 
     __slots__ = ("_pieces", "_stops")
@@ -32,7 +32,7 @@ class Strip:
         self._stops = tuple(accumulate([one.numel() for one in pieces]))
 
     @classmethod
-    def of(cls, payload: Sequence[memoryview], dtype: int) -> Strip:
+    def of(cls, payload: Sequence[memoryview], dtype: int) -> DenseGradient:
         """Return the elements that came in ``payload``: one frame, or loans of several places."""
         return cls([from_frame(frame, BY_ID[dtype].name) for frame in payload])
 
@@ -58,24 +58,24 @@ class Strip:
             return piece
         return piece[start - begin : stop - begin]
 
-    def part(self, start: int, stop: int) -> Strip:
+    def part(self, start: int, stop: int) -> DenseGradient:
         """Return the elements from ``start`` to ``stop`` as a strip."""
         if start == 0 and stop == len(self):
             return self
         edges = [start, *[edge for edge in self._stops if start < edge < stop], stop]
-        return Strip([self.within(*ends) for ends in pairwise(edges)])
+        return DenseGradient([self.within(*ends) for ends in pairwise(edges)])
 
     def joined(self) -> torch.Tensor:
         """Return all elements in one piece; a copy if there were several."""
         return self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
 
 
-Part = Strip | Sparse
+Part = DenseGradient | RowGradient
 """A gradient: all of its elements, or some rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class GradientSum:
     """Gradients that are to be added up, in this order, and divided by a number if it is not 1.
 
     Where both kinds are among them, the strips come first.
@@ -87,11 +87,11 @@ class Sum:
     @property
     def is_sparse(self) -> bool:
         """Whether only some rows of all parts together are there."""
-        return all(isinstance(part, Sparse) for part in self.parts)
+        return all(isinstance(part, RowGradient) for part in self.parts)
 
-    def gathered(self) -> Sparse:
+    def gathered(self) -> RowGradient:
         """Return a sum that is sparse as one part, in memory of its own."""
-        return added([part for part in self.parts if isinstance(part, Sparse)], self.divisor)
+        return added([part for part in self.parts if isinstance(part, RowGradient)], self.divisor)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -101,14 +101,14 @@ class Sum:
 
         ``out`` is of the type that sums are taken in.
         """
-        strips = [part for part in self.parts if isinstance(part, Strip)]
+        strips = [part for part in self.parts if isinstance(part, DenseGradient)]
         edges = {edge for part in strips for edge in part.edges if start < edge < stop}
         begin = start
         for end in (*sorted(edges), stop):
             _add([part.within(begin, end) for part in strips], out[begin - start : end - start])
             begin = end
         for part in self.parts:
-            if isinstance(part, Sparse):
+            if isinstance(part, RowGradient):
                 part.add_to(out, start, stop)
         if self.divisor != 1:
             out.div_(self.divisor)
@@ -119,11 +119,11 @@ class Sum:
         self.into(out, 0, len(self))
         return out
 
-    def cut(self, at: int) -> tuple[Sum, Sum]:
+    def cut(self, at: int) -> tuple[GradientSum, GradientSum]:
         """Return the sums of the elements before ``at``, and from there on."""
         left = tuple([part.part(0, at) for part in self.parts])
         right = tuple([part.part(at, len(part)) for part in self.parts])
-        return Sum(left, self.divisor), Sum(right, self.divisor)
+        return GradientSum(left, self.divisor), GradientSum(right, self.divisor)
 
 
 def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How a rank stands that others wait for, in words: who hangs is not dead, and who is dead hangs not.
+"""Liveness in words: describe a rank that others wait for. A hung script is not a dead process.
 
 A worker's core beats while its script computes, waits or hangs, so that it lives says nothing about the
 script. What does is when the script last called; or, if it waits in a call, which one that is.

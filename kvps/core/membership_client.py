@@ -1,4 +1,4 @@
-"""How a server or a worker belongs to a cluster: its side of the talk with the scheduler.
+"""A member's side of the membership protocol: HELLO, beats, views, leaving.
 
 A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest
 view, and says LEAVE when it ends, until that is heard. The server core and the worker core each own
@@ -11,21 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
-from kvps.core.presence import SILENCE_MAX_S
+from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.quorum import Quorum
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, from_code
-from kvps.messages import (
-    PROTOCOL,
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import (
+    Alive,
     Beat,
-    Envelope,
+    Challenge,
     Error,
     Hello,
     Leave,
     Left,
-    Message,
-    Node,
-    Packet,
-    Role,
     Stop,
     View,
     Welcome,
@@ -79,7 +76,7 @@ def check_protocol(hello: Hello, me: str) -> None:
         )
 
 
-class Membership:
+class MembershipClient:
     """One process's membership of one job, from HELLO to LEFT."""
 
     def __init__(self, identity: Identity, now: float) -> None:
@@ -202,6 +199,11 @@ class Membership:
                     self.job = packet.envelope.job
             case Beat():
                 self.reason = message.reason or self.reason
+            case Challenge():
+                # One that ends does not answer: another may take its seat.
+                if not (self._leave or self.stopped or self.error):
+                    alive = Alive(message.number, self.identity.guardian)
+                    yield Send(SCHEDULER, self.packet(alive))
             case Left():
                 self.left = True
             case Stop():

@@ -1,4 +1,4 @@
-"""Which server holds which elements of a key.
+"""Placement: the server of each element of a key.
 
 A key below the bound lives on one server, its *home*, chosen by a stable hash of its name. A
 larger one is cut into near-equal parts, one for each server. Every process computes the same
@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
-from kvps.specs import Spec
+from kvps.dtypes import Spec
 
 BIGARRAY_BOUND = 100_000
 """Elements from which a key is cut: with ResNet-50 on 4 servers the fullest one then carries
@@ -31,6 +31,8 @@ PAGE = 1024
 PAGES_MIN = 32
 """Parts of so many pages of float32 begin at one, so that they can be mapped side by side."""
 
+JUDGE = 0
+"""The rank of the server that says when a join is over."""
 EMBEDDING = "kvps.embedding:"
 """What the keys of embedding tables begin with, and no other's: each has one element on every server,
 which says how many rows of the table are there."""

@@ -1,4 +1,4 @@
-"""Which worker ranks a round waits for, as the newest view has it."""
+"""The quorum: the worker ranks that a round waits for in the newest view."""
 
 from __future__ import annotations
 

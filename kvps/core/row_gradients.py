@@ -1,7 +1,7 @@
-"""Gradients of which only some rows are there: how they are put in order, cut, and added up.
+"""Row gradients: sorted, coalesced, cut by server, and summed.
 
 A sparse gradient of a table [n, width] is the sorted numbers of the rows that it has, each once, and
-these rows. All other rows are 0. It can stand wherever a :class:`~kvps.core.strip.Strip` can: it
+these rows. All other rows are 0. It can stand wherever a :class:`~kvps.core.gradients.DenseGradient` can: it
 has as many elements as its piece of the table, and adds itself to them where a dense sum is needed.
 Sparse gradients alone add up to a sparse one, at the cost of the rows that they name.
 """
@@ -21,13 +21,17 @@ Edges = tuple[int, ...]
 """Where rows are cut: numbers of rows, ascending."""
 
 
-class Sparse:
+class RowGradient:
     """Some rows of ``count`` rows of ``width`` elements; the others are 0. They are only read."""
 
     __slots__ = ("_count", "_place", "_sums", "ids", "rows")
 
     def __init__(
-        self, ids: Tensor, rows: Tensor, count: int, place: tuple[Sparse, Edges, int] | None = None
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        count: int,
+        place: tuple[RowGradient, Edges, int] | None = None,
     ) -> None:
         self.ids = ids
         """Which rows, int64 [k], ascending, each in [0, count)."""
@@ -36,7 +40,7 @@ class Sparse:
         self._count = count
         self._place = place
         """What it was cut from, at which edges, and which of the parts it is."""
-        self._sums: dict[tuple[object, ...], tuple[list[Sparse], list[Sparse]]] = {}
+        self._sums: dict[tuple[object, ...], tuple[list[RowGradient], list[RowGradient]]] = {}
         """The parts of sums of what this and others were cut from; and these others."""
 
     @property
@@ -56,15 +60,15 @@ class Sparse:
         """Return all elements that are there, in one piece."""
         return self.rows.reshape(-1)
 
-    def part(self, start: int, stop: int) -> Sparse:
+    def part(self, start: int, stop: int) -> RowGradient:
         """Return the elements from ``start`` to ``stop``: whole rows, numbered from ``start``'s."""
         width = self.width
         assert start % width == stop % width == 0, (start, stop, width)
         first, last = start // width, stop // width
         low, high = self._between(first, last)
-        return Sparse(self.ids[low:high] - first, self.rows[low:high], last - first)
+        return RowGradient(self.ids[low:high] - first, self.rows[low:high], last - first)
 
-    def cut(self, edges: Edges) -> list[Sparse]:
+    def cut(self, edges: Edges) -> list[RowGradient]:
         """Return the rows between each two of ``edges``, the first of which is 0.
 
         Sums of such parts are taken of the whole, once, so that many parts cost little more than one.
@@ -73,7 +77,7 @@ class Sparse:
             return [self]
         cuts = torch.searchsorted(self.ids, torch.tensor(edges)).tolist()
         return [
-            Sparse(
+            RowGradient(
                 self.ids[cuts[at] : cuts[at + 1]] - edges[at],
                 self.rows[cuts[at] : cuts[at + 1]],
                 edges[at + 1] - edges[at],
@@ -111,7 +115,7 @@ class Sparse:
         return low, high
 
 
-def added(parts: Sequence[Sparse], divisor: int = 1) -> Sparse:
+def added(parts: Sequence[RowGradient], divisor: int = 1) -> RowGradient:
     """Return the sum of ``parts``, in this order, divided by ``divisor``; in memory of its own.
 
     Half types are summed in float32.
@@ -132,7 +136,7 @@ def added(parts: Sequence[Sparse], divisor: int = 1) -> Sparse:
     return first._sums[number][0][at]
 
 
-def _added(parts: Sequence[Sparse], divisor: int) -> Sparse:
+def _added(parts: Sequence[RowGradient], divisor: int) -> RowGradient:
     first = parts[0]
     if len(parts) == 1:
         ids, rows = first.ids, accumulator(first.rows)
@@ -147,7 +151,7 @@ def _added(parts: Sequence[Sparse], divisor: int) -> Sparse:
             add_rows(rows, at, one.rows)
     if divisor != 1:
         rows.div_(divisor)
-    return Sparse(ids, rows, len(first) // first.width)
+    return RowGradient(ids, rows, len(first) // first.width)
 
 
 def numbered(ids: Tensor, *, are_runs: bool = False) -> tuple[Tensor, Tensor]:

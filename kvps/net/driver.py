@@ -3,6 +3,10 @@
 One thread runs the loop and owns the core and the sockets. Whoever else wants something of the
 core puts a function into the :class:`Inbox`, which wakes the loop; there are no locks around the
 rules, because nobody else ever enters them.
+
+What a peer sends ends no process. An error that nobody foresaw, raised while its packet is served or while
+something is done because of it, is logged with its traceback, told to the core, and left behind. An error
+of this process's own doing, such as an address of its own that it cannot listen on, still ends the loop.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from kvps.core.effects import (
     Copied,
     Core,
     Disk,
+    Effect,
     Effects,
     Exit,
     Finish,
@@ -29,8 +34,8 @@ from kvps.core.effects import (
     Save,
     Send,
 )
-from kvps.errors import ProtocolError
-from kvps.messages import Packet
+from kvps.errors import ConfigError, KvpsError, ProtocolError
+from kvps.protocol.envelope import Envelope, Packet
 
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
@@ -44,14 +49,32 @@ LOOK_EVERY_S = 1.0
 """The longest wait. A signal that comes between Python's last look and the system call ends no wait: its
 handler runs when that returns, and so does what the handler has put into the inbox."""
 BAD_BYTES_EVERY_S = 10.0
-"""How often bytes that are no packet are worth a line of log."""
+"""How often bytes that are no packet are worth a line of log; and an error that was logged before."""
+KINDS_MAX = 100
+"""How many errors are told apart; a further one is logged like one that was seen before."""
 
 
-class Dropped:
+class Disconnected:
     """What a transport reports in place of a packet when a connection broke."""
 
 
-DROPPED = Dropped()
+DROPPED = Disconnected()
+
+
+class Demanded(ConfigError):
+    """The operator of this process demands what cannot be: that ends it, whoever it was that showed it.
+
+    From :func:`drive` it comes as the ConfigError that it is.
+    """
+
+
+class Unserved(Exception):
+    """What a transport raises when it failed at a packet that could be decoded; its cause says how."""
+
+    def __init__(self, route: Route, envelope: Envelope) -> None:
+        super().__init__(f"a packet of {envelope.node}")
+        self.route = route
+        self.envelope = envelope
 
 
 class Transport(Protocol):
@@ -72,11 +95,12 @@ class Transport(Protocol):
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody: only an answer says that something arrived."""
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` (None: for ever) and yield what came.
 
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
+            Unserved: in place of one at which something failed that nobody foresaw; as above.
         """
 
     def wake(self) -> None:
@@ -102,7 +126,7 @@ class Listener(Protocol):
         """Something is to be done with files."""
 
 
-class Silent:
+class NullListener:
     """A listener of a core that has no calls and keeps nothing; others hear what concerns them."""
 
     def finish(self, effect: Finish) -> None:
@@ -136,6 +160,54 @@ class Inbox(Generic[C]):
             yield self._items.popleft()
 
 
+class Net:
+    """What peers have caused and nobody foresaw: each kind is logged whole once, and then counted."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.count = 0
+        self._clock = clock
+        self._unsaid: dict[tuple[object, ...], int] = {}
+        """By kind, how many came since the last line about it."""
+        self._quiet_until: dict[tuple[object, ...], float] = {}
+
+    def caught(self, error: Exception, what: str) -> None:
+        """Log an error; ``what`` says what was done when it was raised."""
+        self.count += 1
+        kind = _kind_of(error)
+        is_new = kind not in self._unsaid
+        if is_new and len(self._unsaid) >= KINDS_MAX:
+            kind, is_new = ("others",), ("others",) not in self._unsaid
+        now = self._clock()
+        if now < self._quiet_until.get(kind, -math.inf):
+            self._unsaid[kind] += 1
+            return
+        unsaid, self._unsaid[kind] = self._unsaid.get(kind, 0), 0
+        self._quiet_until[kind] = now + BAD_BYTES_EVERY_S
+        if isinstance(error, KvpsError):  # its text says all
+            log.warning("%s: %s", what, error)
+        elif is_new:
+            log.error(
+                "%s failed, and this process goes on without: please report this as a bug",
+                what,
+                exc_info=error,
+            )
+        else:
+            log.error(
+                "%s failed again (%r), %d times in all, and %d of this kind since the last such line",
+                *(what, error, self.count, unsaid + 1),
+            )
+
+
+def _kind_of(error: Exception) -> tuple[object, ...]:
+    """Return what errors of one origin have in common: their class, and where they were raised."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None:
+        return (type(error),)
+    return type(error), place.tb_frame.f_code.co_filename, place.tb_lineno
+
+
 def drive(
     core: C,
     transport: Transport,
@@ -143,13 +215,20 @@ def drive(
     listener: Listener | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Exit:
-    """Run ``core`` until it asks to exit; return that wish."""
-    heard = listener or Silent()
+    """Run ``core`` until it asks to exit; return that wish.
+
+    Raises:
+        Exception: what ``core`` or ``transport`` raised by itself; what a peer's packet has led to is
+            logged and counted, and told to the core, which may raise it again.
+    """
+    heard = listener or NullListener()
+    net = Net(clock)
     quiet_until, unsaid = -math.inf, 0
+    own: Exception | None = None
 
     def receive(
-        arrivals: Iterator[tuple[Route, Packet | Dropped]],
-    ) -> tuple[Route, Packet | Dropped] | None:
+        arrivals: Iterator[tuple[Route, Packet | Disconnected]],
+    ) -> tuple[Route, Packet | Disconnected | Unserved] | None:
         """Return what comes next; None at the end, and where there was no packet."""
         nonlocal quiet_until, unsaid
         try:
@@ -162,30 +241,66 @@ def drive(
             else:
                 unsaid += 1
             return None
+        except Unserved as error:
+            return error.route, error
+        except Demanded as error:
+            raise ConfigError(str(error)) from None
 
-    def perform(effects: Effects) -> Exit | None:
+    def do(effect: Effect) -> None:
+        match effect:
+            case Send():
+                transport.send(effect.to, effect.packet, effect.hold)
+            case Note():
+                log.log(LEVELS[effect.level], "%s", effect.text)
+            case Connect():
+                transport.connect(effect.to, effect.endpoint, effect.is_near)
+            case Listen():
+                transport.listen(effect.endpoint)
+            case Finish():
+                heard.finish(effect)
+            case Copied():
+                heard.copied(effect)
+            case Save():
+                heard.save(effect.state)
+            case Disk():
+                heard.order(effect)
+            case Exit():
+                raise AssertionError("an exit is a wish, and is done by the one who drives")
+
+    def perform(effects: Effects, whose: str = "") -> Exit | None:
+        """Do what a core asks for, because of ``whose`` packet; empty if it was nobody's."""
+        nonlocal own
         wish = None
         for effect in effects:
-            match effect:
-                case Send():
-                    transport.send(effect.to, effect.packet, effect.hold)
-                case Note():
-                    log.log(LEVELS[effect.level], "%s", effect.text)
-                case Connect():
-                    transport.connect(effect.to, effect.endpoint, effect.is_near)
-                case Listen():
-                    transport.listen(effect.endpoint)
-                case Finish():
-                    heard.finish(effect)
-                case Copied():
-                    heard.copied(effect)
-                case Save():
-                    heard.save(effect.state)
-                case Disk():
-                    heard.order(effect)
-                case Exit():
-                    wish = effect
+            if isinstance(effect, Exit):
+                wish = effect
+                continue
+            try:
+                do(effect)
+            except Demanded as error:
+                own = ConfigError(str(error))
+                raise own from None
+            except Exception as error:  # what led to it may be of a peer: judged below
+                # Where we listen and what we save is our own doing, whatever it was that led to it.
+                if not whose or isinstance(effect, Listen | Save):
+                    own = error
+                    raise
+                net.caught(error, f"{type(effect).__name__} because of a packet of {whose}")
         return wish
+
+    def serve(route: Route, packet: Packet) -> Exit | None:
+        """Let the core hear a packet; what it does not foresee is logged, and answered."""
+        try:
+            return perform(core.on_packet(route, packet, clock()), str(packet.envelope.node))
+        except Exception as error:  # R200: no packet ends the process
+            if error is own:
+                raise
+            return fail(route, packet.envelope, error)
+
+    def fail(route: Route, envelope: Envelope, error: Exception) -> Exit | None:
+        whose = str(envelope.node)
+        net.caught(error, f"a packet of {whose}")
+        return perform(core.on_failure(route, envelope, error, clock()), whose)
 
     while True:
         due = core.deadline()
@@ -193,10 +308,14 @@ def drive(
         arrivals = transport.poll(timeout_s)
         while (arrival := receive(arrivals)) is not None:
             route, packet = arrival
-            if isinstance(packet, Dropped):
-                wish = perform(core.on_drop(route, clock()))
-            else:
-                wish = perform(core.on_packet(route, packet, clock()))
+            match packet:
+                case Disconnected():
+                    wish = perform(core.on_drop(route, clock()))
+                case Unserved():
+                    assert isinstance(packet.__cause__, Exception)
+                    wish = fail(route, packet.envelope, packet.__cause__)
+                case _:
+                    wish = serve(route, packet)
             if wish is not None:
                 return wish
             del arrival, packet  # it may be what keeps a loan from being given back

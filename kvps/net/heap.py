@@ -48,3 +48,10 @@ def be_tight() -> None:
     global _limits
     _limits = TIGHT
     keep_freed_memory()
+
+
+def give_back() -> None:
+    """Give the system what is free now: after more came than there is ever use for."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

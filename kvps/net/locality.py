@@ -1,4 +1,4 @@
-"""Which processes are near each other: on one machine, behind one network stack.
+"""Host identity: which processes share a network stack, and perhaps memory.
 
 Two such processes reach each other by loopback, and nothing that they say leaves the machine. Most
 can read each other's memory, too; whether two can is found out when one offers its own.

@@ -1,4 +1,4 @@
-"""Packets inside one process: the same transport without sockets, for tests.
+"""Packets within one process: a transport without sockets, for tests.
 
 Packets are encoded and decoded as they would be on the wire, and payload is copied once, as a
 network would: nobody sees memory that another still writes to. The network counts what it
@@ -12,11 +12,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from kvps import wire
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError
-from kvps.messages import Packet
-from kvps.net.driver import DROPPED, Dropped
+from kvps.net.driver import DROPPED, Disconnected
+from kvps.protocol import wire
+from kvps.protocol.envelope import Packet
 
 Filter = Callable[[Packet], int]
 """How many copies of a packet arrive: 1, or 0 to lose it, or more."""
@@ -49,7 +49,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, bind: str | None) -> None:
         self.endpoint = bind or ""
         self._network = network
-        self._arrived: deque[tuple[Route, list[bytes | bytearray] | Dropped]] = deque()
+        self._arrived: deque[tuple[Route, list[bytes | bytearray] | Disconnected]] = deque()
         self._signal = threading.Event()
         self._peers: dict[Route, tuple[MemoryTransport, Route]] = {}
         if bind is not None:
@@ -83,18 +83,18 @@ class MemoryTransport:
         for _ in range(copies):
             peer[0]._arrive(peer[1], [bytes(head), *(bytearray(one) for one in payload)])
 
-    def _arrive(self, route: Route, frames: list[bytes | bytearray] | Dropped) -> None:
+    def _arrive(self, route: Route, frames: list[bytes | bytearray] | Disconnected) -> None:
         self._arrived.append((route, frames))
         self._signal.set()
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield what came."""
         if not self._arrived:  # else the last poll ended early
             self._signal.wait(timeout_s)
         self._signal.clear()
         while self._arrived:
             route, frames = self._arrived.popleft()
-            if isinstance(frames, Dropped):
+            if isinstance(frames, Disconnected):
                 yield route, frames
             else:
                 yield route, wire.decode([memoryview(one) for one in frames])

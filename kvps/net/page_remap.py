@@ -1,4 +1,4 @@
-"""Values that lie in several segments, seen as one: pages of others mapped side by side.
+"""Values that lie in several segments, mapped side by side as one array.
 
 A key that is cut over servers has its parts in several segments, and a reader wants one tensor. If
 every part begins at a page and all but the last end at one, the pages can be mapped a second time,
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvps.net.segment import PAGE_BYTES, Block, Mapping
+from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping
 
 KEPT_MAX = 16384
 """In how many places lies what is kept: each is a mapping, of which a process may have 65,530."""
@@ -31,7 +31,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 
 
-class Part(NamedTuple):
+class RemappedPart(NamedTuple):
     """Neighbouring bytes of one segment."""
 
     nonce: int
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     size_bytes: int
 
 
-class Stitches:
+class PageRemapper:
     """Arrangements of pages of other processes' segments.
 
     Args:
@@ -48,7 +48,7 @@ class Stitches:
 
     def __init__(self, mappings: Callable[[], Iterable[Mapping]]) -> None:
         self._mappings = mappings
-        self._kept: dict[tuple[Part, ...], object] = {}
+        self._kept: dict[tuple[RemappedPart, ...], object] = {}
         """What holds the pages of each arrangement."""
         self._nonces: set[int] = set()
         """Whose pages they may be."""
@@ -83,22 +83,22 @@ class Stitches:
         return block
 
 
-def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> Part | None:
+def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> RemappedPart | None:
     for one in mappings:
         offset = address - one.address
         if 0 <= offset <= one.offer.size - size_bytes:
-            return Part(one.offer.nonce, offset, size_bytes)
+            return RemappedPart(one.offer.nonce, offset, size_bytes)
     return None
 
 
-def _are_pages(parts: Sequence[Part]) -> bool:
+def _are_pages(parts: Sequence[RemappedPart]) -> bool:
     """Whether ``parts`` can be mapped one behind the other."""
     return all(part.offset % PAGE_BYTES == 0 for part in parts) and all(
         part.size_bytes % PAGE_BYTES == 0 for part in parts[:-1]
     )
 
 
-def _stitch(mappings: Iterable[Mapping], parts: Sequence[Part]) -> object | None:
+def _stitch(mappings: Iterable[Mapping], parts: Sequence[RemappedPart]) -> object | None:
     by_nonce = {one.offer.nonce: one for one in mappings}
     size_bytes = sum(part.size_bytes for part in parts)
     held = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Who still reads what: loans of memory between two processes, given and taken.
+"""Leases of memory between two processes, given and taken.
 
 Whoever sends a reference to its memory in place of bytes gives a *lease*, by number, and keeps the
 memory as it is until the lease is returned. Whoever receives it returns it when nothing refers to
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvps.core.effects import Hold
-from kvps.messages import Release
+from kvps.protocol.shared_memory import Release
 
 NAMED_MAX = 4096
 """How many leases that are still held one RELEASE names."""

@@ -12,7 +12,7 @@ said, a random number. Who cannot do all that, on another host, in another conta
 user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
-more; blocks that are read by others are kept alive by :mod:`kvps.net.leases`. What was given back
+more; blocks that are read by others are kept alive by :mod:`kvps.net.shm_leases`. What was given back
 is taken again before more memory is backed.
 """
 
@@ -29,7 +29,7 @@ from collections import deque
 import numpy as np
 
 from kvps.errors import KvpsError, ProtocolError
-from kvps.messages import Offer
+from kvps.protocol.shared_memory import Offer
 
 NAME = "kvps"
 PAGE_BYTES = mmap.PAGESIZE

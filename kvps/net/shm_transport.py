@@ -22,12 +22,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvps.core.effects import Hold, Route
-from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Envelope, Loan, Message, Offer, Packet, Release, Taken, Welcome
-from kvps.net.driver import Dropped, Transport
+from kvps.core.texts import shown
+from kvps.errors import KvpsError, ProtocolError
+from kvps.net.driver import Demanded, Disconnected, Transport, Unserved
 from kvps.net.heap import keep_freed_memory
-from kvps.net.leases import Borrowed, Lent
-from kvps.net.segment import Mapping, Segment, Unshared
+from kvps.net.shm_leases import Borrowed, Lent
+from kvps.net.shm_segment import Mapping, Segment, Unshared
+from kvps.protocol.envelope import Envelope, Loan, Message, Packet
+from kvps.protocol.membership import Welcome
+from kvps.protocol.shared_memory import Offer, Release, Taken
 
 log = logging.getLogger("kvps")
 
@@ -100,7 +103,7 @@ class SharingTransport:
         """Open a connection that is called ``name`` from now on.
 
         Raises:
-            ConfigError: if memory has to be shared, and the peer is not near.
+            Demanded: if memory has to be shared, and the peer is not near.
         """
         self._part(name)
         self._near.discard(name)
@@ -132,12 +135,13 @@ class SharingTransport:
             self._welcomed.add((envelope.job, message.rank, message.incarnation))
         self._inner.send(route, packet, hold)
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield what came.
 
         Raises:
             ProtocolError: in place of a packet that cannot be read.
-            ConfigError: if memory cannot be shared with a peer and it has to be.
+            Unserved: in place of one at which something else failed.
+            Demanded: if memory cannot be shared with one we went to, and it has to be.
         """
         if self._peers:
             self._return(RELEASE_EVERY)
@@ -218,25 +222,36 @@ class SharingTransport:
     # --- receiving -------------------------------------------------------------------------------
 
     def _receive(
-        self, route: Route, packet: Packet | Dropped
-    ) -> Iterator[tuple[Route, Packet | Dropped]]:
-        if isinstance(packet, Dropped):
+        self, route: Route, packet: Packet | Disconnected
+    ) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        if isinstance(packet, Disconnected):
             self._part(route)
             yield route, packet
             return
+        try:
+            passed = self._take_in(route, packet)
+        except KvpsError:
+            raise
+        except Exception as error:  # told apart by the driver, which answers the peer
+            raise Unserved(route, packet.envelope) from error
+        if passed is not None:
+            yield route, passed
+
+    def _take_in(self, route: Route, packet: Packet) -> Packet | None:
+        """Return the packet for the core; None if it was of memory alone."""
         envelope, message = packet.envelope, packet.message
         self._meet(route, envelope)
         match message:
             case Offer():
                 self._on_offer(route, envelope, message)
-                return
+                return None
             case Taken():
                 self._on_taken(route, envelope, message)
-                return
+                return None
             case Release():
                 if route in self._by_route:
                     self._by_route[route].given.release(message)
-                return
+                return None
             case Welcome() if self._segment is not None and route in self._near:
                 self._say(route, self._segment.offer)
         if packet.loans:
@@ -244,7 +259,7 @@ class SharingTransport:
         elif packet.payload and not self._frames_come:
             self._frames_come = True
             keep_freed_memory()
-        yield route, packet
+        return packet
 
     def _meet(self, route: Route, envelope: Envelope) -> None:
         """The one of ``envelope`` speaks along ``route``, and is answered there from now on."""
@@ -276,7 +291,7 @@ class SharingTransport:
 
         Raises:
             ProtocolError: if it comes from one who is no member.
-            ConfigError: if it cannot be mapped and has to be.
+            Demanded: if it cannot be mapped and has to be.
         """
         is_ours, life = route in self._near, (envelope.job, envelope.rank, envelope.incarnation)
         if not is_ours and life not in self._welcomed:
@@ -290,7 +305,7 @@ class SharingTransport:
                 peer = Peer(route, Mapping(message))
             except Unshared as error:
                 self._say(route, Taken(message.nonce, False, str(error)))
-                self._complain(f"{envelope.node}: {error}")
+                self._complain(f"{envelope.node}: {error}", is_ours)
                 return
             self._peers[message.nonce] = peer
         elif peer.mapping.offer != message:
@@ -306,13 +321,14 @@ class SharingTransport:
         """Lend from now on, if the other's memory is mapped here.
 
         Raises:
-            ConfigError: if ours is not mapped there and has to be.
+            Demanded: if ours is not mapped there and has to be.
         """
         if self._segment is None or message.nonce != self._segment.nonce:
             return  # of a life before this one
         peer = self._by_route.get(route)
         if not message.mapped:
-            self._complain(f"{envelope.node} cannot read ours: {message.reason}")
+            why = shown(message.reason)
+            self._complain(f"{envelope.node} cannot read ours: {why}", route in self._near)
         elif peer is not None:
             peer.reads_ours = self._segment.is_read = True
             self._segment.readers.add(route)
@@ -321,13 +337,15 @@ class SharingTransport:
         assert self._envelope is not None, "we have said HELLO, or WELCOME"
         self._inner.send(route, Packet(replace(self._envelope, seq=0), message), None)
 
-    def _complain(self, reason: str) -> None:
-        """Memory cannot be shared.
+    def _complain(self, reason: str, is_ours: bool) -> None:
+        """Memory cannot be shared; ``is_ours`` says that this process opened the connection.
+
+        Who comes to this process finds that out as well, and ends if it has to be: anybody may come.
 
         Raises:
-            ConfigError: if it has to be.
+            Demanded: if it is ours, and memory has to be shared.
         """
-        if self._insist:
+        if self._insist and is_ours:
             raise _insisting(reason)
         if not self._is_warned:
             self._is_warned = True
@@ -361,8 +379,8 @@ class SharingTransport:
                 del self._by_identity[identity]
 
 
-def _insisting(reason: str) -> ConfigError:
-    return ConfigError(
+def _insisting(reason: str) -> Demanded:
+    return Demanded(
         f"KVPS_TRANSPORT=shm, and memory cannot be shared: {reason}. Run all processes on one host "
         "as one user, or set KVPS_TRANSPORT=auto"
     )

@@ -8,8 +8,10 @@ file descriptor that libzmq names on every message.
 
 A network may do worse than to break. Packets that go by TCP have a checksum, and what does not
 agree with its own is no packet. A connection that looks open and carries nothing is closed and
-opened again by the one who opened it, who hears no answer to libzmq's heartbeats; its peer does not
-judge by them, since a process that stands still is not lost for that. And a connection of which
+opened again by the one who opened it: libzmq's heartbeats have something to carry, and whether octets
+move is asked of the kernel (:mod:`kvps.core.pulse`), since libzmq sees no frame before its last octet,
+and no heartbeat behind one. Its peer does not
+judge, since a process that stands still is not lost for that. And a connection of which
 libzmq could not read the framing it gives up for good, so that is opened again, too.
 """
 
@@ -19,27 +21,53 @@ import contextlib
 import math
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 import zmq.utils.monitor
 
-from kvps import wire
 from kvps.core.effects import Hold, Route
+from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Packet
-from kvps.net.driver import DROPPED, Dropped
+from kvps.net import descriptors
+from kvps.net.counted import CAN_COUNT, moved
+from kvps.net.driver import DROPPED, Disconnected
+from kvps.net.inflow import Inflow, Limits
+from kvps.net.room import memory_bytes
+from kvps.protocol import wire
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import ROWS_FRAMES_MAX
 
 BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
+SURPLUS_BATCH = 4096
+"""And so many frames of a message that has too many for a packet: they are dropped one by one."""
+DOMAIN = b"kvps"
+"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+CONTROL_BYTES_MAX = 1 << 20
+"""Octets of the longest frame that a scheduler takes: no packet to it has a payload."""
+CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
+"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
+
+
+def data_limits() -> Limits:
+    """Return what may lie in a server or worker of one connection to it.
+
+    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
+    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
+    """
+    known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
+    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
+
 
 _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.LINGER, 0),
     (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way
     (zmq.RCVHWM, 0),
-    (zmq.MAXMSGSIZE, wire.FRAME_BYTES_MAX),  # per frame, checked by libzmq before it allocates
     (zmq.HANDSHAKE_IVL, 5_000),
     (zmq.CONNECT_TIMEOUT, 5_000),
     (zmq.RECONNECT_IVL, 100),
@@ -51,15 +79,33 @@ _OPTIONS: tuple[tuple[int, int], ...] = (
 CONTROL_HEARTBEAT_S = 2.0, 4.0
 DATA_HEARTBEAT_S = 5.0, 15.0
 """How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
-come then. To the scheduler both together leave room before the silence for which it gives a member up;
-with payload they allow for a frame that takes as long, and for megabytes that are under way before."""
+move then. To the scheduler both together leave room before the silence for which it gives a member up."""
+LOOK_EVERY_S = 1.0
+"""How often it is looked whether anything moves."""
+NEVER_MS = 24 * 3_600_000
+"""libzmq's own judgement is put off by so much."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """What is known of a connection that was opened here."""
+
+    events: zmq.Socket[bytes]
+    silence_s: float
+    up: tuple[int, Pulse] | None = None
+    """Its descriptor and what has moved along it, while it is connected."""
 
 
 class ZmqTransport:
     """The sockets of one process. ``endpoint`` is where it can be reached, if it listens."""
 
     def __init__(
-        self, bind: str | None = None, watch: bool = False, *, checksums: bool = True
+        self,
+        bind: str | None = None,
+        watch: bool = False,
+        *,
+        checksums: bool = True,
+        control: bool = False,
     ) -> None:
         """Open none yet, but a place to listen if one is given.
 
@@ -67,19 +113,29 @@ class ZmqTransport:
             bind: as :meth:`listen` has it.
             watch: as :meth:`listen` has it.
             checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
+            control: this is a scheduler's, to whom no payload comes.
 
         Raises:
-            ConfigError: if that cannot be.
+            ConfigError: if that cannot be, or there are too few file descriptors, where libzmq would
+                abort the process.
         """
+        descriptors.demand("a kvps process", descriptors.LEAST)
         self._checksums = checksums
+        self._frame_bytes_max = CONTROL_BYTES_MAX if control else wire.FRAME_BYTES_MAX
+        self._inflow = Inflow(CONTROL if control else data_limits())
+        self._surplus: set[zmq.Socket[bytes]] = set()
+        """Those in the middle of a message that has too many frames for a packet."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._openings: dict[str, tuple[str, bool | None]] = {}
         """To where each connection was opened, and whether that is near."""
+        self._watches: dict[str, Watch] = {}
+        self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._tells_drops = False
         self._routes: dict[int, Route] = {}
         self._held: deque[tuple[zmq.MessageTracker, Hold]] = deque()
         self._waker, self._woken = socket.socketpair()
@@ -99,9 +155,10 @@ class ZmqTransport:
         assert self._router is None, "one place to listen is enough"
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if watch:
-            self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._poller.register(self._monitor, zmq.POLLIN)
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        self._tells_drops = watch
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._monitor, zmq.POLLIN)
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
@@ -112,6 +169,8 @@ class ZmqTransport:
                 "there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if _is_wire(self.endpoint):
+            self._inflow.port = int(self.endpoint.rpartition(":")[2])
         self._router = router
         self._poller.register(router, zmq.POLLIN)
 
@@ -119,23 +178,36 @@ class ZmqTransport:
         one = self._context.socket(kind)
         for option, value in _OPTIONS:
             one.setsockopt(option, value)
+        # Per frame, checked by libzmq before it allocates.
+        one.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return one
 
     def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
-        """Open a connection that is called ``name`` from now on; replaces one of that name."""
+        """Open a connection that is called ``name`` from now on; replaces one of that name.
+
+        Raises:
+            ConfigError: if ``endpoint`` is none, or there are too few file descriptors.
+        """
+        descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
         old = self._dealers.pop(name, None)
         if old is not None:
             self._poller.unregister(old)
             del self._names[old]
+            self._forget(name, old)
             old.close(0)
         dealer = self._socket(zmq.DEALER)
         if _is_wire(endpoint):
             every_s, silence_s = CONTROL_HEARTBEAT_S if is_near is None else DATA_HEARTBEAT_S
             dealer.setsockopt(zmq.HEARTBEAT_IVL, int(every_s * 1000))
-            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
+            limit_ms = NEVER_MS if CAN_COUNT else int(silence_s * 1000)
+            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit_ms)
+            if CAN_COUNT:
+                events = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+                self._watches[name] = Watch(events, every_s + silence_s)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
+            self._forget(name, dealer)
             dealer.close(0)
             raise ConfigError(
                 f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
@@ -173,16 +245,19 @@ class ZmqTransport:
             else:
                 self._held.append((tracker, hold))
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield what came."""
-        ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+        self._open_again()
+        wait_s = self._inflow.wait_s(timeout_s)
+        ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
         self._release()
         if ready.pop(self._woken.fileno(), None):
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
         if self._monitor is not None and self._monitor in ready:
-            yield from self._drops()
+            yield from self._events()
+        self._inflow.look()
         if self._router is not None and self._router in ready:
             yield from self._receive(self._router, None)
         for one in ready:
@@ -195,31 +270,109 @@ class ZmqTransport:
             if one.closed:  # what came before led to a new connection in its place
                 return
             try:
-                frames = one.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._frames(one, 1 if name is None else 0)
             except zmq.Again:
                 return
+            if frames is None:
+                return  # so that the timers get their turn
             if name is not None:
                 yield name, self._decode(name, frames)
                 continue
-            route = frames[0].bytes
-            if self._monitor is not None and len(frames) > 1:
-                self._routes[frames[1].get(zmq.SRCFD)] = route
-            yield route, self._decode(route, frames[1:])
+            route, fd = frames[0].bytes, _descriptor(frames)
+            if fd is not None:
+                self._routes[fd] = route
+                self._inflow.took(fd, _octets(frames))
+            packet = self._decode(route, frames[1:])
+            if fd is not None:
+                self._inflow.know(fd)
+            yield route, packet
+
+    def _frames(self, one: zmq.Socket[bytes], before: int) -> list[zmq.Frame] | None:
+        """Return the frames of the next message; None while one is dropped that has too many.
+
+        Args:
+            one: where from.
+            before: how many frames stand before those of the packet.
+
+        Raises:
+            zmq.Again: if there is no message.
+            ProtocolError: at the beginning of one that has too many frames.
+        """
+        if one in self._surplus:
+            if not self._drop_surplus(one):
+                return None
+            self._surplus.discard(one)
+        frames = [one.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
+                self._surplus.add(one)
+                if (fd := _descriptor(frames)) is not None and before:
+                    self._inflow.took(fd, _octets(frames))
+                whence = frames[0].bytes if before else self._names[one]
+                raise ProtocolError(
+                    f"a message of more than {1 + wire.PAYLOAD_FRAMES_MAX} frames "
+                    f"(from {_whence(whence, frames[before:])})"
+                )
+            frames.append(one.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
+        return frames
+
+    def _drop_surplus(self, one: zmq.Socket[bytes]) -> bool:
+        """Take out some of a message that has too many frames; return whether that was the end of it."""
+        fd, octets, is_over = None, 0, False
+        for _ in range(SURPLUS_BATCH):
+            frame = one.recv(zmq.NOBLOCK, copy=False)
+            fd = _descriptor([frame, frame]) if fd is None else fd
+            octets += _octets([frame, frame])
+            if not frame.more:
+                is_over = True
+                break
+        if fd is not None:
+            self._inflow.took(fd, octets)
+        return is_over
 
     def _decode(self, route: Route, frames: list[zmq.Frame]) -> Packet:
         try:
             return wire.decode([frame.buffer for frame in frames])
         except ProtocolError as error:
-            whence = route if isinstance(route, str) else _address_of(frames)
-            raise type(error)(f"{error} (from {whence})") from None
+            raise type(error)(f"{error} (from {_whence(route, frames)})") from None
 
-    def _drops(self) -> Iterator[tuple[Route, Dropped]]:
+    def _events(self) -> Iterator[tuple[Route, Disconnected]]:
+        """Take in which connections were made and which broke; yield these, if they are watched."""
         assert self._monitor is not None
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            route = self._routes.pop(event["value"], None)
-            if route is not None:
+            fd = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._inflow.opened(fd)
+                continue
+            self._inflow.closed(fd)
+            route = self._routes.pop(fd, None)
+            if route is not None and self._tells_drops:
                 yield route, DROPPED
+
+    def _forget(self, name: str, dealer: zmq.Socket[bytes]) -> None:
+        """Watch a connection no longer."""
+        if name in self._watches:
+            dealer.disable_monitor()
+            self._watches.pop(name).events.close(0)
+
+    def _open_again(self) -> None:
+        """Replace the connections along which nothing has moved for too long."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        for name, watch in list(self._watches.items()):
+            while watch.events.poll(0):
+                event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
+                is_up = event["event"] == zmq.EVENT_CONNECTED
+                watch.up = (event["value"], Pulse(watch.silence_s, now)) if is_up else None
+            if watch.up is None:
+                continue  # libzmq is at it
+            fd, pulse = watch.up
+            counted = moved(fd)
+            if counted is not None and pulse.is_dead(now, counted):
+                self.connect(name, *self._openings[name])
 
     def _release(self) -> None:
         while self._held and self._held[0][0].done:
@@ -235,6 +388,8 @@ class ZmqTransport:
         if self._monitor is not None and self._router is not None:
             self._router.disable_monitor()
             self._monitor = None
+        for name, dealer in self._dealers.items():
+            self._forget(name, dealer)
         self._context.destroy(linger=int(linger_s * 1000))
         self._waker.close()
         self._woken.close()
@@ -248,8 +403,28 @@ def _is_wire(endpoint: str) -> bool:
     return endpoint.startswith("tcp:")
 
 
-def _address_of(frames: list[zmq.Frame]) -> str:
-    """Return the address of the host that sent these, as far as libzmq tells."""
+def _descriptor(frames: list[zmq.Frame]) -> int | None:
+    """Return by which file descriptor a message came; None where libzmq does not say.
+
+    It says so on every frame but the first, which is the route.
+    """
+    try:
+        found = frames[1].get(zmq.SRCFD)
+    except (IndexError, zmq.ZMQError):
+        return None
+    return found if found >= 0 else None
+
+
+def _octets(frames: list[zmq.Frame]) -> int:
+    """Return how many octets a message took on its way, its route not counted."""
+    sizes = [len(frame) for frame in frames[1:]]
+    return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
+
+
+def _whence(route: Route, frames: list[zmq.Frame]) -> str:
+    """Return where a message came from: a connection of ours, or its host's address if libzmq tells."""
+    if isinstance(route, str):
+        return route
     try:
         return str(frames[0].get("Peer-Address"))
     except (IndexError, zmq.ZMQError):

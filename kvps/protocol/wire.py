@@ -28,26 +28,25 @@ from dataclasses import MISSING, fields
 
 import msgpack
 
-from kvps import codes
-from kvps.checksum import checksum
+from kvps.compression import spec
+from kvps.dtypes import BY_ID, Spec
 from kvps.errors import KvpsError, ProtocolError
-from kvps.messages import (
+from kvps.protocol.checksum import checksum
+from kvps.protocol.envelope import (
     ENTRIES_MAX,
     KEY_MAX,
     MESSAGES,
     RUNS_MAX,
     TEXT_MAX,
-    Entry,
     Envelope,
-    Load,
     Loan,
     Message,
     Packet,
-    Push,
     Role,
-    View,
 )
-from kvps.specs import BY_ID, Spec
+from kvps.protocol.membership import View
+from kvps.protocol.stores import Entry
+from kvps.protocol.values import Load, Push
 
 VERSION = 1
 HEAD = struct.Struct("!2sBB16sIBBBxIQQ")
@@ -58,7 +57,7 @@ PAYLOAD_FRAMES_MAX = 64
 FRAME_BYTES_MAX = 64 << 20
 ARRAY_MAX = 8192
 """Limits: octets of a head, payload frames of a packet, octets of one (64 MiB), elements of an
-array or map of which :mod:`kvps.messages` says nothing else."""
+array or map of which :mod:`kvps.protocol` says nothing else."""
 
 _INT_MAX = 2**63 - 1
 _INT_32_MAX = 2**32 - 1
@@ -428,7 +427,7 @@ def _within(entry: Entry) -> Entry:
     return entry
 
 
-_FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, codes.Code: codes.check}
+_FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.CodecSpec: spec.check}
 """What else is checked of a record whose fields are right."""
 
 

@@ -1,4 +1,4 @@
-"""How values come from a GPU to memory that the servers read, and from this machine to a GPU.
+"""Pinned staging buffers between GPUs and the memory that servers read.
 
 Both ways go through page-locked memory, on a stream of their own, so that they run at the speed of
 the bus and beside the kernels of the script. Gradients land where the servers read them: in this

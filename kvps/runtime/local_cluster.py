@@ -22,18 +22,20 @@ from torch._C._distributed_c10d import HashStore, Store
 import kvps
 from kvps import config
 from kvps.core.effects import Core, Exit
-from kvps.core.member import JOIN_MAX_S, Identity
-from kvps.core.scheduler import Scheduler, Settings
-from kvps.core.server import Server
+from kvps.core.membership_client import JOIN_MAX_S, Identity
+from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
-from kvps.messages import Role
+from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
+from kvps.net.room import memory_bytes
 from kvps.net.zeromq import ZmqTransport
-from kvps.store.endings import Endings
-from kvps.store.kvstore import TIMEOUT_S
-from kvps.store.roles import own_machine
-from kvps.store.session import Session
-from kvps.store.transport import open_transport
+from kvps.protocol.envelope import Role
+from kvps.runtime.open_stores import OpenStores
+from kvps.runtime.scheduler_process import own_machine
+from kvps.runtime.ticket import TIMEOUT_S
+from kvps.runtime.transport import open_transport
+from kvps.runtime.worker_session import WorkerSession
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,7 +53,7 @@ def worker_session(
     join_max_s: float = JOIN_MAX_S,
     *,
     is_replaceable: bool = True,
-) -> Session:
+) -> WorkerSession:
     """Return a session of this process with the cluster at ``scheduler``."""
     identity = Identity(
         Role.WORKER,
@@ -66,8 +68,9 @@ def worker_session(
         silence_max_s=config.silence_max_s(),
         machine=own_machine(),
     )
+    descriptors.demand("a worker", descriptors.of_worker(1, 1) + descriptors.SPARE)
     transport, memory, _ = open_transport()
-    return Session(identity, transport, memory, is_replaceable=is_replaceable)
+    return WorkerSession(identity, transport, memory, is_replaceable=is_replaceable)
 
 
 class LocalCluster:
@@ -104,11 +107,11 @@ class LocalCluster:
         """Where the scheduler listens, once the cluster is entered."""
         self._threads: list[threading.Thread] = []
         self._stops: list[Callable[[], None]] = []
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._board: Store | None = None
-        self._endings: list[Endings] = []
+        self._endings: list[OpenStores] = []
 
     @property
     def board(self) -> Store:
@@ -118,11 +121,11 @@ class LocalCluster:
                 self._board = HashStore()
             return self._board
 
-    def endings(self) -> Endings:
+    def endings(self) -> OpenStores:
         """Return those stores of the calling thread that no session ends."""
-        mine: Endings | None = getattr(self._mine, "endings", None)
+        mine: OpenStores | None = getattr(self._mine, "endings", None)
         if mine is None:
-            mine = self._mine.endings = Endings()
+            mine = self._mine.endings = OpenStores()
             self._endings.append(mine)
         return mine
 
@@ -143,11 +146,25 @@ class LocalCluster:
         self.close(done=error is None)
 
     def start(self) -> None:
-        """Start the scheduler and the servers."""
+        """Start the scheduler and the servers.
+
+        Raises:
+            ConfigError: if there are too few file descriptors for all of it.
+        """
+        sizes = self.workers, self.servers
+        descriptors.demand(
+            f"a cluster of {sizes[0]} workers and {sizes[1]} servers in one process",
+            descriptors.of_scheduler(*sizes)
+            + self.servers * descriptors.of_server(*sizes)
+            + self.workers * descriptors.of_worker(*sizes)
+            + descriptors.SPARE,
+        )
         settings = Settings(
             self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()
         )
-        transport = ZmqTransport("tcp://127.0.0.1:0", watch=True, checksums=config.checksums())
+        transport = ZmqTransport(
+            "tcp://127.0.0.1:0", watch=True, checksums=config.checksums(), control=True
+        )
         self.scheduler = transport.endpoint
         now = time.monotonic()
         self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
@@ -164,15 +181,15 @@ class LocalCluster:
                 silence_max_s=config.silence_max_s(),
                 machine=own_machine(),
             )
-            self._drive(f"server {rank}", Server(identity, now, memory=memory), one)
+            self._drive(f"server {rank}", Server(identity, now, memory_bytes(), memory), one)
 
-    def session(self) -> Session:
+    def session(self) -> WorkerSession:
         """Return the worker that the calling thread is, making it if it is new.
 
         Raises:
             ConfigError: if all workers are taken by other threads.
         """
-        mine: Session | None = getattr(self._mine, "session", None)
+        mine: WorkerSession | None = getattr(self._mine, "session", None)
         if mine is not None and not mine.is_over:
             return mine
         with self._lock:
@@ -220,7 +237,7 @@ class LocalCluster:
     def leave(self) -> None:
         """Flush and leave, as the worker that the calling thread is; rounds close without it."""
         self.endings().end(is_done=True)
-        session: Session | None = getattr(self._mine, "session", None)
+        session: WorkerSession | None = getattr(self._mine, "session", None)
         if session is not None and not session.is_over:
             session.flush(TIMEOUT_S)
             session.leave(done=True, exit_code=0, reason="shutdown()")
@@ -228,7 +245,7 @@ class LocalCluster:
     def _leave(self, done: bool, reason: str) -> None:
         with suppress(KvpsError):
             self.endings().end(done)
-        session: Session | None = getattr(self._mine, "session", None)
+        session: WorkerSession | None = getattr(self._mine, "session", None)
         if session is not None:
             session.leave(done, 0 if done else 1, reason)
 

@@ -1,4 +1,4 @@
-"""How stores end that a script has left open: when its process does, or the worker that it is."""
+"""The stores that a script left open, closed when its process or LocalCluster worker ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from typing import Protocol
 
 from kvps.errors import KvpsError
-from kvps.store.session import end_process, ending
+from kvps.runtime.worker_session import end_process, ending
 
 log = logging.getLogger("kvps")
 
@@ -27,7 +27,7 @@ class Endable(Protocol):
         """Let go without waiting; again: nothing."""
 
 
-class Endings:
+class OpenStores:
     """The open stores of one worker that no session ends."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Endings:
             raise errors[0]
 
 
-class AtExit(Endings):
+class AtExit(OpenStores):
     """Those of a process, which end with it."""
 
     def __init__(self) -> None:

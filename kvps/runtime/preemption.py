@@ -1,4 +1,4 @@
-"""How a worker leaves when it is asked to by SIGTERM: behind the round that it is in.
+"""Preemption: a worker that gets SIGTERM leaves after the round it is in.
 
 SIGTERM ends a process wherever it is; its part of a round is then missing, and the others wait for a
 replacement. A process for which :func:`leave_at_sigterm` was called goes on instead until it would
@@ -22,7 +22,7 @@ from kvps.errors import ConfigError
 log = logging.getLogger("kvps")
 
 
-class Asked:
+class PreemptionFlag:
     """Whether this process was asked to leave."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Asked:
         self.is_asked = True
 
 
-asked = Asked()
+asked = PreemptionFlag()
 
 
-class Step:
+class RoundTracker:
     """Which keys a store has pushed in the round that its user is in."""
 
-    def __init__(self, store: str, wish: Asked = asked) -> None:
+    def __init__(self, store: str, wish: PreemptionFlag = asked) -> None:
         self._store = store
         self._wish = wish
         self._pushed: set[str] = set()

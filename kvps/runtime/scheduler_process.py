@@ -1,8 +1,8 @@
-"""How a process runs in a role of its own: as the scheduler, and what is common to all roles.
+"""The scheduler's process, and what the processes of all roles share.
 
 The command ``kvps-scheduler`` calls :func:`run_scheduler`, and so does a job script that
 ``DMLC_ROLE`` makes the scheduler. What a process does to run as a server, which needs torch, is
-in :mod:`kvps.store.serving`.
+in :mod:`kvps.runtime.server_process`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.core.effects import Exit
-from kvps.core.presence import SILENCE_MAX_S
-from kvps.core.scheduler import Scheduler
-from kvps.core.seats import DROP_GRACE_S, Settings
+from kvps.core.liveness import SILENCE_MAX_S
+from kvps.core.scheduler.scheduler import Scheduler
+from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
-from kvps.net.driver import Inbox, Silent, drive
+from kvps.net import descriptors
+from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.locality import machine
 from kvps.net.zeromq import ZmqTransport
 
@@ -38,7 +39,7 @@ RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
 
-class StateFile(Silent):
+class StateFile(NullListener):
     """Keeps the scheduler's state where a restart finds it, and others from its folder."""
 
     def __init__(self, folder: str) -> None:
@@ -183,10 +184,16 @@ def run_scheduler(
         on_ready: told where it listens, once it does.
 
     Raises:
-        ConfigError: if that cannot be, or the port or ``state`` is another's.
+        ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
+            descriptors.
         StorageError: if ``state`` cannot be read.
     """
     config.demand_loopback(bind, insecure)
+    need = descriptors.of_scheduler(workers, servers) + descriptors.SPARE
+    descriptors.demand(f"the scheduler of {workers} workers and {servers} servers", need)
+    descriptors.make_room(
+        2 * need
+    )  # of a connection that broke, its successor may come before its end
     settings = Settings(
         *(workers, servers, silence_max_s, drop_grace_s),
         keep_alive=keep_alive,
@@ -202,7 +209,7 @@ def _run_scheduler(
     kept: StateFile | None,
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    transport = ZmqTransport(bind, watch=True, checksums=config.checksums())
+    transport = ZmqTransport(bind, watch=True, checksums=config.checksums(), control=True)
     try:
         snapshot = kept.read() if kept is not None else None
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a process runs as a server: a core, its sockets, and signals.
+"""The server's process: a core, its sockets, and its signals.
 
 The command ``kvps-server`` calls this, and so does a job script that ``DMLC_ROLE`` makes a server.
 """
@@ -17,14 +17,17 @@ import torch
 
 from kvps import __version__, config
 from kvps.core.effects import Exit
-from kvps.core.member import Identity
-from kvps.core.server import Server
+from kvps.core.membership_client import Identity
+from kvps.core.scheduler.seat import SEATS_MAX
+from kvps.core.server.server import Server
 from kvps.errors import ConfigError
-from kvps.messages import Role
+from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
-from kvps.store.archive import Archive
-from kvps.store.roles import on_stop, own_host, own_machine, report
-from kvps.store.transport import open_transport
+from kvps.net.room import memory_bytes
+from kvps.protocol.envelope import Role
+from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
+from kvps.runtime.storage_thread import StorageThread
+from kvps.runtime.transport import open_transport
 
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
@@ -49,7 +52,8 @@ def run_server(
         scheduler: where the scheduler listens.
         bind: where to listen.
         rank: which server to be; None for any.
-        memory_limit: bytes of values and optimizer state; keys beyond it are refused.
+        memory_limit: bytes of weights; keys beyond it are refused. None is what the machine, or the
+            container, has: a declaration that no memory could hold should end no server.
         threads: threads that compute, each a part of a block; None leaves it to torch.
         plugins: modules that register optimizers when they are imported.
         advertise: the host that workers are told, if ``bind`` names none.
@@ -58,7 +62,7 @@ def run_server(
         checkpoint_every_s: how often one is written; 0 only when workers ask for one.
 
     Raises:
-        ConfigError: if that cannot be, or the port is busy.
+        ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
         SchedulerLost: if nobody knows the scheduler's name.
     """
     config.demand_loopback(bind, insecure)
@@ -67,6 +71,10 @@ def run_server(
     if threads is not None:
         torch.set_num_threads(threads)
     join_max_s = config.join_max_s()
+    descriptors.demand("a server", descriptors.of_server(1, 1) + descriptors.SPARE)
+    descriptors.make_room(
+        descriptors.of_server(0, SEATS_MAX)
+    )  # how many will come is not known yet
     transport, memory, listens = open_transport(bind)
     identity = Identity(
         Role.SERVER,
@@ -81,12 +89,11 @@ def run_server(
         machine=own_machine(),
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
-    core = Server(
-        identity, time.monotonic(), memory_limit, memory, torch.get_num_threads(), every_s
-    )
+    limit = memory_bytes() if memory_limit is None else memory_limit
+    core = Server(identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s)
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
-    archive = None if checkpoint_dir is None else Archive(checkpoint_dir, inbox)
+    archive = None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox)
     with on_stop(inbox, _leave_and_exit):
         wish = drive(core, transport, inbox, archive)
     if archive is not None:

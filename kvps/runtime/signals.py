@@ -1,4 +1,4 @@
-"""Signals end a command as an error would: by an exception, wherever it is, so that it cleans up.
+"""Signals as exceptions, raised wherever the command is, so that it cleans up.
 
 Python drops what is raised in some places: a destructor, a callback of the garbage collector, an import
 lock. An exception that came there is raised again a moment later.

@@ -1,4 +1,4 @@
-"""Carries a server's orders for its disk out, in a thread of its own, and brings back what came of them.
+"""The thread that carries out a server's storage orders, one after another.
 
 Orders are carried out one after another. The thread gives way to the one that serves: a checkpoint
 may take longer, and rounds should not.
@@ -11,27 +11,27 @@ import os
 import queue
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from kvps import __version__
-from kvps.checkpoint.manifest import Holding, ImageFile, Manifest, image_name, now_in_words
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.disk import (
+from kvps.checkpoint.directory import CheckpointDirectory
+from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name, now_in_words
+from kvps.core.effects import Disk
+from kvps.core.server.snapshot.storage import (
     Answer,
+    AnyOrder,
     Complete,
     Completed,
-    Found,
+    FindCuts,
+    FoundCuts,
     Loaded,
-    Look,
-    Order,
     Read,
     Remove,
+    SnapshotWritten,
     Write,
-    Written,
 )
-from kvps.core.effects import Disk
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import Inbox, Silent
+from kvps.net.driver import Inbox, NullListener
 
 log = logging.getLogger("kvps")
 NICE = 10
@@ -42,7 +42,7 @@ END_MAX_S = 5.0
 """How long the end of a server waits for what is being written."""
 
 
-class Archive(Silent):
+class StorageThread(NullListener):
     """The disk of one server.
 
     Args:
@@ -53,13 +53,13 @@ class Archive(Silent):
     def __init__(self, folder: str, inbox: Inbox[Any]) -> None:
         self._folder = folder
         self._inbox = inbox
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[AnyOrder | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvps checkpoints", daemon=True)
         self._thread.start()
 
     def order(self, effect: Disk) -> None:
         """Something is to be done with files."""
-        self._orders.put(effect.order)
+        self._orders.put(cast("AnyOrder", effect.order))
 
     def close(self) -> None:
         """Carry out what was ordered, and end; what takes too long is left as it is."""
@@ -71,7 +71,11 @@ class Archive(Silent):
         if hasattr(os, "gettid"):
             os.setpriority(os.PRIO_PROCESS, os.gettid(), NICE)
         while (order := self._orders.get()) is not None:
-            answer = carry_out(self._folder, order)
+            try:
+                answer = carry_out(self._folder, order)
+            except Exception as error:  # such as no memory: the next order may be one that can be
+                log.exception("carrying out %s failed", type(order).__name__)
+                answer = refusal(order, StorageError(f"{type(order).__name__}: {error!r:.200}"))
             del order  # it may hold an image
             if answer is not None:
                 self._inbox.put(_bring(answer))
@@ -81,38 +85,40 @@ def _bring(answer: Answer) -> Any:
     return lambda core, now: core.on_disk(answer, now)
 
 
-def carry_out(folder: str, order: Order) -> Answer | None:
+def carry_out(folder: str, order: AnyOrder) -> Answer | None:
     """Do what one order says; return its answer, None for one that has none."""
     began = time.monotonic()
     match order:
         case Write(cut, image):
             try:
-                written = Shelf(folder, image.server, REST).write(cut, image)
+                written = CheckpointDirectory(folder, image.server, REST).write(cut, image)
             except KvpsError as error:
-                return Written(cut, 0, "", error)
+                return SnapshotWritten(cut, 0, "", error)
             log.debug(
                 "wrote %d octets of checkpoint %d in %.2f s",
                 *(written.size, cut, time.monotonic() - began),
             )
-            return Written(cut, written.size, written.sha256)
+            return SnapshotWritten(cut, written.size, written.sha256)
         case Complete():
             cut = order.commit.cut
             try:
-                Shelf(folder, order.server).commit(manifest_of(order), order.commit.kept)
+                CheckpointDirectory(folder, order.server).commit(
+                    manifest_of(order), order.commit.kept
+                )
             except KvpsError as error:
                 return Completed(cut, error)
             return Completed(cut)
         case Remove(cut, server):
             try:
-                Shelf(folder, server).drop(cut)
+                CheckpointDirectory(folder, server).drop(cut)
             except KvpsError as error:
                 log.warning("%s", error)
             return None
-        case Look():
+        case FindCuts():
             return _look(folder, order)
         case Read():
             try:
-                shelf = Shelf(folder, order.server)
+                shelf = CheckpointDirectory(folder, order.server)
                 image = shelf.load(shelf.manifest(order.cut), order.server, order.servers)
             except KvpsError as error:
                 return Loaded(None, order.for_whom, error)
@@ -123,14 +129,29 @@ def carry_out(folder: str, order: Order) -> Answer | None:
             return Loaded(image, order.for_whom)
 
 
-def _look(folder: str, order: Look) -> Found:
-    shelf = Shelf(folder, order.server)
+def refusal(order: AnyOrder, error: KvpsError) -> Answer | None:
+    """Return the answer to an order that failed; None for one that has none."""
+    match order:
+        case Write(cut, _):
+            return SnapshotWritten(cut, 0, "", error)
+        case Complete():
+            return Completed(order.commit.cut, error)
+        case Remove():
+            return None
+        case FindCuts():
+            return FoundCuts(for_whom=order.for_whom, error=error)
+        case Read():
+            return Loaded(None, order.for_whom, error)
+
+
+def _look(folder: str, order: FindCuts) -> FoundCuts:
+    shelf = CheckpointDirectory(folder, order.server)
     try:
         complete = shelf.complete(order.job, order.server, order.servers)
         cuts = tuple([one.cut for one in complete if order.tag in ("", one.tag)])
-        return Found(cuts, shelf.highest(), order.for_whom)
+        return FoundCuts(cuts, shelf.highest(), order.for_whom)
     except StorageError as error:
-        return Found(for_whom=order.for_whom, error=error)
+        return FoundCuts(for_whom=order.for_whom, error=error)
 
 
 def manifest_of(order: Complete) -> Manifest:
@@ -147,7 +168,9 @@ def manifest_of(order: Complete) -> Manifest:
             ImageFile(image_name(server, servers), one.size, one.sha256)
             for server, one in enumerate(commit.images)
         ),
-        stores={one.store: Holding(one.begins, one.lowest, one.highest) for one in commit.stores},
+        stores={
+            one.store: StoreVersions(one.begins, one.lowest, one.highest) for one in commit.stores
+        },
         tag=commit.tag,
         written=now_in_words(),
     )

@@ -1,4 +1,4 @@
-"""What the user holds while a call is under way."""
+"""Tickets and handles: what a call returns, and a session completes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvps.errors import EpochChanged, KvpsError
+
+TIMEOUT_S = 300.0
+"""Seconds that a call waits at most, unless it is told otherwise."""
 
 
 class Ticket:

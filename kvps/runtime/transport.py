@@ -1,4 +1,4 @@
-"""How this process's packets and values travel: decided here, from KVPS_TRANSPORT.
+"""The transport of this process's packets and values, chosen by KVPS_TRANSPORT.
 
 ``auto`` shares memory with those who can open it and sends frames to the others, ``shm`` insists
 on it, ``tcp`` sends frames to all.
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from kvps import config
+from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
 from kvps.net.heap import keep_freed_memory
-from kvps.net.segment import Segment, Unshared
-from kvps.net.sharing import SHARE_MIN_BYTES, SharingTransport
-from kvps.net.stitching import Stitches
+from kvps.net.page_remap import PageRemapper
+from kvps.net.shm_segment import Segment, Unshared
+from kvps.net.shm_transport import SHARE_MIN_BYTES, SharingTransport
 from kvps.net.zeromq import ZmqTransport
-from kvps.specs import BY_NAME
 from kvps.tensors import TORCH, Memory, Private
 
 log = logging.getLogger("kvps")
@@ -28,7 +28,7 @@ log = logging.getLogger("kvps")
 class Shared:
     """Memory in this process's segment, as long as somebody reads that and there is room in it."""
 
-    def __init__(self, segment: Segment, stitches: Stitches) -> None:
+    def __init__(self, segment: Segment, stitches: PageRemapper) -> None:
         self._segment = segment
         self._stitches = stitches
 
@@ -91,5 +91,5 @@ def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
         keep_freed_memory()
         return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
     transport = SharingTransport(zmq, segment, insist=wish == "shm")
-    memory = Shared(segment, Stitches(lambda: transport.mappings))
+    memory = Shared(segment, PageRemapper(lambda: transport.mappings))
     return transport, memory, zmq.endpoint

@@ -20,15 +20,15 @@ from typing import NoReturn
 
 import torch
 
-from kvps.core.calls import Call, Flush
 from kvps.core.effects import Copied, Exit, Finish
-from kvps.core.member import Identity
-from kvps.core.worker import Worker
+from kvps.core.membership_client import Identity
+from kvps.core.worker.calls import Call, Flush
+from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
-from kvps.net.driver import Inbox, Silent, Transport, drive
-from kvps.store.handle import Ticket
-from kvps.store.staging import Staging
-from kvps.store.transport import Shared
+from kvps.net.driver import Inbox, NullListener, Transport, drive
+from kvps.runtime.cuda_staging import Staging
+from kvps.runtime.ticket import Ticket
+from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
@@ -36,7 +36,7 @@ LEAVE_MAX_S = 5.0
 """How long the end of a process waits for the scheduler to know of it."""
 
 
-class Session(Silent):
+class WorkerSession(NullListener):
     """One worker of one cluster, in this process.
 
     Args:
@@ -181,7 +181,7 @@ class Session(Silent):
             self.call(Flush(name), timeout_s).wait()
 
 
-class Ending:
+class ExitStatus:
     """How this process ends: remembered by hooks, asked for by the exit handler."""
 
     def __init__(self) -> None:
@@ -206,10 +206,10 @@ class Ending:
         self._exit(status)  # type: ignore[arg-type]  # as sys.exit takes it
 
 
-ending = Ending()
+ending = ExitStatus()
 
 
-def leave_at_exit(session: Session, is_guarded: bool, timeout_s: float) -> None:
+def leave_at_exit(session: WorkerSession, is_guarded: bool, timeout_s: float) -> None:
     """Have ``session`` flushed and left when the process ends; it fails if a push is lost then.
 
     Args:

@@ -1,1 +1,1 @@
-"""What a training script imports: the stores, and the process's place in the cluster."""
+"""The stores: what a training script imports."""

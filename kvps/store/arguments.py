@@ -1,4 +1,4 @@
-"""From what users give to what stores work on: keys to names, values to rows.
+"""User arguments: keys to names, values to flat tensors, outputs to sinks.
 
 A call takes one key or a list, and for each key one value or a list with one value per device.
 All mistakes in that are found here, before anything is sent, and named by key. A *row* is a
@@ -18,10 +18,10 @@ from operator import attrgetter
 import torch
 
 from kvps.core.placement import EMBEDDING
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
-from kvps.messages import KEY_MAX
-from kvps.specs import Spec
-from kvps.store.staging import bring_back
+from kvps.protocol.envelope import KEY_MAX
+from kvps.runtime.cuda_staging import bring_back
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

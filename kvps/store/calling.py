@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from kvps.core.calls import Sinks, Views
-from kvps.core.plan import Numbers, alike, of_key
-from kvps.core.refreshing import Fresh
+from kvps.core.worker.calls import Sinks, Views
+from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound
+from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.arguments import (
     Form,
     as_list,
@@ -27,8 +28,7 @@ from kvps.store.arguments import (
     values_of,
 )
 from kvps.store.contract import Contract
-from kvps.store.handle import Handle, Ticket
-from kvps.store.refreshing import Marks
+from kvps.store.row_copies import Marks
 from kvps.store.rows import Rows, are_rows
 from kvps.store.rows import rows_of as row_values
 from kvps.tensors import Array

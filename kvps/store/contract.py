@@ -1,7 +1,7 @@
-"""What every kind of store implements, and users may rely on: the contract behind the face.
+"""The contract that every kind of store implements, and that front ends rely on.
 
-:class:`~kvps.store.local.LocalStore` keeps it within the process, :class:`~kvps.store.dist.DistStore`
-over servers, :class:`~kvps.store.allreduce.AllReduceStore` among workers. What they have in common
+:class:`~kvps.store.local.store.LocalStore` keeps it within the process, :class:`~kvps.store.server_store.DistStore`
+over servers, :class:`~kvps.store.allreduce.store.AllReduceStore` among workers. What they have in common
 is built on these hooks: the steps of a call in :mod:`kvps.store.calling`, the calls in
 :mod:`kvps.store.kvstore`.
 """
@@ -13,21 +13,21 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from kvps.compression import OFF, Rules
-from kvps.core.calls import Sinks
-from kvps.core.hyper import Hyper
+from kvps.compression.policy import OFF, CompressionPolicy
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import Part
-from kvps.core.plan import Numbers
-from kvps.core.recipe import Recipe
+from kvps.core.worker.calls import Sinks
+from kvps.core.worker.plan import Numbers
+from kvps.dtypes import Spec
 from kvps.errors import KvpsError
-from kvps.specs import Spec
+from kvps.runtime.ticket import Ticket
 from kvps.store.arguments import Form
 from kvps.store.base import KVStoreBase
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Ticket
+from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.names import Kind
+from kvps.store.optimizer_state import States
 from kvps.store.rows import Rows, dense_of
-from kvps.store.states import States
 
 
 class Straggler(NamedTuple):
@@ -55,7 +55,7 @@ class Contract(KVStoreBase, abc.ABC):
         self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
         """Of lists of keys that were used before."""
         self._forms: dict[tuple[str, ...], Form] = {}
-        self._hyper: Hyper | None = None
+        self._hyper: HyperParams | None = None
         self._compression = OFF
         self._tables: dict[str, EmbeddingTable] = {}
         self._is_closed = False
@@ -142,13 +142,13 @@ class Contract(KVStoreBase, abc.ABC):
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]: ...
 
     @abc.abstractmethod
-    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None: ...
+    def _set_optimizer(self, hyper: HyperParams, limit_s: float) -> None: ...
 
     @abc.abstractmethod
-    def _set_rate(self, hyper: Hyper, limit_s: float) -> None: ...
+    def _set_rate(self, hyper: HyperParams, limit_s: float) -> None: ...
 
     @abc.abstractmethod
-    def _compress(self, rules: Rules) -> None: ...
+    def _compress(self, rules: CompressionPolicy) -> None: ...
 
     @abc.abstractmethod
     def _rests(self) -> dict[str, torch.Tensor]: ...
@@ -157,7 +157,7 @@ class Contract(KVStoreBase, abc.ABC):
     def _set_rests(self, rests: dict[str, torch.Tensor]) -> None: ...
 
     @abc.abstractmethod
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
         """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
 
     @abc.abstractmethod

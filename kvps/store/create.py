@@ -1,4 +1,4 @@
-"""How a store comes into being: by its name, in the cluster that the environment describes.
+"""Creation of stores: by name, in the cluster that the environment describes.
 
 Where nothing describes a cluster, a dist store gets an embedded one of one worker and one server,
 so that a script for a cluster runs unchanged on a laptop; one line of log says so.
@@ -6,31 +6,27 @@ so that a script for a cluster runs unchanged on a laptop; one line of log says 
 
 from __future__ import annotations
 
-import atexit
 import logging
-import sys
-import threading
 from dataclasses import replace
 from typing import Any
 
 from kvps import config
-from kvps.core.drops import ACTIONS
-from kvps.core.member import EXIT_CONFIG, EXIT_TEMPORARY
+from kvps.core.nonfinite import ACTIONS
 from kvps.core.placement import BIGARRAY_BOUND
-from kvps.errors import ConfigError, SchedulerLost
-from kvps.messages import KEY_MAX, Open
-from kvps.store.allreduce import AllreduceStore
+from kvps.errors import ConfigError
+from kvps.protocol.envelope import KEY_MAX
+from kvps.protocol.stores import Open
+from kvps.runtime import process
+from kvps.runtime.ticket import TIMEOUT_S
+from kvps.runtime.worker_session import WorkerSession
+from kvps.store.allreduce.rendezvous import places
+from kvps.store.allreduce.store import AllreduceStore
 from kvps.store.base import KVStoreBase
 from kvps.store.calling import seconds
-from kvps.store.cluster import LocalCluster, worker_session
-from kvps.store.dist import DistStore
-from kvps.store.endings import AtExit
-from kvps.store.kvstore import TIMEOUT_S
-from kvps.store.leaving import leave_if_wished
-from kvps.store.local import LocalStore
-from kvps.store.meeting import places
+from kvps.store.kvstore import KVStore
+from kvps.store.local.store import LocalStore
 from kvps.store.names import Kind, kind_of
-from kvps.store.session import Session, leave_at_exit
+from kvps.store.server_store import DistStore
 
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
@@ -135,7 +131,7 @@ def create(
         average,
     )
     grace_s = seconds("worker_grace", worker_grace)
-    session = _session(timeout_s)
+    session = process.session(timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, grace_s)
 
@@ -161,39 +157,16 @@ def create_own(
         return _ring(kind, None, RESERVED + owner, TIMEOUT_S)
     if kind is None or not kind.is_distributed:
         return create(store)
-    session = _session(timeout_s)
+    session = process.session(timeout_s)
     opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0], average)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
 
 
-def join_as(rank: int | None, timeout_s: float) -> Session:
-    """Return this process's session, and wait for the cluster, as :func:`create` does.
-
-    Args:
-        rank: to be asked for where the environment names none, and the session begins here.
-        timeout_s: how long to wait for the cluster.
-    """
-    return _session(timeout_s, rank)
-
-
-def has_joined() -> bool:
-    """Whether this process has its session already."""
-    if LocalCluster.current is not None:
-        return True
-    return _process.session is not None and not _process.session.is_over
-
-
-def end_embedded() -> None:
-    """End the cluster that lies inside this process because none was described, if there is one."""
-    if _process.embedded is not None:
-        _process.end()
-
-
 def _ring(kind: Kind, name: str | None, prefix: str, timeout_s: float) -> AllreduceStore:
     """Return an allreduce store, once all ranks are there."""
-    endings = _process.endings if LocalCluster.current is None else LocalCluster.current.endings()
+    endings = process.endings()
     meeting = places.meet(name, prefix, endings.names, timeout_s)
     return AllreduceStore(kind, meeting, endings, timeout_s)
 
@@ -250,7 +223,7 @@ def _opened(
     )
 
 
-def _chunk_bytes(session: Session) -> int:
+def _chunk_bytes(session: WorkerSession) -> int:
     """Return how much should travel at once."""
     wish = config.chunk_bytes()
     if wish is not None:
@@ -266,7 +239,7 @@ def _chunk_bytes(session: Session) -> int:
     return NETWORK_CHUNK_BYTES
 
 
-def _named(session: Session, name: str | None) -> str:
+def _named(session: WorkerSession, name: str | None) -> str:
     return session.next_name("store") if name is None else _checked_name(name)
 
 
@@ -279,118 +252,4 @@ def _checked_name(name: str) -> str:
     return given
 
 
-def _session(timeout_s: float, rank: int | None = None) -> Session:
-    """Return this process's session, or this thread's inside a LocalCluster, and wait for it."""
-    if LocalCluster.current is not None:
-        session = LocalCluster.current.session()
-    else:
-        with _process.lock:
-            session = _process.begin(rank)
-    session.join(timeout_s)
-    return session
-
-
-class _Process:
-    """The session that all dist stores of this process share."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.session: Session | None = None
-        self.embedded: LocalCluster | None = None
-        self.endings = AtExit()
-
-    def begin(self, rank: int | None = None) -> Session:
-        """Return the session, making it if this is the first store; ``rank`` is a wish."""
-        if self.session is not None and not self.session.is_over:
-            return self.session
-        found = config.cluster()
-        if found is None:
-            self.session = self._embed()
-        elif found.role != "worker":
-            _become(found)
-        else:
-            leave_if_wished(config.switch("KVPS_LEAVE_AT_SIGTERM"))
-            self.session = worker_session(
-                found.scheduler,
-                rank if found.rank is None else found.rank,
-                found.incarnation,
-                found.job,
-                config.join_max_s(),
-            )
-            leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
-        assert self.session is not None
-        return self.session
-
-    def _embed(self) -> Session:
-        self.embedded = LocalCluster(workers=1, servers=1)
-        self.embedded.start()
-        log.warning(
-            "no cluster is described (KVPS_SCHEDULER is not set): this process is a cluster of one "
-            "worker and one server at %s",
-            self.embedded.scheduler,
-        )
-        atexit.register(self.end)
-        return self.embedded.session()
-
-    def end(self) -> None:
-        """Leave the cluster; the next store begins anew."""
-        self.endings.end(is_done=True)
-        with self.lock:
-            session, self.session = self.session, None
-            embedded, self.embedded = self.embedded, None
-        if embedded is not None:
-            embedded.close()
-        elif session is not None and not session.is_over:
-            session.flush(TIMEOUT_S)
-            session.leave(done=True, exit_code=0, reason="shutdown()")
-
-
-_process = _Process()
-
-
-def shutdown() -> None:
-    """Flush all stores and leave the cluster; rounds close without this worker from then on.
-
-    Inside a LocalCluster the worker is the calling thread. A process that ends well does this by itself. Doing nothing is fine where there is no cluster.
-
-    Example:
-        >>> import kvps
-        >>> kvps.shutdown()
-    """
-    if LocalCluster.current is not None:
-        LocalCluster.current.leave()
-    else:
-        _process.end()
-
-
-def _become(found: config.Cluster) -> None:
-    """Be the server or the scheduler that DMLC_ROLE names, and exit with it."""
-    try:
-        sys.exit(_run(found, config.switch("KVPS_INSECURE")))
-    except ConfigError as error:
-        log.error("%s", error)  # the text says all
-        sys.exit(EXIT_CONFIG)
-    except SchedulerLost as error:
-        log.error("%s", error)
-        sys.exit(EXIT_TEMPORARY)
-
-
-def _run(found: config.Cluster, insecure: bool) -> int:
-    if found.role == "scheduler":
-        from kvps.store.roles import run_scheduler
-
-        assert found.workers is not None
-        assert found.servers is not None
-        bind = config.scheduler_bind(found.scheduler)
-        return run_scheduler(found.workers, found.servers, bind, insecure=insecure)
-
-    from kvps.store.serving import run_server
-
-    bind = config.server_bind(found.scheduler, insecure)
-    return run_server(
-        found.scheduler,
-        bind,
-        insecure=insecure,
-        checkpoint_dir=config.checkpoint_dir(),
-        checkpoint_every_s=config.checkpoint_every_s(None),
-    )
+KVStore.create = create

@@ -7,18 +7,19 @@ the few hooks that a kind of store implements (:mod:`kvps.store.contract`).
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvps.compression import rules_of
-from kvps.core.hyper import Hyper, resolve
+from kvps.compression.policy import rules_of
+from kvps.core.embedding.spec import recipe_of
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.placement import EMBEDDING
-from kvps.core.recipe import recipe_of
-from kvps.core.torch_optim import describe
 from kvps.errors import ConfigError, Mismatch
-from kvps.messages import KEY_MAX
+from kvps.protocol.envelope import KEY_MAX
+from kvps.runtime.ticket import Handle
 from kvps.store.arguments import (
     names_of,
     rows_of,
@@ -27,18 +28,15 @@ from kvps.store.arguments import (
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.calling import Outcome, priority_of
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Handle
-from kvps.store.row_calling import RowCalling
+from kvps.store.embedding.table import EmbeddingTable
+from kvps.store.row_methods import RowMethods
 from kvps.tensors import spec_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-TIMEOUT_S = 300.0
 
-
-class KVStore(RowCalling):
+class KVStore(RowMethods):
     """A store of named tensors that workers push gradients to and pull weights from.
 
     Use :meth:`create`; the classes of the stores are not for calling.
@@ -54,12 +52,9 @@ class KVStore(RowCalling):
 
     CAPABILITIES: ClassVar[frozenset[str]] = frozenset({KVStoreBase.OPTIMIZER})
 
-    @staticmethod
-    def create(store: str = "local", /, **options: Any) -> Any:
-        """Return a store; see :func:`kvps.create`."""
-        from kvps.store.create import create
-
-        return create(store, **options)
+    create: ClassVar[Callable[..., Any]]
+    """Returns a store: :func:`kvps.create`. :mod:`kvps.store.create` puts it here, as it knows every kind
+    of store, and each kind knows this class."""
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -444,7 +439,7 @@ class KVStore(RowCalling):
         self._set_rate(changed, self._limit(timeout))
         self._hyper = changed
 
-    def _optimizer(self) -> Hyper:
+    def _optimizer(self) -> HyperParams:
         if self._hyper is None:
             raise ConfigError(
                 f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-from kvps.core.hyper import Hyper, resolve
-from kvps.core.lazy import may_be_lazy, update_rows
-from kvps.core.updaters import State, create
+from kvps.core.optim.hyperparams import HyperParams, resolve
+from kvps.core.optim.sparse_update import may_be_lazy, update_rows
+from kvps.core.optim.torch_rules import State, create
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, Mismatch, StorageError
-from kvps.specs import Spec
-from kvps.store import states
+from kvps.store import optimizer_state
 from kvps.store.rows import has_rows, rows_of
 from kvps.tensors import accumulator, dtype_of, spec_of
 
 
-class Rules:
-    """The optimizers of the servers (:mod:`kvps.core.updaters`), one flat weight at a time."""
+class ServerRules:
+    """The optimizers of the servers (:mod:`kvps.core.optim.torch_rules`), one flat weight at a time."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         self.hyper = hyper
         self._updater = create(hyper)
         self._states: dict[str, State] = {}
         self._steps: dict[str, int] = {}
 
-    def change(self, hyper: Hyper, weights: Mapping[str, torch.Tensor]) -> None:
+    def change(self, hyper: HyperParams, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on with other hyper-parameters: state is kept under the same rule."""
         same = self.hyper.name == hyper.name
         self.hyper, self._updater = hyper, create(hyper)
@@ -41,7 +41,7 @@ class Rules:
         for key, state in self._states.items():
             self._states[key] = self._updater.adopt(weights[key], state)
 
-    def set_rate(self, hyper: Hyper) -> None:
+    def set_rate(self, hyper: HyperParams) -> None:
         """Go on with ``hyper``, which differs in its learning rate only."""
         self.hyper, self._updater = hyper, create(hyper)
 
@@ -128,9 +128,9 @@ class Rules:
         Raises:
             StorageError: if it cannot be written.
         """
-        states.save(path, self.hyper, self.all_states())
+        optimizer_state.save(path, self.hyper, self.all_states())
 
-    def all_states(self) -> states.States:
+    def all_states(self) -> optimizer_state.States:
         """Return all states, on the CPU."""
         return {
             key: (step, {name: row.cpu().clone() for name, row in self._states[key].items()})
@@ -145,9 +145,9 @@ class Rules:
             Mismatch: if it holds the states of another optimizer or of other keys.
         """
         specs: dict[str, Spec] = {key: spec_of(weight) for key, weight in weights.items()}
-        self.put(states.load(path, self.hyper, specs), weights)
+        self.put(optimizer_state.load(path, self.hyper, specs), weights)
 
-    def put(self, found: states.States, weights: Mapping[str, torch.Tensor]) -> None:
+    def put(self, found: optimizer_state.States, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on with the states that :meth:`all_states` gave, for the same ``weights``."""
         for key, (step, rows) in found.items():
             device = weights[key].device
@@ -156,11 +156,11 @@ class Rules:
 
 
 class RulesOptimizer:
-    """:class:`Rules` on the tensors of a model."""
+    """:class:`ServerRules` on the tensors of a model."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor], hyper: Hyper) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor], hyper: HyperParams) -> None:
         self._params = params
-        self._rules = Rules(hyper)
+        self._rules = ServerRules(hyper)
 
     @property
     def learning_rate(self) -> float:
@@ -203,11 +203,11 @@ class RulesOptimizer:
         if table.data_ptr() != data.data_ptr():
             data.copy_(table.view(data.shape))
 
-    def all_states(self) -> states.States:
+    def all_states(self) -> optimizer_state.States:
         """Return all states, on the CPU."""
         return self._rules.all_states()
 
-    def put(self, found: states.States) -> None:
+    def put(self, found: optimizer_state.States) -> None:
         """Go on with the states that :meth:`all_states` gave."""
         self.forget()
         self._rules.put(found, self._params)
@@ -280,7 +280,9 @@ class TorchOptimizer:
                         "which is not written; use the optimizer's own state_dict()"
                     )
             table[name] = {"shape": list(param.shape), "numbers": numbers}
-        states.write(path, tensors, {"optimizer": self._title, "params": json.dumps(table)})
+        optimizer_state.write(
+            path, tensors, {"optimizer": self._title, "params": json.dumps(table)}
+        )
 
     def load(self, path: str) -> None:
         """Put back what :meth:`save` wrote.
@@ -289,7 +291,7 @@ class TorchOptimizer:
             StorageError: if the file cannot be read.
             Mismatch: if it holds the states of another optimizer or of other parameters.
         """
-        tensors, table = states.read(path, self._title, "params")
+        tensors, table = optimizer_state.read(path, self._title, "params")
         for name in table.keys() | self._params.keys():
             param = self._params.get(name)
             there = table.get(name, {}).get("shape")

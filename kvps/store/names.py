@@ -1,4 +1,4 @@
-"""Which store a name means.
+"""The names of stores: kinds, and MXNet's spellings.
 
 MXNet took any word that contains ``dist`` or ``device`` and made the rest a local store, so that a
 typing error trained alone without a word. Here every spelling of MXNet's documents works, and

@@ -16,15 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvps.core.hyper import Hyper
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
-from kvps.specs import Spec
 
 States = dict[str, tuple[int, dict[str, torch.Tensor]]]
 """key -> (step, state name -> flat tensor)."""
+RESERVED = "__metadata__"
+"""What no tensor of a safetensors file may be called; it is written, and nobody reads the file."""
 
 
-def save(path: str, hyper: Hyper, states: States) -> None:
+def save(path: str, hyper: HyperParams, states: States) -> None:
     """Write ``states`` to ``path``.
 
     Raises:
@@ -45,6 +47,11 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
     Raises:
         StorageError: if it cannot be written; an older file of that name is kept.
     """
+    if RESERVED in tensors:
+        raise StorageError(
+            f"cannot write {path}: a key is called {RESERVED!r}, and no safetensors file can be read "
+            "that has a tensor of that name; call the key something else"
+        )
     aside = Path(
         f"{path}.{secrets.token_hex(8)}.tmp"
     )  # its own: several workers may write this file
@@ -59,7 +66,7 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
         ) from error
 
 
-def load(path: str, hyper: Hyper, specs: Mapping[str, Spec]) -> States:
+def load(path: str, hyper: HyperParams, specs: Mapping[str, Spec]) -> States:
     """Read states from ``path`` for the optimizer and the keys of a store.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compression as a front end asks for it, and where what it leaves out goes when a training is saved.
+"""Compression settings of a front end, and its residuals in a saved training state.
 
 A store keeps for each worker what its pushes could not say so far: the *rests*. They are this worker's
 alone: another one's would be counted twice, and its own would be lost. So what is saved says whose it is,
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvps.errors import ConfigError, StorageError
-from kvps.store import states
+from kvps.store import optimizer_state
 from kvps.store.kvstore import KVStore
 
 State = dict[str, Any]
@@ -80,7 +80,7 @@ def save(kv: Any, path: str) -> None:
     """
     state = state_of(kv)
     if state:
-        states.write(_beside(kv, path), state["rests"], {"rank": str(kv.rank)})
+        optimizer_state.write(_beside(kv, path), state["rests"], {"rank": str(kv.rank)})
     elif isinstance(kv, KVStore):
         Path(_beside(kv, path)).unlink(missing_ok=True)
 

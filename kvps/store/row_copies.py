@@ -1,5 +1,4 @@
-"""Copies of keys that are brought up to date: whether they still are what they were left as, and how what
-is new comes into them.
+"""Copies of keys that are kept up to date by the rows that changed.
 
 A copy is a tensor of the caller's, who may write to it. torch counts the writes to a tensor; where that
 number, or the memory, is another than the last call left, nothing is taken for granted, and the whole value
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvps.core.plan import Mark
-from kvps.core.refreshing import Fresh
+from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.plan import CopyVersion
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.specs import Spec
 from kvps.store.arguments import check_values, is_row, target_of, values_of
 from kvps.tensors import TORCH
 
@@ -27,11 +26,13 @@ class Holding:
 
     __slots__ = ("_left", "_mark")
 
-    def __init__(self, mark: Mark | None = None, targets: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, mark: CopyVersion | None = None, targets: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._mark = mark
         self._left = [(one, one._version) for one in targets] if mark is not None else []
 
-    def mark_of(self, targets: Sequence[torch.Tensor]) -> Mark | None:
+    def mark_of(self, targets: Sequence[torch.Tensor]) -> CopyVersion | None:
         """Return what ``targets`` hold; None unless they are those that were left, and as they were."""
         if len(targets) != len(self._left):
             return None
@@ -42,7 +43,7 @@ class Holding:
         return self._mark
 
 
-class Changes(NamedTuple):
+class RowChanges(NamedTuple):
     """Some rows of a key: those that changed, or all."""
 
     row_ids: torch.Tensor
@@ -53,7 +54,7 @@ class Changes(NamedTuple):
     """What whoever has them holds; give it to the next call."""
 
 
-Marks = tuple[Mark | None, ...]
+Marks = tuple[CopyVersion | None, ...]
 
 
 def marks_of(
@@ -83,14 +84,14 @@ def marks_of(
     )
 
 
-def changes_of(spec: Spec, fresh: Fresh) -> Changes:
+def changes_of(spec: Spec, fresh: Fresh) -> RowChanges:
     """Return what is new of a table."""
     if fresh.whole is not None:
-        return Changes(torch.arange(spec.shape[0]), fresh.whole, Holding(fresh.mark))
+        return RowChanges(torch.arange(spec.shape[0]), fresh.whole, Holding(fresh.mark))
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *[patch.ids for patch in fresh.patches]])
     none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype])
     rows = torch.cat([none, *[patch.rows for patch in fresh.patches]])
-    return Changes(ids, rows.view(len(ids), *spec.shape[1:]), Holding(fresh.mark))
+    return RowChanges(ids, rows.view(len(ids), *spec.shape[1:]), Holding(fresh.mark))
 
 
 class Copies:

@@ -1,4 +1,4 @@
-"""The calls of a store that read rows of tables: those that a script names, or those that changed.
+"""The methods of a store that read rows: those that a script names, or those that changed.
 
 Rows are pushed by the calls that push anything (:mod:`kvps.store.kvstore`).
 """
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvps.store.calling import Calling, Outcome, priority_of
-from kvps.store.refreshing import Copies, changes_of, marks_of
+from kvps.store.row_copies import Copies, changes_of, marks_of
 from kvps.store.rows import picks_of, table_of
 
 
-class RowCalling(Calling):
+class RowMethods(Calling):
     """A store, by rows."""
 
     def row_sparse_pull(
@@ -160,7 +160,7 @@ class RowCalling(Calling):
             timeout: seconds to wait, instead of the store's.
 
         Returns:
-            :class:`~kvps.store.refreshing.Changes`: ``row_ids``, ascending, ``rows`` and ``held``; for a
+            :class:`~kvps.store.row_copies.RowChanges`: ``row_ids``, ascending, ``rows`` and ``held``; for a
             list of keys, a list.
 
         Raises:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvps.core.sparse import coalesce, numbered
+from kvps.core.row_gradients import coalesce, numbered
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, Mismatch
-from kvps.specs import Spec
 from kvps.store.arguments import target_of
 from kvps.tensors import NAMES, TORCH, as_tensor
 

@@ -7,37 +7,41 @@ core's and waits for its end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from kvps.compression import Rules
-from kvps.core import calls
-from kvps.core.hyper import Hyper
+from kvps.compression.policy import CompressionPolicy
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import Part, parts
-from kvps.core.plan import Numbers
-from kvps.core.recipe import Recipe
-from kvps.core.refreshing import Fresh
-from kvps.errors import KeyNotFound, KvpsError, Mismatch
-from kvps.messages import Open, Role, StatusIs
-from kvps.specs import Spec
-from kvps.store import states
+from kvps.core.worker import calls
+from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.plan import Numbers
+from kvps.dtypes import Spec
+from kvps.errors import REFUSED, KeyNotFound, KvpsError, Mismatch
+from kvps.protocol.envelope import Role
+from kvps.protocol.stores import Open, StatusIs
+from kvps.runtime.cuda_staging import ready_on_device
+from kvps.runtime.preemption import RoundTracker
+from kvps.runtime.ticket import Ticket
+from kvps.runtime.worker_session import WorkerSession
+from kvps.store import optimizer_state
 from kvps.store.arguments import names_of, reduce, tag_of
 from kvps.store.contract import Straggler
-from kvps.store.dist_embedding import DistEmbedding
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Ticket
+from kvps.store.embedding.over_servers import DistEmbedding
+from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
-from kvps.store.leaving import Step
 from kvps.store.names import Kind
-from kvps.store.refreshing import Marks
+from kvps.store.row_copies import Marks
 from kvps.store.rows import Rows
-from kvps.store.session import Session
-from kvps.store.staging import ready_on_device
 from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
+LOAD = "kvps.load_optimizer_states"
+"""The barrier behind which all have the states of a file."""
 
 
 class DistStore(KVStore):
@@ -48,7 +52,7 @@ class DistStore(KVStore):
     def __init__(
         self,
         kind: Kind,
-        session: Session,
+        session: WorkerSession,
         opened: Open,
         timeout_s: float,
         worker_grace_s: float,
@@ -63,11 +67,11 @@ class DistStore(KVStore):
         self._session = session
         self._opened = opened
         self._worker_grace_s = worker_grace_s
-        self._step = Step(opened.store)
+        self._step = RoundTracker(opened.store)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
-    def session(self) -> Session:
+    def session(self) -> WorkerSession:
         """This process's place in the cluster, for front ends that make their own calls."""
         return self._session
 
@@ -136,7 +140,7 @@ class DistStore(KVStore):
         """
         self._begin()
         names, _ = names_of(keys)
-        owed = self._call(calls.Resume(self._name, names), self._limit(timeout))
+        owed = self._call(calls.ResumeKeys(self._name, names), self._limit(timeout))
         assert isinstance(owed, int)
         return owed
 
@@ -150,7 +154,7 @@ class DistStore(KVStore):
             Timeout: if others are late; WorkerLost: if one ended.
         """
         self._begin()
-        self._call(calls.Stand(self._name, name), self._limit(timeout))
+        self._call(calls.StandAtBarrier(self._name, name), self._limit(timeout))
         self._raise_later()
 
     @property
@@ -250,9 +254,9 @@ class DistStore(KVStore):
         Raises:
             ConfigError: without an optimizer. StorageError: if the file cannot be written.
         """
-        states.save(path, self._optimizer(), self.optimizer_states())
+        optimizer_state.save(path, self._optimizer(), self.optimizer_states())
 
-    def optimizer_states(self) -> states.States:
+    def optimizer_states(self) -> optimizer_state.States:
         """Return the optimizer's state of every key that was updated.
 
         Raises:
@@ -271,14 +275,18 @@ class DistStore(KVStore):
             Mismatch: if it is the state of another optimizer, or of other keys.
             StorageError: if the file cannot be read.
         """
-        self.set_optimizer_states(states.load(path, self._optimizer(), self._specs))
+        self._begin()
+        with self._all_fail(LOAD):
+            found = optimizer_state.load(path, self._optimizer(), self._specs)
+        self.set_optimizer_states(found)
 
-    def set_optimizer_states(self, found: states.States) -> None:
+    def set_optimizer_states(self, found: optimizer_state.States) -> None:
         """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
         self._begin()
-        if self.rank == 0:
-            self._call(calls.LoadState(self._name, found), self._timeout_s)
-        self.barrier("kvps.load_optimizer_states")
+        with self._all_fail(LOAD):
+            if self.rank == 0:
+                self._call(calls.LoadState(self._name, found), self._timeout_s)
+        self.barrier(LOAD)
 
     def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
         """Have everything that all stores hold written down; return the checkpoint's number."""
@@ -357,7 +365,7 @@ class DistStore(KVStore):
         self._step.push(names)
         values = tuple([one for pair in rows for one in pair])
         return self._session.call(
-            calls.PushRows(self._name, names, values, priority, eager), limit_s
+            calls.PushKeyRows(self._name, names, values, priority, eager), limit_s
         )
 
     def _pull_rows(
@@ -368,7 +376,9 @@ class DistStore(KVStore):
         priority: Numbers,
         limit_s: float,
     ) -> Ticket:
-        return self._session.call(calls.PullRows(self._name, names, ids, places, priority), limit_s)
+        return self._session.call(
+            calls.PullKeyRows(self._name, names, ids, places, priority), limit_s
+        )
 
     def _refreshed(
         self,
@@ -400,13 +410,13 @@ class DistStore(KVStore):
         assert isinstance(found, dict)
         return {name: spec for name, spec in found.items() if spec is not None}
 
-    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_optimizer(self, hyper: HyperParams, limit_s: float) -> None:
         self._call(calls.SetOptimizer(self._name, hyper), limit_s)
 
-    def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_rate(self, hyper: HyperParams, limit_s: float) -> None:
         self._call(calls.SetRate(self._name, hyper.number("lr")), limit_s)
 
-    def _compress(self, rules: Rules) -> None:
+    def _compress(self, rules: CompressionPolicy) -> None:
         self._call(calls.Compress(self._name, rules), self._timeout_s)
 
     def _rests(self) -> dict[str, torch.Tensor]:
@@ -425,7 +435,7 @@ class DistStore(KVStore):
         except KvpsError as error:
             self._later.append(error)
 
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
         table = DistEmbedding(self, name, recipe)
         table.make(limit_s)
         return table
@@ -435,8 +445,18 @@ class DistStore(KVStore):
     def _call(self, call: calls.Call, limit_s: float) -> object:
         return self._session.call(call, limit_s).wait()
 
+    @contextmanager
+    def _all_fail(self, barrier: str) -> Iterator[None]:
+        """If what is in the block fails here, have it fail for all ranks, who meet at a barrier behind it."""
+        try:
+            yield
+        except REFUSED as error:
+            with suppress(KvpsError):  # the answer is this error, or another rank's
+                self._call(calls.StandAtBarrier(self._name, barrier, error), self._timeout_s)
+            raise
+
     def _status(self) -> list[StatusIs]:
-        answers = self._call(calls.Ask(self._name), self._timeout_s)
+        answers = self._call(calls.AskStatus(self._name), self._timeout_s)
         assert isinstance(answers, list)
         return answers
 

@@ -1,4 +1,4 @@
-"""One worker's values to all: parameters, the state of an optimizer, any object made of data.
+"""Broadcasts from one worker to all: parameters, optimizer state, any object made of data.
 
 Every worker calls, and the k-th call of one pairs with the k-th of every other: it sends the root's *present*
 values. So a script that loads a checkpoint on rank 0 calls these once, and all workers go on from it.
@@ -17,8 +17,8 @@ import torch
 from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
-from kvps.torch.objects import bits, pack, unpack
-from kvps.torch.own import own_store
+from kvps.torch.serialization import bits, pack, unpack
+from kvps.torch.sync.shared_stores import own_store
 
 OWNER = "broadcast"
 

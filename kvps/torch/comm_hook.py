@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from kvps.errors import ConfigError
-from kvps.store import rests
-from kvps.store.handle import Handle
+from kvps.runtime.ticket import Handle
+from kvps.store import residual_state
 from kvps.store.kvstore import KVStore
-from kvps.store.model import named, store_of
 from kvps.store.names import kind_of
+from kvps.torch.sync.parameter_sync import named, store_of
 
 OWNER = "torch.comm_hook"
 KINDS = ("dist_sync", "dist_sync_device")
@@ -67,7 +67,7 @@ class CommState:
         given = {} if named_parameters is None else named(named_parameters)
         self._names: dict[torch.Tensor, str] = {one: name for name, one in given.items()}
         self._kv = _checked(store_of(wanted, OWNER, average=True))
-        rests.compress(self._kv, compression, "compression")
+        residual_state.compress(self._kv, compression, "compression")
 
     @property
     def kvstore(self) -> KVStore:
@@ -76,7 +76,7 @@ class CommState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what compression left out of this rank's gradients; each rank saves its own."""
-        return rests.state_of(self._kv)
+        return residual_state.state_of(self._kv)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave this rank; that of another one owes nothing.
@@ -84,7 +84,7 @@ class CommState:
         Raises:
             Mismatch: if it is of another model.
         """
-        rests.put(self._kv, state_dict)
+        residual_state.put(self._kv, state_dict)
 
     def close(self) -> None:
         """Close the store."""

@@ -1,6 +1,6 @@
-"""Steps that the next forward pass makes: what came back when, and who is updated by it with which rates.
+"""Updates deferred into the next forward pass: their values, parameters and learning rates.
 
-:mod:`kvps.torch.ahead` says which module waits for which parameter. This file says what then happens:
+:mod:`kvps.torch.forward_overlap` says which module waits for which parameter. This file says what then happens:
 it waits for the bucket, and takes the weights that came back; or it lets the optimizer step those
 parameters alone, as if its groups had no others, with the rates that held when ``step()`` was called.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from kvps.errors import EpochChanged
-from kvps.store.model import Model
-from kvps.torch.ahead import Ahead
-from kvps.torch.exchange import Away, bring
+from kvps.torch.forward_overlap import ForwardOverlap
+from kvps.torch.sync.gradient_sync import InFlight, bring
+from kvps.torch.sync.parameter_sync import ParameterSync
 
 
-class Late:
+class DeferredUpdates:
     """What is left to do of a step that has returned.
 
     Args:
@@ -31,14 +31,14 @@ class Late:
     def __init__(
         self,
         module: torch.nn.Module,
-        model: Model,
+        model: ParameterSync,
         optimizer: torch.optim.Optimizer,
         on_store: bool,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._on_store = on_store
-        self._buckets: dict[str, Away] = {}
+        self._buckets: dict[str, InFlight] = {}
         """By parameter, what it waits for."""
         self._rates: list[dict[str, Any]] = []
         """The optimizer's groups without their parameters, as they were at that step."""
@@ -48,7 +48,7 @@ class Late:
             for param in group["params"]
         }
         self._group_of = {name: number_of.get(one, 0) for name, one in model.params.items()}
-        self._ahead = Ahead(module, model.params, self._update)
+        self._ahead = ForwardOverlap(module, model.params, self._update)
 
     def learns(self) -> bool:
         """Learn from the first forward pass; return whether this was it."""
@@ -57,7 +57,7 @@ class Late:
             self._ahead.learn()
         return is_first
 
-    def put_off(self, buckets: dict[str, Away]) -> None:
+    def put_off(self, buckets: dict[str, InFlight]) -> None:
         """Let each of these parameters be updated when its module needs it."""
         self._buckets = buckets
         self._rates = [
@@ -94,7 +94,7 @@ class Late:
         else:
             self._step(buckets)
 
-    def _step(self, buckets: Mapping[str, Away]) -> None:
+    def _step(self, buckets: Mapping[str, InFlight]) -> None:
         """Let the optimizer step these parameters alone."""
         groups: dict[int, list[torch.Tensor]] = {}
         before: dict[torch.Tensor, torch.Tensor | None] = {}

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import embedding as looked_up
 
 from kvps.errors import ConfigError, EpochChanged
-from kvps.store.embedding import EmbeddingTable
-from kvps.torch.passes import graph_task
+from kvps.store.embedding.table import EmbeddingTable
+from kvps.torch.sharded.hooks import graph_task
 
 log = logging.getLogger("kvps")
 OPS = ("average", "sum")

@@ -1,11 +1,11 @@
-"""The next forward pass begins before the last answers are in: each module waits for its own.
+"""Forward overlap: the next forward pass begins before the last updates are in.
 
 Theory of operation
 -------------------
 Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
 computes. With it, ``step()`` takes the gradients away from their parameters and returns. A hook before
 each module's ``forward()`` waits for the parameters of that module alone and updates them, in the order
-in which they are needed, which is the order in which they come back (:mod:`kvps.torch.buckets`)::
+in which they are needed, which is the order in which they come back (:mod:`kvps.torch.sync.buckets`)::
 
     backward 1            step  forward 2             backward 2
     ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 
-class Ahead:
+class ForwardOverlap:
     """Parameters whose update is not made yet, and the modules that wait for it.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
-from kvps.torch.own import own_store
+from kvps.torch.sync.shared_stores import own_store
 
 
 def average(

@@ -5,7 +5,7 @@ Theory of operation
 The optimizer that is wrapped stays what it is: its groups, its state and its ``step()`` are used, so
 schedulers, hooks and closures work as they always do. What is added happens around it:
 
-    backward     each gradient leaves as soon as it is there      (:mod:`kvps.torch.exchange`)
+    backward     each gradient leaves as soon as it is there      (:mod:`kvps.torch.sync.gradient_sync`)
     its end      all are back: ``.grad`` is the mean, on every worker the same, to the bit
     ``step()``   what no hook has seen leaves now; then the optimizer's own step
 
@@ -19,7 +19,7 @@ has left cannot be taken back; so with a scaler (which is known from the first s
 leaves early) gradients wait for ``step()``, and the workers first agree whether any of them is infinite.
 
 With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
-pass (:mod:`kvps.torch.late`).
+pass (:mod:`kvps.torch.deferred_updates`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,24 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvps.core.hyper import Hyper
-from kvps.core.torch_optim import describe
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
-from kvps.store import rests
-from kvps.store.model import Model, check_free, check_groups, named, runs_in_store, store_of
-from kvps.torch.agreement import Agreement
-from kvps.torch.arguments import buffers_of, divisor_of, is_free, numbered
-from kvps.torch.broadcasts import broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.exchange import Exchange, listed
-from kvps.torch.late import Late
-from kvps.torch.states import from_torch, to_torch
+from kvps.store import residual_state
+from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.deferred_updates import DeferredUpdates
+from kvps.torch.sync.agreement import Agreement
+from kvps.torch.sync.arguments import buffers_of, divisor_of, is_free, numbered
+from kvps.torch.sync.gradient_sync import GradientSync, listed
+from kvps.torch.sync.parameter_sync import (
+    ParameterSync,
+    check_free,
+    check_groups,
+    named,
+    runs_in_store,
+    store_of,
+)
+from kvps.torch.sync.state_dict import from_torch, to_torch
 
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
@@ -120,10 +127,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
-        rests.compress(kv, compression, "compression")
-        self._model = Model(kv, params, None if self._on_store else self._forget)
+        residual_state.compress(kv, compression, "compression")
+        self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._hyper() if self._on_store else None)
-        self._exchange = Exchange(
+        self._exchange = GradientSync(
             self._model,
             backward_passes_per_step,
             bucket_bytes,
@@ -139,14 +146,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
         self._overflow: Agreement | None = None
         self._is_synchronized = False
-        self._late: Late | None = None
+        self._late: DeferredUpdates | None = None
         if overlap_forward:
             if not isinstance(named_parameters, torch.nn.Module):
                 raise ConfigError(
                     "overlap_forward=True puts hooks on modules: give the module itself as "
                     "named_parameters"
                 )
-            self._late = Late(named_parameters, self._model, optimizer, self._on_store)
+            self._late = DeferredUpdates(named_parameters, self._model, optimizer, self._on_store)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -236,14 +243,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch._foreach_div_(present, float(scale))
         return False
 
-    def _may_put_off(self, late: Late, closure: object) -> bool:
+    def _may_put_off(self, late: DeferredUpdates, closure: object) -> bool:
         """Whether this step can be left to the next forward pass."""
         is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
         is_bound = self._is_synchronized or self._exchange.is_held
         return not (is_first or is_scaled or is_bound or closure)
 
-    def _put_off(self, late: Late) -> None:
+    def _put_off(self, late: DeferredUpdates) -> None:
         late.finish()  # what no module has asked for since
         vars(self._inner)["_opt_called"] = True  # as a step in the store has it
         try:
@@ -370,7 +377,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --- rates ------------------------------------------------------------------------------------
 
-    def _hyper(self) -> Hyper:
+    def _hyper(self) -> HyperParams:
         return describe(self._inner, {one: name for name, one in self._model.params.items()})
 
     def _send_rates(self) -> None:
@@ -440,7 +447,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         of this worker's gradients is in an entry of its own, ``"compression"``: who wants to go on with
         that, too, saves one on each worker.
         """
-        owed = rests.state_of(self._model.kv)
+        owed = residual_state.state_of(self._model.kv)
         more = {RESTS: owed} if owed else {}
         if not self._on_store:
             return self._inner.state_dict() | more
@@ -464,7 +471,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 found = from_torch(self._inner.state, self._model.params)
             self._send_rates()
             self._model.kv.set_optimizer_states(found)
-        rests.put(self._model.kv, state_dict.get(RESTS, {}))
+        residual_state.put(self._model.kv, state_dict.get(RESTS, {}))
 
     @contextmanager
     def _holding(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[None]:

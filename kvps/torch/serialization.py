@@ -1,4 +1,4 @@
-"""Objects to bytes and back: data only, by msgpack, and never code.
+"""Serialization of Python objects: data only, by msgpack, never code.
 
 What msgpack has no type for travels as an extension: tuples, sets, complex and large numbers, tensors and
 arrays. Anything else is refused with its type and its place in the object, since pickle, which could, runs
@@ -56,11 +56,19 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
         {'rates': (0.1, 1180591620717411303424), 3: None}
     """
 
+    depth = 0
+
     def extension(code: int, given: bytes) -> Any:
         return _extension(code, given, read, aside)
 
     def read(some: bytes) -> Any:
-        return msgpack.unpackb(some, ext_hook=extension, strict_map_key=False)
+        nonlocal depth
+        depth += 1  # each level has a reader of its own, and tens of KiB on the stack
+        if depth > DEPTH_MAX + 2:  # the object itself, and the numbers of a tensor at its end
+            raise ValueError(f"it is nested deeper than {DEPTH_MAX}")
+        found = msgpack.unpackb(some, ext_hook=extension, strict_map_key=False)
+        depth -= 1
+        return found
 
     try:
         return read(packed)
@@ -70,6 +78,8 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
         RuntimeError,
         KeyError,
         AttributeError,
+        MemoryError,
+        OverflowError,
         msgpack.UnpackException,
     ) as e:
         raise ProtocolError(f"an object of {len(packed)} bytes cannot be read: {e}") from e

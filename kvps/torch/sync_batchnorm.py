@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all workers together.
+"""Batch normalisation over the batches of all workers.
 
 Where each worker has few examples, their own mean and variance are too rough to normalise by. Here
 workers exchange three sums per layer and forward pass, and two on the way back::
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
-from kvps.torch.own import own_store
+from kvps.torch.sync.shared_stores import own_store
 
 PREFIX = "kvps.batchnorm/"
 """Of the keys."""
@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         self._kvstore = kvstore
-        self._exchange: Exchange | None = None
+        self._exchange: StatisticsExchange | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Normalise ``input``, of shape (N, C, ...)."""
@@ -105,9 +105,9 @@ class SyncBatchNorm(_BatchNorm):
             return 1.0 / float(self.num_batches_tracked)
         return self.momentum
 
-    def _exchange_in(self, kv: KVStore) -> Exchange:
+    def _exchange_in(self, kv: KVStore) -> StatisticsExchange:
         if self._exchange is None or self._exchange.kv is not kv:
-            self._exchange = Exchange(kv, self.num_features)
+            self._exchange = StatisticsExchange(kv, self.num_features)
         return self._exchange
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
 
-class Exchange:
+class StatisticsExchange:
     """Where one layer's sums meet: two keys of a store, numbered by order of first forward passes."""
 
     def __init__(self, kv: KVStore, channels: int) -> None:
@@ -184,7 +184,7 @@ class _Normalise(torch.autograd.Function):
         running: tuple[torch.Tensor, torch.Tensor] | None,
         factor: float,
         eps: float,
-        exchange: Exchange,
+        exchange: StatisticsExchange,
     ) -> torch.Tensor:
         x = _wide(given)
         dims = [dim for dim in range(x.dim()) if dim != 1]

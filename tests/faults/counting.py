@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import kvps
-from kvps.store import cluster as local
-from kvps.store.transport import open_transport
+from kvps.runtime import local_cluster as local
+from kvps.runtime.transport import open_transport
 
 SIZES = {"wide": 50_001, "a": 501, "b": 997}
 LIMIT_S = 60.0
@@ -58,8 +58,8 @@ def behind(
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")
     monkeypatch.setenv("KVPS_CHUNK_BYTES", "64K")
     monkeypatch.setattr(local, "open_transport", opened)
-    for module in ("link", "worker"):
-        monkeypatch.setattr(f"kvps.core.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
+    for module in ("connection", "worker"):
+        monkeypatch.setattr(f"kvps.core.worker.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
     try:
         with kvps.LocalCluster(workers=2, servers=2) as cluster:
             if control is not None:

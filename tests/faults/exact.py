@@ -4,11 +4,11 @@ Gradients depend on the step and the rank, the optimizer keeps state, and sums a
 the ranks. So one lost, doubled or changed push, or one element of a momentum that is not what it was,
 shows in all later weights.
 
-    python exact.py FOLDER PAUSE_S
+    python exact.py FOLDER PAUSE_S [late]
 
 It trains until the step that the file FOLDER/limit names, once there is one, and pauses after each. In
 FOLDER, ``rounds-R`` gets a line for each step that rank R has done: the step, and the monotonic time.
-At the end rank 0 writes FOLDER/end: a digest of the weights and of the optimizer's state.
+With ``late`` the optimizer is set when there is a first checkpoint. At the end rank 0 writes FOLDER/end: a digest of the weights and of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES = {"wide": 150_001, "a": 501, "b": 7_919}
 LIMIT_S = 120.0
 
 
-def main(folder: Path, pause_s: float) -> None:
+def main(folder: Path, pause_s: float, is_late: bool = False) -> None:
     """Train."""
     kv = kvps.create(
         "dist_sync",
@@ -38,6 +38,8 @@ def main(folder: Path, pause_s: float) -> None:
     )
     names, weights = list(SIZES), initial()
     kv.init(names, weights)
+    while is_late and not list((folder / "checkpoints").glob("cut-*/manifest.json")):
+        time.sleep(0.01)
     kv.set_optimizer("adam", lr=0.01)
     step = kv.resume(names)
     is_done = False
@@ -57,7 +59,13 @@ def main(folder: Path, pause_s: float) -> None:
                 kv.barrier("end")
                 is_done = True
             except kvps.EpochChanged as error:
-                (step,) = set(error.after.values())
+                if (
+                    names[0] not in error.after
+                ):  # the checkpoint is from before they were initialised
+                    kv.init(names, initial())
+                if not error.has_optimizer:  # ... or before it was set
+                    kv.set_optimizer("adam", lr=0.01)
+                (step,) = {error.after.get(name, 0) for name in names}
 
 
 def initial() -> list[torch.Tensor]:
@@ -91,4 +99,4 @@ def digest(kv: kvps.KVStore, names: list[str], folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), "late" in sys.argv)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from kvps import wire
+from kvps.protocol import wire
 
 Frames = list[bytes]
 Connection = tuple[str, bytes]

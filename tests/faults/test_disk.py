@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvps.store.roles import STATE_FILE, StateFile
+from kvps.runtime.scheduler_process import STATE_FILE, StateFile
 from tests.faults.jobs import Job
 from tests.faults.test_scheduler import Watched
 from tests.integration.processes import BIN, Process, Processes, until
@@ -170,7 +170,11 @@ def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: Small
     disk.fill()
     (processes.folder / "filled").touch()
     worker.expect(r"checkpoint 2 was given up: server 0: .*No space left on device \(need \d+")
-    assert sorted([*kept, "filler"]) == sorted(one.name for one in disk.seen.iterdir())
+    until(
+        lambda: sorted(one.name for one in disk.seen.iterdir()) == sorted([*kept, "filler"]),
+        "removal of what was written of checkpoint 2, which nobody is told of",
+        30.0,
+    )
     disk.make_room()
     (processes.folder / "room").touch()
     worker.expect("cut True")

@@ -36,12 +36,12 @@ MORE_STEPS = 40
 class Run:
     """One training run, whose processes are started again when they end."""
 
-    def __init__(self, processes: Processes, folder: Path, pause_s: float) -> None:
+    def __init__(self, processes: Processes, folder: Path, pause_s: float, *more: str) -> None:
         self.folder = folder
         self.processes = processes
         self.folder.mkdir()
         self._port = free_port()
-        self._pause_s = pause_s
+        self._flags = (pause_s, *more)
         self.members: dict[str, Process] = {}
         for name in self.names:
             self.start(name)
@@ -68,7 +68,7 @@ class Run:
                     *("--checkpoint-dir", self.folder / "checkpoints", "--checkpoint-every", 0.5),
                 )
             case _:
-                flags = (*place, "--", sys.executable, SCRIPT, self.folder, self._pause_s)
+                flags = (*place, "--", sys.executable, SCRIPT, self.folder, *self._flags)
         self.members[name] = self.processes.kvps(role, *flags)
 
     def kill(self, name: str) -> None:
@@ -102,13 +102,13 @@ class Run:
         for name, process in self.members.items():
             assert process.popen.poll() is None, f"{name} ended: {process}"
 
-    def end(self, limit: int) -> str:
+    def end(self, limit: int, limit_s: float = 120.0) -> str:
         """Let it train up to step ``limit``; return what it ends with."""
         aside = self.folder / "limit.new"
         aside.write_text(str(limit))
         aside.rename(self.folder / "limit")
         for name in self.names[::-1]:
-            assert self.members[name].wait(120.0) == 0, f"{name}: {self.members[name]}"
+            assert self.members[name].wait(limit_s) == 0, f"{name}: {self.members[name]}"
         return (self.folder / "end").read_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -236,3 +237,9 @@ def made(folder: Path) -> Iterator[Processes]:
 
 def _shared() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def cpu_s() -> float:
+    """Return the seconds of processor that this process's children have used that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

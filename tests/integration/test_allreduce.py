@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 import kvps
 from examples import digits
-from kvps.specs import DTYPES
-from kvps.store import turns
+from kvps.dtypes import DTYPES
+from kvps.store.allreduce import queue
 from tests.integration import test_kvstore as contract
-from tests.integration.processes import ROOT, Processes, free_port
+from tests.integration.processes import ROOT, Processes, free_port, until
 
 CONTRACT = [
     contract.test_numpy_arrays_and_strided_tensors,
@@ -223,7 +223,7 @@ def test_pushes_go_on_while_the_script_does(monkeypatch):
 
 
 def test_a_script_that_runs_ahead_is_held_up(monkeypatch):
-    monkeypatch.setattr(turns, "PENDING_MAX", 2)
+    monkeypatch.setattr(queue, "PENDING_MAX", 2)
     tried = threading.Event()
 
     def work(rank):
@@ -389,8 +389,12 @@ def test_closing_waits_for_pushes_and_leaves_no_thread():
             return kv.pushpull("w", torch.ones(1)).item()
 
     assert run(work) == [2, 2]
-    left = {one for one in set(threading.enumerate()) - before if "allreduce" in one.name}
-    assert not left
+
+    def is_none_left() -> bool:
+        mine = set(threading.enumerate()) - before
+        return not any("allreduce" in one.name for one in mine)
+
+    until(is_none_left, "end of the threads of the stores")
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ import torch
 
 import kvps
 import kvps.torch as front
-from kvps.torch.own import own_store
+from kvps.torch.sync.shared_stores import own_store
 from tests.integration.processes import Processes
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import kvps
 import kvps.torch
-from kvps.core import id_calls
+from kvps.core.worker.operations import embeddings
 from kvps.errors import ConfigError, Mismatch
 from tests.integration.processes import Processes, has_checkpoint, until
 
@@ -32,7 +32,7 @@ def run(work: Any, workers: int = 2, servers: int = 2) -> list[Any]:
 def test_rows_are_spread_over_servers_and_come_back(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(id_calls, "PULL_BYTES", 400)  # several answers from each server
+    monkeypatch.setattr(embeddings, "PULL_BYTES", 400)  # several answers from each server
     ids = torch.arange(-50, 250) * 2**40
 
     def work(rank: int) -> object:

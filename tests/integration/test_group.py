@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvps
-from kvps.torch import rendezvous
+from kvps.torch.distributed import rendezvous
 from tests.integration import group_worker
 from tests.integration.processes import ROOT, Process, Processes, made
 

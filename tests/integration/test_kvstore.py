@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.calls import OpenStore
-from kvps.specs import DTYPES
-from kvps.store.session import Session
+from kvps.core.worker.calls import OpenStore
+from kvps.dtypes import DTYPES
+from kvps.runtime.worker_session import WorkerSession
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 ALL = ["local", "device", *DIST, *(f"{name}_device" for name in DIST)]
@@ -558,7 +558,7 @@ def test_which_stores_have_workers_of_one_host_push_as_one(
     monkeypatch, kind, options, variable, bundles
 ):
     opened = []
-    call = Session.call
+    call = WorkerSession.call
     if variable is not None:
         monkeypatch.setenv("KVPS_HOST_AGGREGATION", variable)
 
@@ -566,7 +566,7 @@ def test_which_stores_have_workers_of_one_host_push_as_one(
         opened.append(one)
         return call(session, one, *more)
 
-    monkeypatch.setattr(Session, "call", note)
+    monkeypatch.setattr(WorkerSession, "call", note)
     run(lambda rank: kvps.create(kind, **options).close())
     assert [one.opened.bundles for one in opened if isinstance(one, OpenStore)] == [bundles]
 
@@ -671,20 +671,78 @@ def test_one_name_with_two_types_on_two_workers():
     run(work, workers=2)
 
 
-def test_an_async_push_without_an_optimizer():
+@pytest.mark.parametrize("kind", ["dist_async", "dist_ssp", "dist_async_device"])
+def test_a_push_that_needs_an_optimizer_is_refused_by_the_call_itself(kind):
     def work(rank):
-        kv = kvps.create("dist_async", timeout=10)
-        kv.init("w", torch.zeros(1))
-        kv.push("w", torch.ones(1))  # is refused after it has returned; the next call says so
-        with pytest.raises(kvps.ConfigError, match="has no optimizer"):
-            kv.barrier()
-        with pytest.raises(kvps.ConfigError, match="has no optimizer"):
-            kv.pushpull("w", torch.ones(1))
+        kv = kvps.create(kind, timeout=30)
+        mode = "ssp" if "ssp" in kind else "async"
+        says = rf"store 'store-0' of type dist_{mode} has no optimizer.*set_optimizer\(...\) before"
+        names, one = [3, "t"], torch.ones(40, 3)
+        kv.init(names, [torch.zeros(1), torch.zeros(40, 3)])
+        for _ in range(2):
+            with pytest.raises(kvps.ConfigError, match=says):
+                kv.push(3, torch.ones(1))
+            with pytest.raises(kvps.ConfigError, match=says):
+                kv.push("3", torch.ones(1), async_op=True).wait()
+            with pytest.raises(kvps.ConfigError, match=says):
+                kv.push(names, [torch.ones(1), one])
+            with pytest.raises(kvps.ConfigError, match=says):
+                kv.push("t", ([1, 2], one[:2]))
+            with pytest.raises(kvps.ConfigError, match=says):
+                kv.pushpull(3, torch.ones(1))
+        assert kv.version(names) == [0, 0]
+        table = kv.embedding("e", 2, init="zeros", optimizer="sgd", lr=1.0)
+        table.push([5], torch.ones(1, 2))  # it has an optimizer of its own
+        kv.broadcast("b", torch.full((1,), rank + 1.0), out=torch.empty(1))
+        kv.barrier()
         kv.set_optimizer("test")
-        assert kv.pull("w").item() == 0
-        assert kv.pushpull("w", torch.ones(1)).item() == 1
+        assert kv.pull(3).item() == 0
+        kv.barrier()  # the other has looked, too
+        kv.push(3, torch.ones(1))
+        kv.push("t", ([1, 2], one[:2]))
+        kv.barrier()
+        assert kv.pull(3).item() == 2
+        assert table.pull(5)[0].item() == -2
+        assert kv.pull("b").item() == 1
 
-    run(work)
+    run(work, workers=2)
+
+
+def test_an_optimizer_that_rank_0_alone_set_is_enough():
+    def work(rank):
+        kv = kvps.create("dist_async", timeout=30)
+        kv.init("w", torch.zeros(1))
+        if rank == 0:
+            kv.set_optimizer("test")
+        kv.barrier()
+        for _ in range(5):
+            kv.push("w", torch.ones(1))
+        kv.barrier()
+        assert kv.pull("w").item() == 10
+
+    run(work, workers=2)
+
+
+WITHOUT_OPTIMIZER = """
+import kvps, torch
+kv = kvps.create("dist_async")
+kv.init("w", torch.zeros(1))
+try:
+    kv.push("w", torch.ones(1))
+except kvps.ConfigError as error:
+    print(error)
+kv.set_optimizer("test")
+kv.push("w", torch.ones(1))
+print(kv.pull("w").item())
+"""
+
+
+def test_an_embedded_store_that_needs_an_optimizer_says_so(processes):
+    one = processes.python(processes.script(WITHOUT_OPTIMIZER))
+    assert one.wait(60) == 0, one
+    said, pulled = one.out.splitlines()
+    assert "store 'store-0' of type dist_async has no optimizer" in said
+    assert pulled == "1.0"
 
 
 def test_ranks_that_set_different_optimizers():

@@ -120,13 +120,86 @@ def test_a_server_that_is_killed_ends_everything(processes: Processes) -> None:
     processes.check_nothing_left()
 
 
+ROUNDS = """
+import kvps, torch
+from pathlib import Path
+kv = kvps.create("dist_sync", timeout=60)
+kv.init("w", torch.zeros(4))
+kv.set_optimizer("test", rescale_grad=1.0)
+rounds = 0
+while not Path("enough").exists() or rounds < 3:
+    kv.pushpull("w", torch.ones(4))
+    rounds += 1
+    if rounds == 3: print("rounds", flush=True)
+    kv.barrier()
+    if kv.rank == 0 and Path("wanted").exists(): Path("enough").touch()
+    kv.barrier()
+w = kv.pull("w")
+assert w.eq(2.0 * rounds).all(), (rounds, w)
+print("exact", flush=True)
+"""
+
+
+def kill_scheduler(processes: Processes, before: int = 0) -> int:
+    """Kill the scheduler once it is another one than ``before``; return its number."""
+
+    def another() -> int:
+        found = processes.pids(r"kvps\.cli\.scheduler")
+        return found[0] if found and found[0] != before else 0
+
+    scheduler = until(another, "scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    return scheduler
+
+
+def test_a_scheduler_that_is_killed_is_started_again(processes: Processes) -> None:
+    launched = launch(processes, processes.script(ROUNDS), "-n", 2, "-s", 2, "--max-restarts", 2)
+    until(lambda: launched.out.count("rounds") == 2, "rounds")
+    (folder,) = processes.temp.glob("kvps-launch-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    first = kill_scheduler(processes)
+    launched.expect(r"scheduler ended with exit code 137; starting it again \(1 of 2\)")
+    kill_scheduler(processes, first)
+    launched.expect(r"scheduler ended with exit code 137; starting it again \(2 of 2\)")
+    (processes.folder / "wanted").touch()
+    assert launched.wait(60.0) == 0, launched
+    assert launched.out.count("exact") == 2
+    assert launched.err.count("starting it again") == 2
+    processes.check_nothing_left()
+
+
+def test_restarts_of_the_scheduler_are_used_up(processes: Processes) -> None:
+    launched = processes.kvps("launch", "-n", 1, "-s", 0, "--max-restarts", 1, "--", "sleep", 61)
+    first = kill_scheduler(processes)  # before anybody has come
+    launched.expect(r"starting it again \(1 of 1\)")
+    until(lambda: processes.pids("^sleep 61"), "the worker")
+    kill_scheduler(processes, first)
+    launched.expect("scheduler ended with exit code 137; ending the job\n")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() in (137, 143)
+    processes.check_nothing_left()
+
+
+def test_a_scheduler_that_is_asked_to_stop_is_not_started_again(processes: Processes) -> None:
+    launched = processes.kvps("launch", "-n", 1, "-s", 0, "--max-restarts", 3, "--", "sleep", 61)
+    until(lambda: processes.pids("^sleep 61"), "the worker")
+    (scheduler,) = processes.pids(r"kvps\.cli\.scheduler")
+    os.kill(scheduler, signal.SIGTERM)
+    until(lambda: not processes.pids(r"kvps\.cli\.scheduler"), "end of the scheduler")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() != 0
+    assert "scheduler ended" not in launched.err
+    processes.check_nothing_left()
+
+
 def test_a_scheduler_that_is_killed_ends_everything(processes: Processes) -> None:
     script = processes.script(SUM + "import time; time.sleep(60)")
     launched = launch(processes, script, "-n", 1)
     launched.expect("sum")
+    assert not list(processes.temp.iterdir()), "nothing is kept that nobody is to read"
     (scheduler,) = processes.pids(r"kvps\.cli\.scheduler")
     os.kill(scheduler, signal.SIGKILL)
-    launched.expect("scheduler ended with exit code 137")
+    launched.expect("scheduler ended with exit code 137; ending the job .with --max-restarts")
     launched.signal(signal.SIGTERM)
     assert launched.wait() in (137, 143)
     processes.check_nothing_left()
@@ -198,11 +271,26 @@ def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
         "import subprocess\n" + SUM + "subprocess.Popen(['sleep', '60'])\n"
         "kv.pull('w', min_version=9)\n"
     )
-    launched = launch(processes, script, "-n", 2)
+    launched = launch(processes, script, "-n", 2, "--max-restarts", 1)
     until(lambda: len(processes.pids("^sleep 60")) == 2, "grandchildren")
     launched.signal(signal.SIGKILL)
     assert launched.wait() == -signal.SIGKILL
-    processes.check_nothing_left(3.0)
+    until(lambda: not processes.running(), "end of all processes", 5.0)
+    until(lambda: not list(processes.temp.iterdir()), "end of the folder", 5.0)
+
+
+def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(
+    processes: Processes,
+) -> None:
+    """As ``pkill -9 kvps-launch`` does: its leash has the same name."""
+    launched = processes.kvps("launch", "-n", 1, "-s", 1, "--", "sleep", 61)
+    until(lambda: processes.pids("^sleep 61"), "the worker")
+    both = processes.pids("kvps-launch -n 1")
+    assert len(both) == 2
+    for pid in sorted(both, reverse=True):
+        os.kill(pid, signal.SIGKILL)
+    assert launched.wait() == -signal.SIGKILL
+    processes.check_nothing_left(5.0)
 
 
 def test_a_reader_that_goes_away_ends_everything(processes: Processes) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import kvps
 import kvps.torch
-from kvps.core.tables import Table
+from kvps.core.server.update.key_rows import KeyRows
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 
 COUNT, WIDTH = 60, 12
@@ -44,7 +44,7 @@ def opened(kind: str = "dist_sync", **options: Any) -> kvps.KVStore:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How many rows each server that was asked named as changed; None if it did not know."""
     found: list[int | None] = []
-    real, lock = Table.changed, threading.Lock()
+    real, lock = KeyRows.changed, threading.Lock()
 
     def changed(*given: Any) -> torch.Tensor | None:
         ids = real(*given)
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append(None if ids is None else len(ids))
         return ids
 
-    monkeypatch.setattr(Table, "changed", changed)
+    monkeypatch.setattr(KeyRows, "changed", changed)
     return found
 
 
@@ -463,14 +463,14 @@ def test_a_sparse_gradient_of_one_dimension_travels_dense(front_end: str) -> Non
 def test_a_push_of_rows_that_is_refused_is_told_at_once(
     front_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = Table.gradient, threading.Event()
+    real, refused = KeyRows.gradient, threading.Event()
 
     def gradient(*given: Any) -> Any:
         if refused.is_set():
             raise Mismatch("it does not fit")
         return real(*given)
 
-    monkeypatch.setattr(Table, "gradient", gradient)
+    monkeypatch.setattr(KeyRows, "gradient", gradient)
 
     def work(rank: int) -> None:
         model = Model()

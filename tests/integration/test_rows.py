@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.hyper import resolve
-from kvps.core.lazy import update_rows
-from kvps.core.updaters import create
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.optim.sparse_update import update_rows
+from kvps.core.optim.torch_rules import create
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 
 COUNT, WIDTH = 40, 12

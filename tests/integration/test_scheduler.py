@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Processes, free_port, is_listening, until
+from tests.integration.processes import ENDPOINT, Cluster, Processes, free_port, is_listening, until
 
 SUM = """
 import kvps, torch
@@ -79,6 +79,45 @@ def test_it_ends_with_1_if_a_worker_was_lost_for_good(processes: Processes) -> N
     worker = cluster.worker(sys.executable, script, flags=["--no-replacement"])
     assert [one.wait() for one in (worker, server, cluster.process)] == [3, 1, 1]
     assert "exit code 3" in cluster.process.err
+
+
+LAST = """
+import os, time
+from pathlib import Path
+import kvps, torch
+kv = kvps.create("dist_sync", on_worker_lost="shrink", timeout=60)
+kv.init("w", torch.zeros(4))
+kv.pushpull("w", torch.ones(4))
+if kv.rank:
+    while not Path("left").exists(): time.sleep(0.01)
+    os._exit(3)
+kvps.shutdown()
+Path("left").touch()
+"""
+HASTY = """
+import functools, sys
+import kvps.runtime.scheduler_process as roles
+roles.Settings = functools.partial(roles.Settings, replace_max_s=float(sys.argv.pop(1)))
+from kvps.cli.scheduler import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.spec("R210")
+@pytest.mark.parametrize("limit_s", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_one_whom_nobody_waits_for_soon_lets_the_others_end(
+    processes: Processes, limit_s: int
+) -> None:
+    flags = ("--workers", 2, "--servers", 1, "--bind", "tcp://127.0.0.1:0", "--log-level", "info")
+    scheduler = processes.python("-c", HASTY, limit_s, *flags)
+    cluster = Cluster(processes, scheduler, scheduler.expect(ENDPOINT.pattern).group())
+    server = cluster.server()
+    script = processes.script(LAST)
+    workers = [cluster.plain(script, KVPS_RANK=str(rank)) for rank in range(2)]
+    assert [one.wait(90.0) for one in workers] == [0, 3]
+    assert [one.wait(limit_s + 30.0) for one in (scheduler, server)] == [1, 1]
+    assert scheduler.err.count("s for a replacement, then the job ends: worker 1 is lost") == 1
 
 
 def test_members_are_told_when_it_is_stopped(processes: Processes) -> None:

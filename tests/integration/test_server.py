@@ -111,8 +111,8 @@ def test_the_memory_limit_is_kept(processes: Processes) -> None:
 
 def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
     processes.script(
-        "from kvps.core.hyper import Schema\n"
-        "from kvps.core.updaters import Updater, register\n"
+        "from kvps.core.optim.hyperparams import Schema\n"
+        "from kvps.core.optim.torch_rules import Updater, register\n"
         "class Half(Updater):\n"
         "    def _update(self, weight, gradient, state, terms):\n"
         "        weight.sub_(gradient, alpha=terms.lr / 2)\n"

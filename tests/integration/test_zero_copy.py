@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.engine import Engine
+from kvps.core.server.update.aggregator import Aggregator
 from tests.integration.processes import Cluster, Process, Processes
 
 CUT = 300_000
@@ -219,7 +219,7 @@ def test_without_a_copy_there_is_nothing_to_write_to(name):
 def test_nothing_is_copied_on_the_way(servers, monkeypatch):
     """The server reads the worker's memory, and the worker the servers', side by side."""
     lent = []
-    take = Engine.push
+    take = Aggregator.push
 
     def note(self, space, message, gradient, *more, **options):
         lent.append((options["lent"], len(gradient.edges)))
@@ -230,7 +230,7 @@ def test_nothing_is_copied_on_the_way(servers, monkeypatch):
         names = ["a", "b", "c"]
         kv.init(names, [torch.zeros(300, 1024), torch.zeros(30, 100), torch.zeros(5000)])
         mine = kv.empty_like(names)
-        monkeypatch.setattr(Engine, "push", note)
+        monkeypatch.setattr(Aggregator, "push", note)
         for turn in range(3):
             views = kv.pushpull(names, [one.fill_(turn) for one in mine], copy=False)
             assert all(view.eq(turn).all() for view in views)

@@ -11,12 +11,15 @@ import pytest
 import torch
 import zmq
 
-from kvps.core.slab import Buffer
+from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Beat, Envelope, Packet, Pulled, Role, Stand
-from kvps.net.driver import Dropped
+from kvps.net.driver import Disconnected
 from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Beat
+from kvps.protocol.values import Pulled, Stand
 from kvps.tensors import from_frame, to_frame
+from tests.faults.streams import Stream, TcpProxy
 from tests.integration.processes import until
 
 ENVELOPE = Envelope(bytes(16), 0, Role.WORKER, 1, 1, 0)
@@ -92,7 +95,7 @@ def test_a_broken_connection_is_a_drop(transports):
     member.close(0.0)
     dropped, what = take(scheduler)
     assert dropped == route
-    assert isinstance(what, Dropped)
+    assert isinstance(what, Disconnected)
 
 
 def test_connecting_again_replaces(transports):
@@ -151,6 +154,24 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
         until(is_opened_again, "second connection", 20.0)
         for one in opened:
             one.close()
+
+
+@pytest.mark.spec("R222")
+def test_a_frame_may_take_longer_than_a_silence(transports, monkeypatch):
+    """libzmq hears nothing until all of it is there, and its heartbeat stands behind it."""
+    monkeypatch.setattr("kvps.net.zeromq.DATA_HEARTBEAT_S", (0.2, 1.8))
+    server, worker = transports(LOOPBACK), transports()
+    slow = TcpProxy(server.endpoint, lambda place: Stream(bytes_per_s=1 << 20, piece_bytes=1 << 14))
+    with contextlib.closing(slow):
+        worker.connect("server 0", slow.endpoint, is_near=False)
+        worker.send("server 0", Packet(ENVELOPE, Beat(7)), None)
+        route, _ = take(server)
+        values = to_frame(torch.arange(1 << 20, dtype=torch.float32))
+        answer = Pulled(1, 0, 1, True, (Stand(0, 1 << 20, 0, 0),))
+        server.send(route, Packet(ENVELOPE, answer, (values,)), None)
+        _, packet = take(worker, 60.0)
+        assert bytes(packet.payload[0]) == bytes(values)
+        assert len(slow.streams) == 1, "it was cut, and opened again"
 
 
 def test_a_busy_port_is_named(transports):

@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvps.core import arenas
-from kvps.core.embedding import EVICTED, Embedding
-from kvps.core.recipe import Recipe, recipe_of
+from kvps.core.embedding import arena
+from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
+from kvps.core.embedding.table import EVICTED, EmbeddingRows
 
 IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
 VALUES = st.integers(-3, 3)
 DIM = 3
 
 
-def recipe(max_rows: int, max_age: int) -> Recipe:
+def recipe(max_rows: int, max_age: int) -> EmbeddingSpec:
     evict = {"rows": max_rows, "age": max_age}
     return recipe_of(
         "t",
@@ -51,7 +51,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recipe = recipe(self.MAX_ROWS, self.MAX_AGE)
-        self.table = Embedding(self.recipe)
+        self.table = EmbeddingRows(self.recipe)
         self.rows: dict[int, Row] = {}
         self.version = 0
         self.kept: list[tuple[object, object, list[torch.Tensor]]] = []
@@ -130,7 +130,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def move(self) -> None:
         """Another table takes all over, as after a restart."""
-        other = Embedding(self.recipe)
+        other = EmbeddingRows(self.recipe)
         start = 0
         while True:
             block = self.table.block(start, 4, with_state=True)
@@ -159,8 +159,8 @@ class Unbounded(Model):
 
 @pytest.fixture(autouse=True)
 def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 3 * 2 * DIM * 8)
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 6 * 2 * DIM * 8)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 3 * 2 * DIM * 8)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 6 * 2 * DIM * 8)
 
 
 TestBounded = Model.TestCase

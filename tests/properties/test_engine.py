@@ -13,9 +13,10 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvps.core.rounds import WINDOW
-from kvps.messages import Ask, Error, Pull, Pulled, Push, Run
-from tests.server_stage import ServerStage, acked, as_row, heard
+from kvps.protocol.envelope import WINDOW
+from kvps.protocol.membership import Error
+from kvps.protocol.values import Ask, Pull, Pulled, Push, Run
+from tests.support.server_harness import ServerStage, acked, as_row, heard
 
 SIZES = {"a": 2, "b": 1, "c": 3, "d": 1, "e": 2}
 RANKS = 3

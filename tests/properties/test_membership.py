@@ -1,7 +1,8 @@
 """Whatever members do, in any order: the scheduler's invariants hold after each step.
 
-Beside ``check()``, which :class:`~tests.stage.Stage` calls, a plain model is kept of what nobody
-may ever see: an incarnation issued twice, a view that goes back, a seat that is given again.
+Beside ``check()``, which :class:`~tests.support.scheduler_harness.Stage` calls, a plain model is kept of what nobody
+may ever see: an incarnation issued twice, a view that goes back, a seat that is given again, and a
+newcomer that is refused because of one that has not proved, since it came, that it lives.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.core.effects import Effect, Exit, Send
-from kvps.messages import View, Welcome
-from tests.stage import Stage
+from kvps.protocol.membership import Beat, Error, View, Welcome
+from tests.support.scheduler_harness import Stage
 
 ROUTES = [f"w{k}" for k in range(6)] + ["s0", "s1", "s2"]
 routes = st.sampled_from(ROUTES)
+WAITS = "asked whether it lives", "moment to come back", "scheduler was started again"
 ranks = st.none() | st.integers(0, 3)
 
 
@@ -29,6 +31,9 @@ class Cluster(RuleBasedStateMachine):
         self.number = 0
         self.job = b""
         self.final: dict[str, str] = {}
+        self.waiting: dict[str, int] = {}
+        """How many answers to challenges had been given when this one was first told to wait."""
+        self.answers = 0
 
     @property
     def known(self) -> list[str]:
@@ -40,7 +45,14 @@ class Cluster(RuleBasedStateMachine):
             if not isinstance(effect, Send):
                 continue
             message = effect.packet.message
+            if isinstance(message, Error) and "is alive" in message.text:
+                since = self.waiting.pop(str(effect.to), None)
+                assert since is not None, "refused at once"
+                assert since < self.answers, "refused, and nobody had proved anything since it came"
+            if isinstance(message, Beat) and message.reason.endswith(WAITS):
+                self.waiting.setdefault(str(effect.to), self.answers)
             if isinstance(message, Welcome):
+                self.waiting.pop(str(effect.to), None)
                 role = self.stage.peers[str(effect.to)].role
                 seat = (str(role), message.rank)
                 assert self.incarnations.setdefault(message.incarnation, seat) == seat
@@ -65,6 +77,12 @@ class Cluster(RuleBasedStateMachine):
         self.seen(self.stage.beat(of.draw(st.sampled_from(self.known))))
 
     @precondition(lambda self: self.stage.peers)
+    @rule(of=st.data(), guardian=st.booleans())
+    def alive(self, of: st.DataObject, guardian: bool) -> None:
+        self.answers += 1
+        self.seen(self.stage.alive(of.draw(st.sampled_from(self.known)), guardian))
+
+    @precondition(lambda self: self.stage.peers)
     @rule(of=st.data(), done=st.booleans(), replaceable=st.booleans())
     def leave(self, of: st.DataObject, done: bool, replaceable: bool) -> None:
         route = of.draw(st.sampled_from(self.known))
@@ -77,6 +95,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(route=routes)
     def drop(self, route: str) -> None:
+        self.waiting.pop(route, None)
         self.seen(self.stage.drop(route))
 
     @rule(seconds=st.sampled_from([0.4, 1.0, 5.0, 12.0, 40.0]), beating=st.booleans())
@@ -86,6 +105,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.stage.saved)
     @rule()
     def restart(self) -> None:
+        self.waiting.clear()
         self.seen(self.stage.restart())
 
     @invariant()

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvps.core.rounds import WINDOW, Span, Verdict
-from kvps.core.strip import Strip
+from kvps.core.gradients import DenseGradient
+from kvps.core.server.chunks.rounds import Span, Verdict
+from kvps.protocol.envelope import WINDOW
 
 RANKS = 3
 PUSHES = st.tuples(
@@ -41,7 +42,7 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, le
             assert verdict is expected(owed, number, len(closed))
             if verdict is Verdict.COUNTED:
                 span.take(tuple(ranks), number)
-                value = Strip([torch.tensor([float(worth)])])
+                value = DenseGradient([torch.tensor([float(worth)])])
                 span.round(number, 0.0).add(tuple(ranks), value, lent=lent, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)

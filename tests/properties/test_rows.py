@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvps.messages import PulledRows, PullRows, Push, PushRows, Run
+from kvps.protocol.values import PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
-from tests.server_stage import ServerStage, acked, heard
+from tests.support.server_harness import ServerStage, acked, heard
 
 WIDTH = 2
 

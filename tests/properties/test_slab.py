@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvps.core.sessions import Reading, Session
-from kvps.core.slab import Chunk, Chunks, Slab
-from kvps.messages import Piece
+from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
+from kvps.core.server.sessions import PendingRead, Session
+from kvps.protocol.stores import Piece
 
 SIZES = st.integers(1, 9)
 
@@ -72,7 +72,7 @@ class Cuts(RuleBasedStateMachine):
         self.chunk = Chunk(1, "kv", "uint8", 200)
         self.pieces: list[Piece] = []
         self.versions: dict[int, int] = {}
-        self.waiting: list[Reading] = []
+        self.waiting: list[PendingRead] = []
 
     @precondition(lambda self: self.chunk.used < 180)
     @rule(size=SIZES)
@@ -107,7 +107,7 @@ class Cuts(RuleBasedStateMachine):
     @rule(data=st.data())
     def wait(self, data: st.DataObject) -> None:
         piece = data.draw(st.sampled_from(self.pieces))
-        reading = Reading(Session(0, b"", 1), 1, "kv", 1, True, (), at=piece.start)
+        reading = PendingRead(Session(0, b"", 1), 1, "kv", 1, True, (), at=piece.start)
         self.chunk.wait(reading)
         self.waiting.append(reading)
 

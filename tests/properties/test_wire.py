@@ -14,22 +14,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvps.codes import NAMES, Code
+from kvps.compression.spec import NAMES, CodecSpec
+from kvps.dtypes import BY_ID, DTYPES
 from kvps.errors import ProtocolError
-from kvps.messages import (
-    MESSAGES,
-    Entry,
-    Envelope,
-    Found,
-    Message,
-    Packet,
-    Pulled,
-    Role,
-    Steps,
-    View,
-)
-from kvps.specs import BY_ID, DTYPES
-from kvps.wire import HEAD, decode, encode
+from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
+from kvps.protocol.membership import View
+from kvps.protocol.stores import Entry, Found
+from kvps.protocol.values import Pulled, Steps
+from kvps.protocol.wire import HEAD, decode, encode
 from tests.vectors.packets import PACKETS
 
 
@@ -85,7 +77,7 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
         return st.one_of([values(one, name) for one in arguments])
     if hint is Entry:
         return entries()
-    if hint is Code:
+    if hint is CodecSpec:
         return codes
     if isinstance(hint, type) and issubclass(hint, tuple):
         hints = typing.get_type_hints(hint)
@@ -95,7 +87,7 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
 
 
 codes = st.builds(
-    Code,
+    CodecSpec,
     st.sampled_from(sorted(NAMES)),
     st.floats(1e-10, 1),
     st.floats(1e-20, 1e20),

@@ -16,7 +16,7 @@ each line of it is right. Commands::
     leave ROUTE [code=N] [final]                barrier ROUTE NUMBER
     drop ROUTE                                  wait SECONDS [beating ROUTE …]
     restart                                     stop
-    stand SECONDS
+    stand SECONDS                               alive ROUTE [guardian]
     say ROUTE MESSAGE [field=value …]
 
 Where a server has no place for checkpoints it says so once (``say s0 Shelf …``); until it does, it is
@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
-from kvps.messages import MESSAGES, Error, Member, Message, Node, Role, View, Welcome
+from kvps.protocol.envelope import MESSAGES, Message, Node, Role
+from kvps.protocol.membership import Error, Member, View, Welcome
 from tests.scenarios.plays import check, performed, plays, words_of
-from tests.stage import Stage
+from tests.support.scheduler_harness import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,6 +75,8 @@ def run(command: str, stage: list[Stage]) -> list[Effect]:
             return stage[0].attach(route, other, **options)
         case ["beat", route]:
             return stage[0].beat(route)
+        case ["alive", route, *flags]:
+            return stage[0].alive(route, "guardian" in flags)
         case ["leave", route, *flags]:
             code = options.get("code", 0)
             assert isinstance(code, int)

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvps.messages import Ack, Error, Probe, Probed, Pulled, Push, Run
+from kvps.protocol.membership import Error, Probe, Probed
+from kvps.protocol.values import Ack, Pulled, Push, Run
 from tests.scenarios.plays import check, performed, plays, words_of
-from tests.server_stage import Said, ServerStage, as_row
+from tests.support.server_harness import Said, ServerStage, as_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 
-from kvps.compression import Rules
-from kvps.core import calls
+from kvps.compression.policy import CompressionPolicy
 from kvps.core.effects import Copied, Finish, Save
-from kvps.core.hyper import resolve
-from kvps.core.id_calls import split
-from kvps.core.ids import Ids
-from kvps.core.member import JOIN_MAX_S, Identity
-from kvps.core.plan import Mark
-from kvps.core.recipe import Recipe
-from kvps.core.scheduler import Scheduler, Settings
-from kvps.core.server import Server
-from kvps.core.worker import Worker
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.membership_client import JOIN_MAX_S, Identity
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.core.server.server import Server
+from kvps.core.worker import calls
+from kvps.core.worker.operations.embeddings import split
+from kvps.core.worker.plan import CopyVersion
+from kvps.core.worker.worker import Worker
 from kvps.errors import KvpsError
-from kvps.messages import Open, Role
+from kvps.protocol.envelope import Role
+from kvps.protocol.stores import Open
 from kvps.tensors import spec_of
 from tests.simulation.disk import Disk
 from tests.simulation.network import Faults, Network, Process
@@ -123,7 +124,7 @@ class Store:
         given: list[torch.Tensor] = []
         for ids, rows in values.values():
             given += [ids.clone(), torch.arange(len(ids)), rows.clone()]
-        call = calls.PushRows(self.name, tuple(values), tuple(given), priority, not wait)
+        call = calls.PushKeyRows(self.name, tuple(values), tuple(given), priority, not wait)
         yield self._do(call, "finished" if wait else "copied")
         for row in given[2::3]:
             row.fill_(TRASH)
@@ -132,10 +133,10 @@ class Store:
         """Pull rows by their numbers, which are in order."""
         ids = tuple(wanted.values())
         places = tuple(torch.arange(len(one)) for one in ids)
-        found = yield self._do(calls.PullRows(self.name, tuple(wanted), ids, places, priority))
+        found = yield self._do(calls.PullKeyRows(self.name, tuple(wanted), ids, places, priority))
         return dict(zip(wanted, found, strict=True))
 
-    def refresh(self, copies: Values, marks: dict[str, Mark | None]) -> Script:
+    def refresh(self, copies: Values, marks: dict[str, CopyVersion | None]) -> Script:
         """Bring ``copies``, of which ``marks`` say what they hold, up to date."""
         sinks = tuple(torch.full_like(copy, TRASH) for copy in copies.values())
         known = tuple(marks.get(name) for name in copies)
@@ -153,11 +154,11 @@ class Store:
     def set_rate(self, lr: float) -> Script:
         yield self._do(calls.SetRate(self.name, lr))
 
-    def compress(self, rules: Rules) -> Script:
+    def compress(self, rules: CompressionPolicy) -> Script:
         yield self._do(calls.Compress(self.name, rules))
 
     def resume(self, keys: Sequence[str]) -> Script:
-        return (yield self._do(calls.Resume(self.name, tuple(keys))))
+        return (yield self._do(calls.ResumeKeys(self.name, tuple(keys))))
 
     def versions(self, keys: Sequence[str]) -> Script:
         return (yield self._do(calls.Versions(self.name, tuple(keys))))
@@ -171,8 +172,8 @@ class Store:
     def restore(self, tag: str = "") -> Script:
         return (yield self._do(calls.RestoreCheckpoint(self.name, tag)))
 
-    def embed(self, key: str, recipe: Recipe, rank: int) -> Script:
-        yield self._do(calls.Embed(self.name, key, recipe, rank))
+    def embed(self, key: str, recipe: EmbeddingSpec, rank: int) -> Script:
+        yield self._do(calls.MakeTable(self.name, key, recipe, rank))
 
     def push_ids(self, key: str, ids: Ids, rows: torch.Tensor, servers: int) -> Script:
         """Push rows; return when they are copied."""
@@ -180,19 +181,19 @@ class Store:
             (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)])
             for some in split(ids, servers)
         )
-        call = calls.PushIds(self.name, (key,), (), None, 0, True, rows.shape[1], parts)
+        call = calls.PushTableRows(self.name, (key,), (), None, 0, True, rows.shape[1], parts)
         yield self._do(call, "copied")
 
-    def pull_ids(self, key: str, recipe: Recipe, ids: Ids) -> Script:
-        return (yield self._do(calls.PullIds(self.name, (key,), recipe, ids)))
+    def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids) -> Script:
+        return (yield self._do(calls.PullTableRows(self.name, (key,), recipe, ids)))
 
-    def block(self, key: str, server: int, start: int) -> Script:
+    def block(self, key: str, dim: int, server: int, start: int) -> Script:
         """Return some of the rows that one server has."""
-        call = calls.ExportBlock(self.name, key, server, start, 3, 0, with_state=True)
+        call = calls.ExportBlock(self.name, key, server, dim, start, 3, 0, with_state=True)
         return (yield self._do(call))
 
     def barrier(self, name: str | None = None) -> Script:
-        yield self._do(calls.Stand(self.name, name))
+        yield self._do(calls.StandAtBarrier(self.name, name))
 
     def join(self) -> Script:
         return (yield self._do(calls.JoinStore(self.name)))
@@ -321,7 +322,8 @@ class Cluster:
         """How long a process waits for a scheduler that says nothing, before it has joined."""
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
-        self.settings = Settings(workers, servers, persist=True)
+        # One who stands still for minutes is to come back also where nobody else is left.
+        self.settings = Settings(workers, servers, persist=True, replace_max_s=240.0)
         self.disk = Disk()
         self.start_scheduler()
         for rank in range(servers):
@@ -361,7 +363,7 @@ class Cluster:
     def start_server(self, rank: int) -> Process:
         """Start a server: the first at this rank, or another in its place, which holds nothing."""
         pid = next(self._pids)
-        endpoint = f"sim://server-{rank}-{pid}"
+        endpoint = f"tcp://server-{rank}:{pid}"
         name = f"server {rank}"
         now = self.network.time(name)
         identity = self._identity(Role.SERVER, rank, pid, endpoint)

@@ -13,8 +13,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvps.core.seats import State
-from kvps.messages import Node, Packet, Role
+from kvps.core.scheduler.seat import State
+from kvps.protocol.envelope import Node, Packet, Role
 from tests.simulation.cluster import Client, Cluster
 from tests.simulation.network import Faults, Process
 from tests.simulation.training import LOST, ON_TIME
@@ -111,7 +111,7 @@ class Trouble:
             network.at(stop.at, lambda one=stop: pause(cluster, one, usurped))  # type: ignore[misc]
         for at, rank, is_noticed in self.kills:
             network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-            network.at(at + 1, lambda one=rank: replace_when_lost(cluster, one))  # type: ignore[misc]
+            network.at(at, lambda one=rank: replace_at_once(cluster, one))  # type: ignore[misc]
         supervise(cluster, usurped)
         for one in self.restarts:
             network.at(one.at, lambda it=one: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
@@ -157,6 +157,12 @@ def _start_scheduler(cluster: Cluster) -> None:
         cluster.start_scheduler()
 
 
+def replace_at_once(cluster: Cluster, rank: int) -> None:
+    """Start a replacement for a worker that was killed, before anybody knows that it was."""
+    if rank in cluster.clients:
+        cluster.replace(rank)
+
+
 def replace_when_lost(cluster: Cluster, rank: int) -> None:
     """Start a replacement for a worker that was killed, as soon as the scheduler takes one."""
     client = cluster.clients.get(rank)
@@ -197,7 +203,8 @@ def _recognise(cluster: Cluster, rank: int, usurped: list[Client]) -> None:
     seat = cluster.scheduler.core.job.seats.by_node[Node(Role.WORKER, rank)]  # type: ignore[attr-defined]
     for one in cluster.started[rank]:
         is_it = seat.is_taken and one.core.member.incarnation == seat.incarnation
-        if is_it and cluster.clients[rank] is not one:
+        # One that was killed may be thought to live still, while another waits for its seat.
+        if is_it and one.process.alive and cluster.clients[rank] is not one:
             cluster.clients[rank] = one
             usurped[:] = [old for old in usurped if old is not one]
             one.wake()

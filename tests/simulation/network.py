@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvps import wire
 from kvps.core.effects import (
     Connect,
     Copied,
@@ -32,7 +31,9 @@ from kvps.core.effects import (
     Send,
 )
 from kvps.errors import ProtocolError
-from kvps.messages import Loan, Packet, View
+from kvps.protocol import wire
+from kvps.protocol.envelope import Loan, Packet
+from kvps.protocol.membership import View
 
 EVENTS_MAX = 300_000
 """Events at one moment; more are a deadline that is never met."""

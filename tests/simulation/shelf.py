@@ -12,29 +12,29 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvps.core.disk import (
+from kvps.checkpoint.reshard import regroup
+from kvps.core.server.snapshot.model import RowsSnapshot, Snapshot
+from kvps.core.server.snapshot.storage import (
     Answer,
     Complete,
     Completed,
-    Found,
+    FindCuts,
+    FoundCuts,
     Loaded,
-    Look,
     Order,
     Read,
     Remove,
+    SnapshotWritten,
     Write,
-    Written,
 )
-from kvps.core.image import Image, RowsImage
-from kvps.core.regroup import regroup
 from kvps.errors import StorageError
-from kvps.messages import Commit
+from kvps.protocol.checkpoint import Commit
 from tests.simulation.network import Network, Process
 
 KEPT = 2
 
 
-def copy_of(image: Image) -> Image:
+def copy_of(image: Snapshot) -> Snapshot:
     """Return an image that nobody else writes to."""
     return replace(
         image,
@@ -62,7 +62,7 @@ def copy_of(image: Image) -> Image:
     )
 
 
-def _copies(parts: tuple[RowsImage, ...]) -> tuple[RowsImage, ...]:
+def _copies(parts: tuple[RowsSnapshot, ...]) -> tuple[RowsSnapshot, ...]:
     return tuple(
         replace(
             one,
@@ -81,7 +81,7 @@ def _copies(parts: tuple[RowsImage, ...]) -> tuple[RowsImage, ...]:
 class Folder:
     """The disk of one server."""
 
-    images: dict[int, Image] = field(default_factory=dict)
+    images: dict[int, Snapshot] = field(default_factory=dict)
     manifests: dict[int, tuple[bytes, Commit]] = field(default_factory=dict)
 
     def tidy(self) -> None:
@@ -132,15 +132,15 @@ class Shelves:
 
         network.at(ends, end)
 
-    def _answer(self, server: int, order: Order, image: Image | None) -> Answer | None:
+    def _answer(self, server: int, order: Order, image: Snapshot | None) -> Answer | None:
         folder = self.folders.setdefault(server, Folder())
         match order:
             case Write(cut):
                 assert image is not None
                 if server in self.full:
-                    return Written(cut, 0, "", StorageError("no space left on device"))
+                    return SnapshotWritten(cut, 0, "", StorageError("no space left on device"))
                 folder.images[cut] = image
-                return Written(cut, image.size_bytes, "ab" * 32)
+                return SnapshotWritten(cut, image.size_bytes, "ab" * 32)
             case Complete(job, _, _, commit):
                 is_changed = (server, commit.cut) in self._changed
                 assert not is_changed, f"what cut {commit.cut} keeps was written to"
@@ -153,13 +153,13 @@ class Shelves:
                 if cut not in folder.manifests:
                     folder.images.pop(cut, None)
                 return None
-            case Look():
+            case FindCuts():
                 cuts = tuple(self._complete(folder, order))
-                return Found(cuts, max(folder.images, default=0), order.for_whom)
+                return FoundCuts(cuts, max(folder.images, default=0), order.for_whom)
             case Read(server, servers, cut, for_whom):
                 return Loaded(copy_of(self._read(server, servers, cut)), for_whom)
 
-    def _complete(self, folder: Folder, look: Look) -> Iterator[int]:
+    def _complete(self, folder: Folder, look: FindCuts) -> Iterator[int]:
         for cut, (job, commit) in sorted(folder.manifests.items()):
             is_ours = look.job in (None, job) and look.tag in ("", commit.tag)
             is_whole = len(commit.images) == look.servers or all(
@@ -168,7 +168,7 @@ class Shelves:
             if is_ours and is_whole:
                 yield cut
 
-    def _read(self, server: int, servers: int, cut: int) -> Image:
+    def _read(self, server: int, servers: int, cut: int) -> Snapshot:
         manifests = [one.manifests for one in self.folders.values() if cut in one.manifests]
         written_by = len(manifests[0][cut][1].images)
         if written_by == servers:

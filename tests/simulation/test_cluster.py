@@ -22,7 +22,7 @@ from kvps.errors import (
     Timeout,
     WorkerLost,
 )
-from kvps.messages import Barrier
+from kvps.protocol.membership import Barrier
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.training import (
@@ -313,8 +313,15 @@ def announcements(job: Job, rank: int) -> Script:
             assert total["w"].tolist() == [job.workers] * size
 
 
+@pytest.mark.spec("R223", "R224", "R225", "R226")
 @pytest.mark.parametrize("seed", FEWER)
-def test_a_broadcast_reaches_all(seed: int, request: pytest.FixtureRequest) -> None:
+def test_a_broadcast_reaches_all(
+    seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and in parts that are read while others are loaded."""
+    if seed % 2:
+        monkeypatch.setattr("kvps.core.worker.operations.keys.RELAYED_LEAST_BYTES", 0)
+        monkeypatch.setattr("kvps.core.worker.operations.keys.PART_LEAST_BYTES", 16)
     _, job = draw(seed, kills=False)
     with replayable(request, job):
         play_script(job, lambda rank: announcements(job, rank))
@@ -435,7 +442,7 @@ def test_a_lost_server_ends_every_call() -> None:
     for log in logs.values():
         assert [type(error) for _, error in log] == [ServerLost, ServerLost]
         assert log[0][0] < 2.0
-        assert "server 1 (host-server-1 sim://server-1-" in str(log[0][1])
+        assert "server 1 (host-server-1 tcp://server-1:" in str(log[0][1])
         assert "Start the job again from saved weights" in str(log[0][1])
 
 

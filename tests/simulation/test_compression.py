@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvps.compression import Rules, rules_of
+from kvps.compression.policy import CompressionPolicy, rules_of
 from kvps.errors import Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.training import (
@@ -39,7 +39,7 @@ class Compressed(Job):
     min_bytes: int = 0
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> CompressionPolicy:
         params = {"type": "2bit", "threshold": THRESHOLD, "min_bytes": self.min_bytes}
         return rules_of({**params, "pull": self.is_both_ways})
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import arenas
-from kvps.core.embedding import Embedding
-from kvps.core.ids import Ids
+from kvps.core.embedding import arena
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
+from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.placement import EMBEDDING
-from kvps.core.recipe import Recipe, recipe_of
 from kvps.errors import EpochChanged, Timeout
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
@@ -40,7 +40,7 @@ ALL = np.arange(-10, 60)
 class TableJob(Job):
     """A job with one table: rows of whole numbers, so that sums are exact in any order."""
 
-    recipe: Recipe = field(default_factory=lambda: recipe())
+    recipe: EmbeddingSpec = field(default_factory=lambda: recipe())
 
     def ids(self, rank: int, step: int) -> Ids:
         dice = random.Random(self.seed * 1000 + step * 10 + rank)
@@ -51,7 +51,7 @@ class TableJob(Job):
         return ((ids * 3 + rank + step) % 5 - 2).view(-1, 1).repeat(1, DIM)
 
 
-def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> Recipe:
+def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> EmbeddingSpec:
     evict = {name: more.pop(name) for name in ("age", "rows") if name in more}
     more = more or {"lr": 1.0}
     return recipe_of(
@@ -59,7 +59,7 @@ def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> Recipe:
     )
 
 
-def push_to(rows: Embedding, job: TableJob, step: int, version: int, *ranks: int) -> None:
+def push_to(rows: EmbeddingRows, job: TableJob, step: int, version: int, *ranks: int) -> None:
     """Do what the servers do with these pushes."""
     ids = [job.ids(rank, step) for rank in ranks]
     union = np.unique(np.concatenate(ids))
@@ -71,7 +71,7 @@ def push_to(rows: Embedding, job: TableJob, step: int, version: int, *ranks: int
 
 def references(job: TableJob) -> list[torch.Tensor]:
     """All rows before the first round and after each, by one process."""
-    rows = Embedding(job.recipe)
+    rows = EmbeddingRows(job.recipe)
     found = [rows.pull(ALL)]
     for step in range(job.steps):
         push_to(rows, job, step, step + 1, *range(job.workers))
@@ -106,7 +106,7 @@ def export(job: TableJob) -> Script:
     for server in range(job.servers):
         start = 0
         while True:
-            block = yield from patient(job.store.block, KEY, server, start)
+            block = yield from patient(job.store.block, KEY, job.recipe.dim, server, start)
             rows = block.columns["weight"].tolist()
             assert not found.keys() & set(block.ids.tolist())
             found |= dict(zip(block.ids.tolist(), rows, strict=True))
@@ -118,7 +118,7 @@ def export(job: TableJob) -> Script:
 
 def is_whole(job: TableJob, exported: dict[int, list[float]]) -> None:
     """What was exported is what was pushed to, as it is."""
-    rows = Embedding(job.recipe)
+    rows = EmbeddingRows(job.recipe)
     for step in range(job.steps):
         push_to(rows, job, step, step + 1, *range(job.workers))
     block = rows.block(0, 1000)
@@ -212,7 +212,7 @@ def test_each_push_counts_once(seed: int, mode: str, request: pytest.FixtureRequ
     job.store = Store(mode=mode, staleness=2)
     with replayable(request, job):
         cluster = play(job, train_alone)
-        rows = Embedding(job.recipe)
+        rows = EmbeddingRows(job.recipe)
         for step in range(job.steps):
             push_to(rows, job, step, step + 1, *range(job.workers))
         for client in cluster.clients.values():
@@ -251,8 +251,8 @@ def train_through(job: TableJob, rank: int) -> Script:
 def test_servers_return_to_the_rows_of_a_cut(
     seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 256)  # so that there are several
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 512)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 256)  # so that there are several
+    monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 512)
     dice = random.Random(seed)
     job = job_of(seed)
     job.steps, job.kills = 30, []

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError, Timeout
-from kvps.messages import Join, Joined, Packet, Return
+from kvps.protocol.envelope import Packet
+from kvps.protocol.membership import Join, Joined, Return
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Process
 from tests.simulation.training import FEWER, SEEDS, Job, check, faults_of, patient, replayable

@@ -28,6 +28,7 @@ from tests.simulation.faults import (
     Reset,
     Trouble,
     pause,
+    replace_at_once,
     replace_when_lost,
     reset,
     restart,
@@ -174,11 +175,14 @@ class Machine(RuleBasedStateMachine):
     def tick(self, s: float) -> None:
         self.cluster.run_for(s)
 
-    @rule(rank=ranks, is_noticed=st.booleans())
-    def kill(self, rank: int, is_noticed: bool) -> None:
+    @rule(rank=ranks, is_noticed=st.booleans(), is_early=st.booleans())
+    def kill(self, rank: int, is_noticed: bool, is_early: bool) -> None:
         self.is_hurt = True
         self.cluster.kill(rank, is_noticed)
-        self.network.at(self.network.now + 1, lambda: replace_when_lost(self.cluster, rank))
+        if is_early:
+            replace_at_once(self.cluster, rank)
+        else:
+            self.network.at(self.network.now + 1, lambda: replace_when_lost(self.cluster, rank))
 
     @rule(name=workers, s=seconds)
     def stop_a_worker(self, name: str, s: float) -> None:

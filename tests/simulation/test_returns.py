@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import EpochChanged
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
@@ -42,6 +43,8 @@ class Campaign:
     losses: list[Loss] = field(default_factory=list)
     full: list[tuple[float, float, int]] = field(default_factory=list)
     """From when until when which server's disk is full."""
+    pairs: list[tuple[float, tuple[str, str]]] = field(default_factory=list)
+    """When which two processes are killed at once, and started again at once."""
 
 
 def train(job: Job, rank: int) -> Script:
@@ -148,6 +151,21 @@ class Supervisor:
     def _has_cut(self) -> bool:
         return self._cluster.scheduler.core.job.checkpoints.kept > 0  # type: ignore[attr-defined]
 
+    def kill_both(self, names: tuple[str, str]) -> None:
+        """Kill two processes when there is a cut, and start them again before anybody knows of it."""
+        cluster = self._cluster
+        running = [one for one in map(self._process, names) if one is not None and one.alive]
+        if cluster.is_done:
+            return
+        if len(running) < len(names) or not cluster.scheduler.alive or not self._has_cut:
+            cluster.network.at(cluster.network.now + 0.1, lambda: self.kill_both(names))
+            return
+        for process in running:
+            cluster.network.kill(process)
+        self.killed += len(running)
+        for name in names:
+            self._start(name)
+
     def _process(self, name: str) -> Process | None:
         return next((one for one in self._cluster.processes if one.name == name), None)
 
@@ -171,6 +189,8 @@ class Supervisor:
         cluster = self._cluster
         for process in [*cluster.servers, *[one.process for one in cluster.clients.values()]]:
             if not process.alive and process.exit is not None and process.exit.code:
+                code, why = process.exit.code, process.exit.reason
+                assert code != EXIT_CONFIG, f"nothing would start {process.name} again: {why}"
                 self._start(process.name)
         if not cluster.is_done:
             cluster.network.at(cluster.network.now + LOOK_EVERY_S, self._look)
@@ -191,6 +211,8 @@ def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
     supervisor = Supervisor(cluster)
     for loss in campaign.losses:
         cluster.network.at(loss.at, lambda loss=loss: supervisor.kill(loss))  # type: ignore[misc]
+    for at, names in campaign.pairs:
+        cluster.network.at(at, lambda names=names: supervisor.kill_both(names))  # type: ignore[misc]
     for begin, end, server in campaign.full:
         cluster.network.at(begin, lambda server=server: cluster.shelves.full.add(server))  # type: ignore[misc]
         cluster.network.at(end, lambda server=server: cluster.shelves.full.discard(server))  # type: ignore[misc]
@@ -206,6 +228,24 @@ def test_a_job_ends_as_if_no_server_had_been_lost(
     seed: int, request: pytest.FixtureRequest
 ) -> None:
     campaign = campaign_of(seed)
+    with replayable(request, campaign):
+        play(campaign)
+
+
+@pytest.mark.parametrize("seed", FEWER[::2])
+def test_pairs_that_are_killed_and_started_again_at_once(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    """Who comes finds its seat taken, by one who is dead; nobody may be refused for that."""
+    campaign = campaign_of(seed)
+    dice = random.Random(-seed - 1)
+    job = campaign.job
+    names = [f"server {rank}" for rank in range(job.servers)]
+    names += ["scheduler", *(f"worker {rank}" for rank in range(job.workers))]
+    campaign.losses, campaign.full = [], []
+    for _ in range(dice.randint(1, 3)):
+        one, other = dice.sample(names, 2)
+        campaign.pairs.append((dice.random() * 20, (one, other)))
     with replayable(request, campaign):
         play(campaign)
 

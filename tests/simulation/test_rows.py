@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvps.core.placement import parts
-from kvps.core.plan import Mark
+from kvps.core.worker.plan import CopyVersion
 from tests.simulation.cluster import Script, Store, Tables, Values
 from tests.simulation.faults import drawn
 from tests.simulation.test_swarm import judge, patience, play
@@ -101,7 +101,7 @@ def train(job: TableJob, rank: int) -> Script:
     if job.has_optimizer:
         yield from patient(kv.set_optimizer, "sgd", lr=1.0, weight_decay=1.0)
     begin = yield from patient(kv.resume, list(job.shapes))
-    copies, marks = job.initial(), dict[str, Mark | None]()
+    copies, marks = job.initial(), dict[str, CopyVersion | None]()
     for step in range(begin, job.steps):
         some, whole = job.pushed(rank, step)
         expected, way = versions[step + 1], job.ways[step]
@@ -151,7 +151,7 @@ def count(job: TableJob, rank: int) -> Script:
     yield from patient(kv.init, {"t": torch.zeros(rows, 3)})
     yield from patient(kv.set_optimizer, "sgd", lr=1.0)
     begin = yield from patient(kv.resume, ["t"])
-    copies, marks = {"t": torch.zeros(rows, 3)}, dict[str, Mark | None]()
+    copies, marks = {"t": torch.zeros(rows, 3)}, dict[str, CopyVersion | None]()
     for step in range(begin, job.steps):
         own = rank * job.steps + step
         ids = torch.tensor([own, rows - 1])

@@ -26,12 +26,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvps import wire
-from kvps.core import namespace
 from kvps.core.effects import Send
-from kvps.core.pace import AHEAD_S, ROWS_PER_S
-from kvps.core.scheduler import Scheduler, Settings
-from kvps.messages import PROTOCOL, Barrier, Beat, Envelope, Hello, Leave, Packet, Role, View
+from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S
+from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.core.server import store
+from kvps.protocol import wire
+from kvps.protocol.envelope import PROTOCOL, Envelope, Packet, Role
+from kvps.protocol.membership import Barrier, Beat, Hello, Leave, View
 from tests.simulation.cluster import JOB, Cluster, Script, Store
 from tests.simulation.network import Faults
 
@@ -88,7 +89,7 @@ def seen(workers: int, servers: int) -> Seen:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(namespace, "CHUNK_BYTES_MIN", 1)
+        patch.setattr(store, "CHUNK_BYTES_MIN", 1)
         cluster = Cluster(workers, servers, script, 0, Faults(in_order=True))
         cluster.network.checks = False  # they look at all of a server, and would be quadratic
         gc.disable()  # it would look at all of a growing cluster again and again
@@ -190,7 +191,7 @@ class Full:
         self.core.check()
 
     def join(self, role: Role, rank: int, pid: int = 1) -> list[Send]:
-        hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", pid, f"tcp://h:{rank}")
+        hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", pid, f"tcp://h:{1 + rank}")
         said = self.say(f"{role} {rank} {pid}", Envelope(bytes(16), 0, role, rank, 0, 0), hello)
         self.lives[f"{role} {rank}"] = self.core.job.seats.issued
         return said
@@ -268,7 +269,7 @@ def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) ->
 
 
 def test_a_member_takes_the_same_octets_of_a_view_however_many_there_are() -> None:
-    """One of all 1,500 seats still fits into a head: ``tests/unit/test_job.py``."""
+    """One of all 1,500 seats still fits into a head: ``tests/unit/core/scheduler/test_job.py``."""
     octets = []
     for workers, servers in SIZES:
         one = full(workers, servers)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvps.core.effects import Save
-from kvps.core.link import PROBE_AFTER_S
+from kvps.core.worker.connection import PROBE_AFTER_S
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.faults import restart
 from tests.simulation.network import Faults

@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import KvpsError, ServerLost, Timeout
 from tests.simulation.cluster import Client, Cluster, Script, Store
 from tests.simulation.faults import (
@@ -75,6 +76,12 @@ def judge(cluster: Cluster, usurped: list[Client], trouble: Trouble) -> None:
         chunks = server.core.requests.engine.chunks.by_number.values()  # type: ignore[attr-defined]
         is_open = [span for chunk in chunks for span in chunk.spans if span.is_open]
         assert not is_open, f"I7: {server.name} keeps gradients of rounds that are over"
+    if "usurp" not in trouble.kinds:
+        for one in (one for some in cluster.started.values() for one in some):
+            code = one.process.exit.code if one.process.exit else 0
+            assert code != EXIT_CONFIG, (
+                f"nothing would start {one.process.name} again: {one.process.exit.reason}"
+            )
     if set(trouble.kinds) <= set(HARMLESS):
         for one in (cluster.scheduler, *cluster.servers):
             assert one.exit is not None, f"I13: {one.name} did not end"

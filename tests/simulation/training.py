@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvps.errors import Timeout
-from kvps.messages import Packet
+from kvps.protocol.envelope import Packet
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults, Process
 

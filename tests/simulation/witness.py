@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvps.messages import Packet, Pulled
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Pulled
 from tests.simulation.network import Process
 
 

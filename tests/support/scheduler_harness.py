@@ -10,21 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from kvps.core.effects import Effect, Effects, Exit, Note, Save, Send
-from kvps.core.scheduler import Scheduler, Settings
-from kvps.messages import (
-    PROTOCOL,
-    Barrier,
-    Beat,
-    Envelope,
-    Hello,
-    Leave,
-    Message,
-    Packet,
-    Role,
-    Shelf,
-    View,
-    Welcome,
-)
+from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.protocol.checkpoint import Shelf
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Packet, Role
+from kvps.protocol.membership import Alive, Barrier, Beat, Challenge, Hello, Leave, View, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +32,7 @@ class Peer:
     rank: int = 0
     incarnation: int = 0
     progress: int = 0
+    challenge: int = 0
 
     def envelope(self, seq: int = 0) -> Envelope:
         return Envelope(self.job, self.view, self.role, self.rank, self.incarnation, seq)
@@ -89,6 +79,10 @@ class Stage:
         peer = self.peers[route]
         peer.progress = peer.progress if progress is None else progress
         return self.say(route, Beat(peer.progress))
+
+    def alive(self, route: str, guardian: bool = False) -> list[Effect]:
+        """Answer the challenge that ``route`` got last."""
+        return self.say(route, Alive(self.peers[route].challenge, guardian))
 
     def leave(
         self,
@@ -165,6 +159,8 @@ class Stage:
         if isinstance(message, Welcome):
             peer.job, peer.rank = packet.envelope.job, message.rank
             peer.incarnation = message.incarnation
+        if isinstance(message, Challenge):
+            peer.challenge = message.number
         if isinstance(message, View):
             peer.job, peer.view = packet.envelope.job, message.number
 

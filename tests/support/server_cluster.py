@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.core.placement import parts
-from kvps.core.server import TELL_NORMS_EVERY_S
-from kvps.messages import Error, Norms, Push, Run
-from tests.server_stage import Said, ServerStage, heard
+from kvps.core.server.server import TELL_NORMS_EVERY_S
+from kvps.protocol.membership import Error
+from kvps.protocol.stores import Norms
+from kvps.protocol.values import Push, Run
+from tests.support.server_harness import Said, ServerStage, heard
 
 COUNT = 1000
 RULES = {

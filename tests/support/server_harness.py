@@ -13,46 +13,24 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from kvps import wire
 from kvps.core.effects import Disk, Effect, Effects, Send
-from kvps.core.hyper import resolve
-from kvps.core.member import Identity
-from kvps.core.server import Server
-from kvps.messages import (
-    PROTOCOL,
-    Ack,
-    Ask,
-    Declare,
-    Declared,
-    Entry,
-    Envelope,
-    Error,
-    Hello,
-    Load,
-    Loan,
-    Member,
-    Message,
-    Open,
-    Optimize,
-    Packet,
-    Piece,
-    Pull,
-    Pulled,
-    Push,
-    Role,
-    Run,
-    View,
-    Welcome,
-)
-from kvps.specs import BY_ID, BY_NAME
+from kvps.core.membership_client import Identity
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.server.server import Server
+from kvps.dtypes import BY_ID, BY_NAME
+from kvps.protocol import wire
+from kvps.protocol.envelope import PROTOCOL, Envelope, Loan, Message, Packet, Role
+from kvps.protocol.membership import Error, Hello, Member, View, Welcome
+from kvps.protocol.stores import Declare, Declared, Entry, Open, Optimize, Piece
+from kvps.protocol.values import Ack, Ask, Load, Pull, Pulled, Push, Run
 from kvps.tensors import TORCH, dtype_of, from_frame, to_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvps.core.disk import Answer, Order
-    from kvps.core.rounds import Span
-    from kvps.core.slab import Buffer, Chunk
+    from kvps.core.server.chunks.rounds import Span
+    from kvps.core.server.chunks.slab import Buffer, Chunk
+    from kvps.core.server.snapshot.storage import Answer, Order
 
 JOB = bytes(range(16))
 M = TypeVar("M", bound=Message)
@@ -244,7 +222,7 @@ class ServerStage:
         """Declare ``key`` from rank 0 and remember where it lies."""
         entry = Entry(key, dtype_of(row).id, shape or (len(row),), start, len(row))
         said = self.say(0, Declare(store, True, call, (entry,)))
-        (answer,) = heard(said, Declared)
+        (answer,) = heard(said, Declared, b"w0")
         self.pieces[key] = answer.places[0].pieces
         return said
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import torch
 
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, holdings, image_name, together
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.hyper import resolve
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
-from kvps.messages import Open
-from kvps.specs import Spec
+from kvps.core.server.snapshot.model import (
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+)
+from kvps.dtypes import Spec
+from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
 
 JOB = bytes(range(16))
@@ -39,8 +45,8 @@ def opened(store: str = "default", bound: int = BOUND) -> Open:
     return Open(store, "sync", 0, True, "wait", bound)
 
 
-def history(version: int = 5, step: int = 5, head: int = 0) -> History:
-    return History(version, step, {0: version, 7: version + 1}, {7: head} if head else {})
+def history(version: int = 5, step: int = 5, head: int = 0) -> SpanHistory:
+    return SpanHistory(version, step, {0: version, 7: version + 1}, {7: head} if head else {})
 
 
 def values(spec: Spec, first: int = 0) -> torch.Tensor:
@@ -57,7 +63,7 @@ def image(
     store: str = "default",
     bound: int = BOUND,
     cuts: Sequence[int] = (20, 75),
-) -> Image:
+) -> Snapshot:
     """What one server holds; keys have another history from each of ``cuts`` on."""
     held = []
     for name, spec in keys.items():
@@ -67,7 +73,7 @@ def image(
                 end = part.start + part.size
                 inner = [cut for cut in cuts if part.start < cut < end]
                 held.append(
-                    KeyImage(
+                    KeySnapshot(
                         name,
                         spec,
                         1,
@@ -78,14 +84,14 @@ def image(
                     )
                 )
     hyper = resolve("adam", {"lr": 0.1, "lr_mult": {"layer1.bias": 2.0}})
-    made = StoreImage(opened(store, bound), hyper.with_lr(0.05), hyper, 0.05, 1, 3, tuple(held))
-    plain = StoreImage(opened("plain"), None, None, 0.0, 0, 0, ())
-    return Image(server, servers, (made, plain))
+    made = StoreSnapshot(opened(store, bound), hyper.with_lr(0.05), hyper, 0.05, 1, 3, tuple(held))
+    plain = StoreSnapshot(opened("plain"), None, None, 0.0, 0, 0, ())
+    return Snapshot(server, servers, (made, plain))
 
 
 def _portion(
     weight: torch.Tensor, start: int, stop: int, version: int, cuts: Sequence[int]
-) -> Portion:
+) -> SnapshotPart:
     number = sum(cut <= start for cut in cuts)
     state = {}
     if weight.is_floating_point() and number != 1:  # of some elements there was no update yet
@@ -93,11 +99,13 @@ def _portion(
             "exp_avg": weight[start:stop].float() + 0.5,
             "exp_avg_sq": weight[start:stop] * 2,
         }
-    return Portion(start, history(version + number, version, number), weight[start:stop], state)
+    return SnapshotPart(
+        start, history(version + number, version, number), weight[start:stop], state
+    )
 
 
 def manifest_of(
-    cut: int, shelves: Sequence[Shelf], images: Sequence[Image], tag: str = ""
+    cut: int, shelves: Sequence[CheckpointDirectory], images: Sequence[Snapshot], tag: str = ""
 ) -> Manifest:
     """Write images to the shelves of their servers; return the manifest, which is not written."""
     written = [shelf.write(cut, one) for shelf, one in zip(shelves, images, strict=True)]
@@ -120,7 +128,7 @@ def put(
     folder: Path, cut: int, servers: int = 2, tag: str = "", version: int = 5, **more: object
 ) -> Manifest:
     """Write a whole cut to a folder that all servers share."""
-    shelves = [Shelf(folder, server) for server in range(servers)]
+    shelves = [CheckpointDirectory(folder, server) for server in range(servers)]
     images = [image(server, servers, version=version, **more) for server in range(servers)]  # type: ignore[arg-type]
     manifest = manifest_of(cut, shelves, images, tag)
     for shelf in shelves:
@@ -128,12 +136,12 @@ def put(
     return manifest
 
 
-def same(one: Image, other: Image) -> bool:
+def same(one: Snapshot, other: Snapshot) -> bool:
     """Whether two images are equal, tensors and types of tensors included."""
     return _plain(one) == _plain(other)
 
 
-def _plain(one: Image) -> object:
+def _plain(one: Snapshot) -> object:
     def tensor(given: torch.Tensor) -> object:
         return str(given.dtype), tuple(given.shape), given.tolist()
 
@@ -161,7 +169,7 @@ def _plain(one: Image) -> object:
     ]
 
 
-def elements(images: Sequence[Image]) -> dict[tuple[str, str], list[object]]:
+def elements(images: Sequence[Snapshot]) -> dict[tuple[str, str], list[object]]:
     """Each element of each key with everything that is known of it, in order."""
     found: dict[tuple[str, str], list[tuple[object, ...]]] = {}
     for one in images:

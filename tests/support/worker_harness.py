@@ -11,31 +11,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from kvps.core import calls
 from kvps.core.effects import Copied, Effect, Effects, Exit, Finish, Note, Route, Send
-from kvps.core.member import Identity
+from kvps.core.membership_client import Identity
 from kvps.core.placement import parts
-from kvps.core.worker import Worker
+from kvps.core.worker import calls
+from kvps.core.worker.worker import Worker
+from kvps.dtypes import Spec
 from kvps.errors import KvpsError
-from kvps.messages import (
-    Ack,
-    Declare,
-    Declared,
-    Done,
-    Envelope,
-    Member,
-    Message,
-    Node,
-    Open,
-    Packet,
-    Piece,
-    Place,
-    Receipt,
-    Role,
-    View,
-    Welcome,
-)
-from kvps.specs import Spec
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import Done, Member, View, Welcome
+from kvps.protocol.stores import Declare, Declared, Open, Piece, Place
+from kvps.protocol.values import Ack, Receipt
 from kvps.tensors import PRIVATE, TORCH, Memory, from_frame, spec_of, to_frame
 
 if TYPE_CHECKING:

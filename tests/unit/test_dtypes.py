@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvps.dtypes import BY_ID, BY_NAME, BYTES_MAX, DIM_MAX, DTYPES, NDIM_MAX, Spec, summed_in
 from kvps.errors import Mismatch
-from kvps.specs import BY_ID, BY_NAME, BYTES_MAX, DIM_MAX, DTYPES, NDIM_MAX, Spec, summed_in
 
 
 @pytest.mark.spec("R11")

@@ -24,7 +24,7 @@ def test_codes_are_for_ever() -> None:
 def test_every_class_of_the_module_has_a_code_and_is_exported() -> None:
     classes = {one for one in vars(errors).values() if isinstance(one, type)}
     assert {one for one in classes if issubclass(one, KvpsError)} == set(BY_CODE.values())
-    assert set(errors.__all__) == {"BY_CODE", "from_code", *CODES.values()}
+    assert set(errors.__all__) == {"BY_CODE", "REFUSED", "from_code", *CODES.values()}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.dtypes import DTYPES, Spec
 from kvps.errors import Mismatch
-from kvps.specs import DTYPES, Spec
 from kvps.tensors import (
     NAMES,
     PRIVATE,

@@ -11,9 +11,9 @@ import json
 import struct
 import sys
 
-from kvps import messages as m
-from kvps.messages import Envelope, Message, Packet, Role
-from kvps.wire import encode
+from kvps import protocol as m
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.wire import encode
 
 JOB = bytes(range(16))
 NOBODY = bytes(16)
@@ -101,7 +101,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (CREATOR, m.Load(0, 1, (m.Run(0, 2, 0),)), (floats(1.0, -2.0),)),
         (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
         (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),
-        (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),), 3, (5,)), ()),
+        (WORKER, m.Pull(0, True, (m.Ask(0, 2, 6, 0),), 3, (5,), 4, 6), ()),
         (
             SERVER,
             m.Pulled(
@@ -111,7 +111,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 True,
                 (m.Stand(0, 2, 6, 6), m.Stand(2, 1, 6, 6)),
                 (m.Dropped(0, 5, 12, (3,)),),
-                (m.Steps(False, (m.Code(4, 0.5, 0.125, 0),)), m.Steps(True, ())),
+                (m.Steps(False, (m.CodecSpec(4, 0.5, 0.125, 0),)), m.Steps(True, ())),
                 True,
             ),
             (memoryview(b"\x80\x40" + bytes(floats(4.0))),),
@@ -229,6 +229,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
         ),
         (CREATOR, m.TableRate(3, 0.125), ()),
+        (SCHEDULER, m.Challenge(1_700_000_042), ()),
+        (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
     ]
 
 

@@ -7,8 +7,6 @@ workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
 from __future__ import annotations
 
 from kvps import config
-from kvps.bench.figures import Case, Traffic, Trial
-from kvps.bench.layout import Hosts
 from kvps.bench.local import (
     GLOO_WORKER,
     KVPS_WORKER,
@@ -18,8 +16,10 @@ from kvps.bench.local import (
     trial_of,
     worker_flags,
 )
-from kvps.bench.namespaces import Namespaces
+from kvps.bench.network_layout import Hosts
+from kvps.bench.networks.namespaces import Namespaces
 from kvps.bench.processes import Group, Leash
+from kvps.bench.report.figures import Case, Traffic, Trial
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
 

@@ -77,7 +77,7 @@ def buckets_of(sizes: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def make(shapes: Shapes, how: str, rule: str) -> rounds.System:
+def make(shapes: Shapes, how: str, rule: str) -> rounds.SystemUnderTest:
     """Return a worker; gloo knows sums only."""
     return Gloo(shapes, how == "in-place")
 

@@ -64,7 +64,7 @@ class MxNet:
         mx.nd.waitall()
 
 
-def make(shapes: Shapes, how: str, rule: str) -> rounds.System:
+def make(shapes: Shapes, how: str, rule: str) -> rounds.SystemUnderTest:
     """Return a worker; there is one way to push and pull."""
     return MxNet(shapes, rule)
 

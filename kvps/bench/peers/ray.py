@@ -22,7 +22,7 @@ from kvps.bench.workloads import Shapes, numbers, payload_bytes, shapes_of
 STORE_BYTES_MIN = 1 << 30
 
 
-class Server:
+class RayServer:
     """Sums one part of all numbers."""
 
     def sum(self, *parts: Row) -> Row:
@@ -33,7 +33,7 @@ class Server:
         return total
 
 
-class Worker:
+class RayWorker:
     """Has gradients, and takes sums."""
 
     def __init__(self, shapes: Shapes, rank: int, workers: int, cuts: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ def main(workload: str, rounds_count: int, workers: int, servers: int) -> None:
         object_store_memory=max(STORE_BYTES_MIN, 6 * workers * payload_bytes(shapes)),
     )
     cuts = [numbers(shapes) * cut // servers for cut in range(servers + 1)]
-    server_actor, worker_actor = ray.remote(Server), ray.remote(Worker)
+    server_actor, worker_actor = ray.remote(RayServer), ray.remote(RayWorker)
     serving = [server_actor.remote() for _ in range(servers)]
     working = [worker_actor.remote(shapes, rank, workers, cuts) for rank in range(workers)]
     times_ms = []

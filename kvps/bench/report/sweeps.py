@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvps.bench.figures import Case
+from kvps.bench.report.figures import Case
 from kvps.bench.workloads import KEY_FLOATS
 
 

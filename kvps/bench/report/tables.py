@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from kvps.bench.figures import Measured, ratio_of, traffic_of
-from kvps.bench.layout import Hosts
-from kvps.bench.sweeps import Sweep
+from kvps.bench.network_layout import Hosts
+from kvps.bench.report.figures import Measured, ratio_of, traffic_of
+from kvps.bench.report.sweeps import Sweep
 
 
 def headline(machine: Mapping[str, object]) -> str:

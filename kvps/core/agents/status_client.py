@@ -6,14 +6,15 @@ Who looks is no member: it takes no seat, and the scheduler remembers nothing of
 from __future__ import annotations
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
-from kvps.core.member import EXIT_TEMPORARY, SCHEDULER
+from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import from_code
-from kvps.messages import Envelope, Error, Look, Packet, Role, Seen, Stop
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Error, Look, Seen, Stop
 
 LOOK_AGAIN_S = 0.5
 
 
-class Looker:
+class StatusClient:
     """One look at one job."""
 
     def __init__(self, scheduler: str, now: float, limit_s: float) -> None:
@@ -45,6 +46,10 @@ class Looker:
                 yield Exit(EXIT_TEMPORARY, self.error)
             case message:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """The scheduler is asked again."""
+        yield from ()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """The scheduler may come back in time."""

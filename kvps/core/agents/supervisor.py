@@ -30,8 +30,8 @@ import enum
 import signal
 
 from kvps.core.effects import Effects, Exit, Finish, Note, Route
-from kvps.core.member import EXIT_TEMPORARY, Identity, Membership
-from kvps.messages import Packet, Role
+from kvps.core.membership_client import EXIT_TEMPORARY, Identity, MembershipClient
+from kvps.protocol.envelope import Envelope, Packet, Role
 
 START, ASK, KILL = 1, 2, 3
 """Start the command, in the seat of the WELCOME that is the value; send it the signal that is the
@@ -52,7 +52,7 @@ class Stage(enum.Enum):
     LEAVING = "leaving"
 
 
-class Guardian:
+class Supervisor:
     """One kvps-worker's part in one job."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Guardian:
         grace_s: float = END_MAX_S,
     ) -> None:
         """Hold a seat for a command; it may take ``grace_s`` to end when SIGTERM is passed on."""
-        self.member = Membership(identity, now)
+        self.member = MembershipClient(identity, now)
         self.stage = Stage.JOINING
         self.exit_code = 0
         """The command's, once it has ended."""
@@ -94,6 +94,10 @@ class Guardian:
             self._heed_stop(now)
         else:
             yield from self._end()
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """The scheduler said what could not be heard: the command goes on."""
+        yield from ()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """Nobody connects to a guardian."""

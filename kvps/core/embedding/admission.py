@@ -1,4 +1,4 @@
-"""Which ids have been pushed often enough to get a row.
+"""Admission: a count-min sketch that tells which ids were pushed often enough to get a row.
 
 Most ids of real data are seen once or twice, and a row for each would fill the servers. So a table
 may admit an id only at its n-th push. The counts of ids without a row are kept in a count-min
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvps.core.ids import COUNT_SALT, Ids, hashes
+from kvps.core.embedding.id_hash import COUNT_SALT, Ids, hashes
 
 DEPTH = 4
 WIDTH = 1 << 20

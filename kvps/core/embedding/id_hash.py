@@ -1,4 +1,4 @@
-"""What follows from the id of a row alone: its server, and the row's first value.
+"""Hashes of a row's id: the server it lies on, and its initial value.
 
 An id is any 64-bit number; there is no vocabulary. Everything here is a stable hash of it, computed
 for many ids at once: so every process finds the same server for an id without asking, and a row
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvps.errors import ConfigError
-from kvps.mixing import GOLDEN, Bits, mixed
+from kvps.splitmix import GOLDEN, Bits, mixed
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Hashes: TypeAlias = Bits
@@ -52,7 +52,7 @@ def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
     return (upper * np.uint64(servers) >> np.uint64(32)).view(np.int64)
 
 
-class First(NamedTuple):
+class Initializer(NamedTuple):
     """How rows begin: a kind of :data:`KINDS` and its scale.
 
     The scale is the standard deviation of ``normal``, the bound of ``uniform``; 0 for ``zeros``.
@@ -61,7 +61,7 @@ class First(NamedTuple):
     kind: str
     scale: float
 
-    def check(self) -> First:
+    def check(self) -> Initializer:
         """Return it.
 
         Raises:
@@ -101,7 +101,7 @@ class First(NamedTuple):
         return centred * (self.scale / 2.0**17)
 
 
-def first_of(init: object) -> First:
+def first_of(init: object) -> Initializer:
     """Return what an ``init=`` argument stands for.
 
     Args:
@@ -115,11 +115,11 @@ def first_of(init: object) -> First:
         (First(kind='zeros', scale=0.0), First(kind='uniform', scale=0.5))
     """
     if isinstance(init, str):
-        return First(init, {"normal": 0.01, "uniform": 0.05}.get(init, 0.0)).check()
+        return Initializer(init, {"normal": 0.01, "uniform": 0.05}.get(init, 0.0)).check()
     if isinstance(init, tuple | list) and len(init) == 2:
         kind, scale = init
         if isinstance(kind, str) and isinstance(scale, float | int) and not isinstance(scale, bool):
-            return First(kind, float(scale)).check()
+            return Initializer(kind, float(scale)).check()
     raise ConfigError(
         f"init={init!r:.60}: give one of {', '.join(KINDS)}, or a pair such as ('normal', 0.01)"
     )

@@ -1,4 +1,4 @@
-"""Where each id's row is: from 64-bit ids to slots, thousands at once.
+"""The index of rows: 64-bit ids to slots, thousands at once.
 
 A hash table with open addressing. Its cells hold slots (four octets), and the id of a slot is kept
 once, in a column beside it. Lookups and insertions work on whole arrays: in each pass all ids that
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvps.core.ids import INDEX_SALT, Ids, hashes
+from kvps.core.embedding.id_hash import INDEX_SALT, Ids, hashes
 
 FULL = 0.6
 """The greatest share of taken cells: above it, the longest chains of taken ones grow fast."""
@@ -24,7 +24,7 @@ _FREE = np.int32(-1)
 Slots = npt.NDArray[np.int64]
 
 
-class Index:
+class IdIndex:
     """A growing set of ids, each with a slot of its own."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a table is made by: the numbers on which all workers and servers of a job must agree.
+"""The specification of an embedding table, on which all workers and servers must agree.
 
 A recipe is a description and never code, checked where it is given and again where it arrives. It
 says how long rows are, how they begin, who gets one, who loses it, and how pushes change it.
@@ -12,27 +12,28 @@ from typing import Any
 
 import torch
 
-from kvps.core.admission import ADMIT_MAX
-from kvps.core.hyper import Hyper, resolve
-from kvps.core.ids import First, first_of
-from kvps.core.torch_optim import describe
-from kvps.core.updaters import UPDATERS
+from kvps.core.embedding.admission import ADMIT_MAX
+from kvps.core.embedding.id_hash import Initializer, first_of
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
+from kvps.core.optim.torch_rules import UPDATERS
+from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError
-from kvps.specs import BY_NAME
+from kvps.protocol.values import Embed
 
 DIM_MAX = 1 << 16
 WHOLE_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EmbeddingSpec:
     """What all agree on of one table."""
 
     dim: int
     """Elements of a row."""
     dtype: str
     """Element type of the rows; sums of gradients are float32 where it is a half type."""
-    first: First
+    first: Initializer
     seed: int
     """Of the first values; 0 to 2**63 - 1."""
     admit: int
@@ -41,9 +42,9 @@ class Recipe:
     """For how many versions a row stays without a push; 0 for ever."""
     max_rows: int
     """How many rows the whole table may have; 0 for any number."""
-    hyper: Hyper
+    hyper: HyperParams
 
-    def check(self) -> Recipe:
+    def check(self) -> EmbeddingSpec:
         """Return it.
 
         Raises:
@@ -79,7 +80,7 @@ class Recipe:
             )
         return self
 
-    def difference(self, other: Recipe) -> str:
+    def difference(self, other: EmbeddingSpec) -> str:
         """Return the name of the first thing in which two recipes differ; "" where they agree."""
         for name in ("dim", "dtype", "first", "seed", "admit", "max_age", "max_rows", "hyper"):
             if getattr(self, name) != getattr(other, name):
@@ -97,13 +98,13 @@ def recipe_of(
     dtype: object,
     seed: object,
     **hyper: Any,
-) -> Recipe:
+) -> EmbeddingSpec:
     """Return the recipe that the arguments of ``kv.embedding`` stand for.
 
     Args:
         name: of the table; it gives the seed where there is none.
         dim, admit, seed: whole numbers; ``seed`` may be None.
-        init: as :func:`~kvps.core.ids.first_of` takes it.
+        init: as :func:`~kvps.core.embedding.id_hash.first_of` takes it.
         optimizer: the name of one, or an object of torch.optim; ``hyper`` goes with a name.
         evict: None, or a dict of ``age`` (in versions) and ``rows`` (of the whole table).
         dtype: a torch.dtype or its name.
@@ -127,7 +128,7 @@ def recipe_of(
     if seed is None:
         digest = blake2b(name.encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") >> 1
-    return Recipe(
+    return EmbeddingSpec(
         dim=_whole("dim", dim),
         dtype=str(dtype).removeprefix("torch."),
         first=first_of(init),
@@ -143,3 +144,25 @@ def _whole(name: str, value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r:.40}: give a whole number, {least} or more")
     return value
+
+
+def message_of(store: str, key: str, recipe: EmbeddingSpec) -> Embed:
+    """Return the message that says what :func:`recipe_of` reads."""
+    return Embed(
+        store,
+        key,
+        BY_NAME[recipe.dtype].id,
+        recipe.dim,
+        *recipe.first,
+        recipe.seed,
+        recipe.admit,
+        recipe.max_age,
+        recipe.max_rows,
+        recipe.hyper.name,
+        dict(recipe.hyper.values),
+    )
+
+
+def spec_of(servers: int) -> Spec:
+    """Return what the key of a table is: one number for each server."""
+    return Spec("int64", (servers,))

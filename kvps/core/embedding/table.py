@@ -1,4 +1,4 @@
-"""One server's rows of an embedding table: made when they are first pushed to, and dropped.
+"""One server's rows of an embedding table: made by their first push, and evicted.
 
 A row comes into being by a *push* and never by a pull. So what a table holds follows from its pushes,
 which are applied once each, in rounds or by number; a pull, which may be sent again or be made by a
@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.admission import Admission
-from kvps.core.arenas import WEIGHT, Arena, Arenas, Columns, Slots
-from kvps.core.ids import Ids
-from kvps.core.index import Index, grown
-from kvps.core.lazy import update_rows
-from kvps.core.recipe import Recipe
-from kvps.core.updaters import Updater, create
-from kvps.specs import summed_in
+from kvps.core.embedding.admission import Admission
+from kvps.core.embedding.arena import WEIGHT, Arena, Arenas, Columns, Slots
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.id_index import IdIndex, grown
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.sparse_update import update_rows
+from kvps.core.optim.torch_rules import Updater, create
+from kvps.dtypes import summed_in
 from kvps.tensors import TORCH
 
 SCAN_SLOTS = 1 << 20
@@ -41,7 +41,7 @@ EVICTED = 8
 """One row in so many goes when there are too many."""
 
 
-class Block(NamedTuple):
+class ExportBatch(NamedTuple):
     """Some rows of a table."""
 
     ids: Ids
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     """Where the next block begins; 0 after the last one."""
 
 
-class Kept(NamedTuple):
+class TableState(NamedTuple):
     """A table as it is at one moment."""
 
     ids: Ids
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     lr: float
 
 
-class Embedding:
+class EmbeddingRows:
     """The rows of one table on one server.
 
     Args:
@@ -73,7 +73,7 @@ class Embedding:
         servers: how many share its rows.
     """
 
-    def __init__(self, recipe: Recipe, servers: int = 1) -> None:
+    def __init__(self, recipe: EmbeddingSpec, servers: int = 1) -> None:
         self.recipe = recipe
         self._hyper = recipe.hyper
         """With the learning rate that was set last."""
@@ -82,7 +82,7 @@ class Embedding:
         fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
         dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: one.dtype for name, one in fresh.items()}
         self._arenas = Arenas(recipe.dim, dtypes)
-        self._index = Index()
+        self._index = IdIndex()
         self._stamps = np.zeros(0, np.int64)
         """By slot, the version that the last push to it made; 0 where there is no row."""
         self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
@@ -101,8 +101,12 @@ class Embedding:
         Raises:
             ConfigError: if it is out of the optimizer's range; nothing is changed.
         """
-        self._hyper = self._hyper.with_lr(lr)
-        self.updater = create(self._hyper)
+        hyper = self._hyper.with_lr(lr)
+        updater = create(hyper)
+        if hyper.number("lr") <= self._hyper.number("lr"):
+            updater.take_over(self.updater)
+        updater.demand(TORCH[self.recipe.dtype])
+        self._hyper, self.updater = hyper, updater
 
     @property
     def summed_in(self) -> torch.dtype:
@@ -223,7 +227,9 @@ class Embedding:
 
     # --- exports and images -----------------------------------------------------------------------
 
-    def block(self, start: int, count: int, since: int = 0, *, with_state: bool = False) -> Block:
+    def block(
+        self, start: int, count: int, since: int = 0, *, with_state: bool = False
+    ) -> ExportBatch:
         """Return rows from slot ``start`` on: ``count`` at most, and some blocks have none.
 
         A row keeps its slot as long as it is there: of the rows that are there all the time, an export
@@ -242,13 +248,13 @@ class Embedding:
             stop = int(slots[-1]) + 1
         columns = self._arenas.read(slots) if with_state else {WEIGHT: self._arenas.weights(slots)}
         following = stop if stop < self._index.used else 0
-        return Block(self._index.ids_at(slots), self._stamps[slots], columns, following)
+        return ExportBatch(self._index.ids_at(slots), self._stamps[slots], columns, following)
 
-    def keep(self) -> tuple[Kept, Callable[[], None]]:
+    def keep(self) -> tuple[TableState, Callable[[], None]]:
         """Return the table as it is, and what is to be called when nobody needs that any more."""
         arenas, release = self._arenas.keep()
         used, admission = self._index.used, self._admission
-        kept = Kept(
+        kept = TableState(
             self._index.ids_at(np.arange(used)),
             self._stamps[:used].copy(),
             arenas,

@@ -1,4 +1,4 @@
-"""How a gradient changes a weight: the shape of every rule, and the seven that torch lacks.
+"""The interface of an updater, and the seven update rules that torch.optim lacks.
 
 Theory of operation
 -------------------
@@ -14,8 +14,8 @@ of the chunk: a range of elements with its gradient and the same range of every 
 
 and a subclass decides only ``_update``. Everything happens in place and nothing is kept outside
 of ``State``: an updater may be thrown away and made again from its
-:class:`~kvps.core.hyper.Hyper` at any time. Rules that torch.optim has are in
-:mod:`kvps.core.updaters`; here are ``lars``, ``lamb``, ``ftrl``, ``signum``, ``dcasgd``, ``test``,
+:class:`~kvps.core.optim.hyperparams.HyperParams` at any time. Rules that torch.optim has are in
+:mod:`kvps.core.optim.torch_rules`; here are ``lars``, ``lamb``, ``ftrl``, ``signum``, ``dcasgd``, ``test``,
 ``assign``.
 
 Two rules ask for more than a slice. ``lars`` and ``lamb`` need norms of the *whole tensor*, which
@@ -27,6 +27,7 @@ read: the caller reports it by :meth:`Updater.pulled`.
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -36,7 +37,7 @@ from torch import Tensor
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvps.core.hyper import Hyper
+    from kvps.core.optim.hyperparams import HyperParams
 
 State = dict[str, Tensor]
 """Name -> flat tensor as long as the weight it belongs to."""
@@ -45,6 +46,10 @@ MASTER = "master"
 """The state entry of ``multi_precision``: the float32 weight behind a half one."""
 
 _HALF = (torch.float16, torch.bfloat16)
+_TRIED_STEPS = 1, 2, 1000
+_TRIED_COUNT = 3
+"""Of one element torch does not always look at the numbers."""
+_LARGE = 1000.0
 _EXACT = 2**53
 """Above this a float no longer names one whole number."""
 
@@ -94,11 +99,13 @@ class Updater(abc.ABC):
     tracks_pulls: ClassVar[bool] = False
     takes_integers: ClassVar[bool] = False
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         self.hyper = hyper
         self._rescale = hyper.number("rescale_grad")
         self._clip = hyper.optional("clip_gradient")
         self._multi_precision = hyper.flag("multi_precision")
+        self._tried: set[torch.dtype] = set()
+        """The types of weights that it is known to update with these numbers."""
 
     def new_state(self, weight: Tensor) -> State:
         """Return the state of a chunk that has had no update.
@@ -108,9 +115,9 @@ class Updater(abc.ABC):
                 read, not kept: with ``multi_precision`` a half chunk is copied to the master.
 
         Raises:
-            ConfigError: this optimizer cannot update a weight of that dtype.
+            ConfigError: this optimizer cannot update a weight of that dtype, or not with its numbers.
         """
-        self._check_dtype(weight.dtype)
+        self.demand(weight.dtype)
         if self._multi_precision and weight.dtype in _HALF:
             master = weight.float()
             return {MASTER: master, **self._new_state(master)}
@@ -246,6 +253,53 @@ class Updater(abc.ABC):
             gradient = gradient.clamp_(low, high) if in_place else gradient.clamp(low, high)
         return gradient.to(dtype)
 
+    def demand(self, dtype: torch.dtype) -> None:
+        """Check that this optimizer can update weights of ``dtype`` with its numbers.
+
+        Numbers that are each in range may still make one that torch cannot apply. A gradient that is
+        in would then end the server, so it is tried out before, on a few elements.
+
+        Raises:
+            ConfigError: if it cannot, and why.
+        """
+        self._check_dtype(dtype)
+        if dtype in self._tried:
+            return
+        lr, weight_decay = self.hyper.largest()
+        is_master = self._multi_precision and dtype in _HALF
+        weight = torch.ones(_TRIED_COUNT, dtype=torch.float32 if is_master else dtype)
+        gradient = torch.ones(_TRIED_COUNT, dtype=torch.float32 if dtype in _HALF else dtype)
+        try:
+            state = self._new_state(weight)
+            for step in _TRIED_STEPS:
+                terms = Terms(step, lr, weight_decay)
+                ready = self._prepare(gradient.clone(), weight.dtype, in_place=True)
+                if self.needs_norms:
+                    norms = self._norms(weight, ready.clone(), state, terms)
+                    terms = Terms(step, lr, weight_decay, norms)
+                self._update(weight, ready, state, terms)
+        except Exception as error:  # a plug-in may raise anything
+            raise ConfigError(
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these numbers "
+                f"({type(error).__name__}: {str(error)[:200]}); give smaller ones: {self._numbers()}"
+            ) from error
+        self._tried.add(dtype)
+
+    def take_over(self, other: Updater) -> None:
+        """Believe what ``other`` has tried, whose numbers are not smaller than these."""
+        self._tried |= other._tried
+
+    def _numbers(self) -> str:
+        """Return its largest hyper-parameters, for an error text."""
+        values = dict(self.hyper.values)
+        values["lr"], values["weight_decay"] = self.hyper.largest()
+        large = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, int | float) and abs(value) > _LARGE
+        }
+        return ", ".join(f"{name}={value:g}" for name, value in large.items()) or "none is large"
+
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype.is_floating_point:
             return
@@ -283,7 +337,7 @@ class Lars(Updater):
 
     needs_norms = True
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._momentum = hyper.number("momentum")
         self._eta = hyper.number("eta")
@@ -296,7 +350,7 @@ class Lars(Updater):
         return torch.stack((sum_of_squares(weight), sum_of_squares(gradient)))
 
     def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        rate = terms.lr * self._trust(terms)
+        rate = _within(terms.lr * self._trust(terms), weight.dtype)
         gradient.add_(weight, alpha=terms.weight_decay)
         if self._momentum:
             velocity = state["velocity"].mul_(self._momentum).add_(gradient, alpha=rate)
@@ -328,7 +382,7 @@ class Lamb(Updater):
 
     needs_norms = True
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._beta1 = hyper.number("beta1")
         self._beta2 = hyper.number("beta2")
@@ -353,7 +407,7 @@ class Lamb(Updater):
         square = state["exp_avg_sq"].mul_(self._beta2)
         square.addcmul_(gradient, gradient, value=1 - self._beta2)
         direction = self._direction(weight, mean, square, terms)
-        weight.sub_(direction, alpha=terms.lr * self._trust(terms))
+        weight.sub_(direction, alpha=_within(terms.lr * self._trust(terms), weight.dtype))
 
     def _direction(self, weight: Tensor, mean: Tensor, square: Tensor, terms: Terms) -> Tensor:
         first = 1 - self._beta1**terms.step if self._corrects else 1.0
@@ -370,6 +424,11 @@ class Lamb(Updater):
         if weight_norm == 0.0 or direction_norm == 0.0:
             return 1.0
         return weight_norm / direction_norm
+
+
+def _within(factor: float, dtype: torch.dtype) -> float:
+    """Return a factor that follows from the weights, infinite where ``dtype`` ends: torch refuses others."""
+    return math.inf if factor > torch.finfo(dtype).max else factor
 
 
 def _roots(terms: Terms) -> tuple[float, float]:
@@ -393,7 +452,7 @@ class Ftrl(Updater):
     a key, state and all. State: ``z``, ``n``.
     """
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._lamda1 = hyper.number("lamda1")
         self._beta = hyper.number("beta")
@@ -431,7 +490,7 @@ class Signum(Updater):
     State: ``exp_avg`` if momentum.
     """
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._momentum = hyper.number("momentum")
         self._wd_lh = hyper.number("wd_lh")
@@ -470,7 +529,7 @@ class DcAsgd(Updater):
 
     tracks_pulls = True
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._momentum = hyper.number("momentum")
         self._lamda = hyper.number("lamda")

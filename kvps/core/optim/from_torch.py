@@ -1,4 +1,4 @@
-"""Which optimizer name and numbers a torch.optim object stands for.
+"""The optimizer name and numbers that a torch.optim object stands for.
 
 ``set_optimizer(torch.optim.SGD(...))`` must not send the object: only a name and checked numbers
 travel. :func:`describe` reads them off. It refuses what it cannot carry over exactly (another
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvps.core.hyper import Hyper, resolve, schema_of
+from kvps.core.optim.hyperparams import HyperParams, resolve, schema_of
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ _MANNER = frozenset({"foreach", "fused", "capturable"})
 """Options that choose how torch computes, not what; servers choose for themselves."""
 
 
-def describe(optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | None = None) -> Hyper:
+def describe(
+    optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | None = None
+) -> HyperParams:
     """Return the name and hyper-parameters of a torch optimizer, as they are now.
 
     Its state (momenta, step counts) is not carried over.

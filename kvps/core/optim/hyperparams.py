@@ -1,4 +1,4 @@
-"""Which hyper-parameters each optimizer has, and which values of them are allowed.
+"""Hyper-parameters: the numbers of each optimizer, and their allowed ranges.
 
 Theory of operation
 -------------------
@@ -10,7 +10,7 @@ in, with the same function, :func:`resolve`::
                                                                       |  (network)
                                     Updater <- Hyper <- resolve <- from_wire
 
-A :class:`Hyper` is therefore always complete (defaults are filled in), in range and finite.
+A :class:`HyperParams` is therefore always complete (defaults are filled in), in range and finite.
 Defaults are torch.optim's where torch has the optimizer and MXNet's otherwise. torch is not
 imported here: a launcher may check a job's settings without paying for it.
 """
@@ -36,6 +36,9 @@ WireValue = float | int | bool | None | dict[str, float]
 
 ALIASES: Mapping[str, str] = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """MXNet's spelling -> ours; each counts only in a schema that has the parameter."""
+
+FLOAT_MAX = 3.4028234663852886e38
+"""The largest float32. A number beyond it cannot be applied to weights: torch refuses to convert it."""
 
 MULTIPLIERS = ("lr_mult", "wd_mult")
 """Names of the two per-key maps, common to all optimizers."""
@@ -93,7 +96,7 @@ class Parameter:
                 not a number, and a number is not a bool.
 
         Raises:
-            ConfigError: wrong kind, NaN, infinite, or out of range.
+            ConfigError: wrong kind, NaN, infinite, beyond float32, or out of range.
         """
         if value is None and self.default is None:
             return None
@@ -107,6 +110,8 @@ class Parameter:
         return number
 
     def _contains(self, number: float) -> bool:
+        if abs(number) > FLOAT_MAX:
+            return False
         if self.low is not None and not (
             number > self.low if self.low_open else number >= self.low
         ):
@@ -115,9 +120,12 @@ class Parameter:
 
     def _refusal(self, optimizer: str, value: object) -> ConfigError:
         # reprlib: the value may have come from the network and be as long as the sender liked.
+        number = _as_float(value)
+        is_beyond = number is not None and abs(number) > FLOAT_MAX
+        limit = f" up to {FLOAT_MAX:.3g}, the largest float32" if is_beyond else ""
         return ConfigError(
             f"optimizer '{optimizer}': {self.name}={reprlib.repr(value)} is not allowed; "
-            f"give {self.range}"
+            f"give {self.range}{limit}"
         )
 
 
@@ -221,7 +229,7 @@ def _common(lr: float, weight_decay: float) -> tuple[Parameter, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hyper:
+class HyperParams:
     """One optimizer's name and complete, checked hyper-parameters.
 
     Made by :func:`resolve`; two of them are equal when they mean the same. The maps are not to
@@ -245,7 +253,7 @@ class Hyper:
     wd_mult: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_wire(cls, name: object, mapping: object) -> Hyper:
+    def from_wire(cls, name: object, mapping: object) -> HyperParams:
         """Return what a peer sent, checked anew.
 
         Raises:
@@ -263,7 +271,7 @@ class Hyper:
         maps: dict[str, WireValue] = {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return {**self.values, **maps}
 
-    def with_lr(self, lr: object) -> Hyper:
+    def with_lr(self, lr: object) -> HyperParams:
         """Return the same with another learning rate.
 
         Raises:
@@ -279,6 +287,13 @@ class Hyper:
             self.number("weight_decay") * self.wd_mult.get(key, 1.0),
         )
 
+    def largest(self) -> tuple[float, float]:
+        """Return the largest (learning rate, weight decay) that any key has."""
+        return (
+            self.number("lr") * max(self.lr_mult.values(), default=1.0),
+            self.number("weight_decay") * max(self.wd_mult.values(), default=1.0),
+        )
+
     def number(self, name: str) -> float:
         """Return a parameter of kind float or int that is not optional."""
         return cast("float", self.values[name])
@@ -292,7 +307,7 @@ class Hyper:
         return cast("float | None", self.values[name])
 
 
-def resolve(name: object, given: Mapping[str, object]) -> Hyper:
+def resolve(name: object, given: Mapping[str, object]) -> HyperParams:
     """Return the complete, checked hyper-parameters of an optimizer.
 
     Args:
@@ -325,7 +340,7 @@ def resolve(name: object, given: Mapping[str, object]) -> Hyper:
     }
     if schema.check is not None and (wrong := schema.check(values)):
         raise ConfigError(f"optimizer '{schema.name}': {wrong}")
-    return Hyper(schema.name, values, **maps)
+    return HyperParams(schema.name, values, **maps)
 
 
 def schema_of(name: object) -> Schema:
@@ -385,10 +400,10 @@ def _multipliers(optimizer: str, which: str, given: object) -> dict[str, float]:
                 "keys are str or int"
             )
         number = _as_float(factor)
-        if number is None or number < 0:
+        if number is None or not 0 <= number <= FLOAT_MAX:
             raise ConfigError(
                 f"optimizer '{optimizer}': {which}[{reprlib.repr(key)}]={reprlib.repr(factor)} is "
-                "not allowed; give a number in [0, inf)"
+                f"not allowed; give a number in [0, {FLOAT_MAX:.3g}]"
             )
         if str(key) in checked:
             raise ConfigError(
@@ -564,7 +579,7 @@ SCHEMAS: dict[str, Schema] = {
 
 __all__ = [
     "SCHEMAS",
-    "Hyper",
+    "HyperParams",
     "Parameter",
     "Schema",
     "Value",

@@ -1,11 +1,11 @@
-"""An update of some rows of a table: which elements it touches, and which it leaves alone.
+"""Updates of some rows of a table, which leave all others alone.
 
 A *table* is a tensor of two or more dimensions, seen as rows: row ``i`` is what its first index ``i``
 holds. A gradient that names few of its rows moves those, and no others: their momenta do not
 decay, their weights do not decay either, and they are not read. So an update costs what was
 touched, however large the table is. torch.optim.SparseAdam and MXNet's ``lazy_update`` do the same.
 
-The rule is the ordinary one (:class:`~kvps.core.rules.Updater`): the rows that a gradient names are
+The rule is the ordinary one (:class:`~kvps.core.optim.base.Updater`): the rows that a gradient names are
 gathered, with their rows of every state, updated side by side as if they were a tensor of their own,
 and scattered back. What counts steps, the caller, counts those of the whole table; so a row that
 is touched for the first time in step 5 is updated by the terms of step 5.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvps.core.rules import State, Updater
+from kvps.core.optim.base import State, Updater
 
 BLOCK_COUNT = 256 << 10
 """Elements that are gathered at once: rows, and their states, stay in a core's cache meanwhile."""
@@ -27,8 +27,8 @@ def may_be_lazy(updater: Updater) -> bool:
     """Return whether ``updater`` can update some rows without the others.
 
     Example:
-        >>> from kvps.core.hyper import resolve
-        >>> from kvps.core.updaters import create
+        >>> from kvps.core.optim.hyperparams import resolve
+        >>> from kvps.core.optim.torch_rules import create
         >>> may_be_lazy(create(resolve("adam", {}))), may_be_lazy(create(resolve("lamb", {})))
         (True, False)
     """
@@ -53,7 +53,7 @@ def update_rows(
         weights: the table, [n, width], of any type that ``updater`` takes.
         state: its optimizer state as ``updater.new_state`` makes it: name -> [n, width].
         ids: which rows, int64 [k], each once, all in [0, n). Duplicates have to be summed before
-            (:func:`kvps.core.sparse.coalesce`): of two rows with one id, one would be lost.
+            (:func:`kvps.core.row_gradients.coalesce`): of two rows with one id, one would be lost.
         rows: their gradients, [k, width], contiguous; float32 where the weights are half, else of
             the weights' type. They are used up: their contents are undefined afterwards.
         updater: the rule; one for which :func:`may_be_lazy`.
@@ -66,8 +66,8 @@ def update_rows(
 
     Example:
         >>> import torch
-        >>> from kvps.core.hyper import resolve
-        >>> from kvps.core.updaters import create
+        >>> from kvps.core.optim.hyperparams import resolve
+        >>> from kvps.core.optim.torch_rules import create
         >>> updater = create(resolve("sgd", {"lr": 0.5}))
         >>> table = torch.zeros(3, 2)
         >>> state = {name: one.view(3, 2) for name, one in updater.new_state(table.view(-1)).items()}

@@ -1,4 +1,4 @@
-"""Which class updates weights for which optimizer name, and torch.optim's rules on slices.
+"""torch.optim's update rules on flat slices, and the updater of each optimizer name.
 
 Theory of operation
 -------------------
@@ -31,12 +31,16 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from kvps.core.hyper import Hyper, Schema, register_schema
-from kvps.core.rules import RULES, State, Terms, Updater
+from kvps.core.optim.base import RULES, State, Terms, Updater
+from kvps.core.optim.hyperparams import HyperParams, Schema, register_schema
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+PRODUCTS_MAX = 1 << 18
+"""For how many steps NAdam's product of decays is followed one by one."""
 
 
 def _steps(terms: Terms) -> list[Tensor]:
@@ -58,7 +62,7 @@ def _may_fuse(weight: Tensor) -> bool:
 class TorchUpdater(Updater):
     """What the rules of torch.optim share: ``maximize``, and state that starts at 0."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._maximize = hyper.flag("maximize")
 
@@ -73,7 +77,7 @@ class TorchUpdater(Updater):
 class Sgd(TorchUpdater):
     """:class:`torch.optim.SGD`. State: ``momentum_buffer`` if momentum."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._momentum = hyper.number("momentum")
         self._dampening = hyper.number("dampening")
@@ -103,7 +107,7 @@ class Sgd(TorchUpdater):
 class _Moments(TorchUpdater):
     """What Adam's family shares: two moments, their decays and ``eps``."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._beta1 = hyper.number("beta1")
         self._beta2 = hyper.number("beta2")
@@ -119,7 +123,7 @@ class Adam(_Moments):
     State: ``exp_avg``, ``exp_avg_sq``, and ``max_exp_avg_sq`` if amsgrad.
     """
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._amsgrad = hyper.flag("amsgrad")
         self._decoupled = hyper.name == "adamw"
@@ -153,7 +157,7 @@ class Adam(_Moments):
 class Adagrad(TorchUpdater):
     """:class:`torch.optim.Adagrad`. State: ``sum``."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._lr_decay = hyper.number("lr_decay")
         self._initial = hyper.number("initial_accumulator_value")
@@ -186,7 +190,7 @@ class Adagrad(TorchUpdater):
 class Adadelta(TorchUpdater):
     """:class:`torch.optim.Adadelta`. State: ``square_avg``, ``acc_delta``."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._rho = hyper.number("rho")
         self._eps = hyper.number("eps")
@@ -216,7 +220,7 @@ class RmsProp(TorchUpdater):
     State: ``square_avg``, ``grad_avg`` if centered, ``momentum_buffer`` if momentum.
     """
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._alpha = hyper.number("alpha")
         self._eps = hyper.number("eps")
@@ -257,7 +261,7 @@ class NAdam(_Moments):
     the way therefore acts as if they had always been so; torch would keep the old factors.)
     """
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._momentum_decay = hyper.number("momentum_decay")
         self._decoupled = hyper.flag("decoupled_weight_decay")
@@ -266,12 +270,18 @@ class NAdam(_Moments):
         self._products = array("f", [1.0])
 
     def product(self, steps: int) -> float:
-        """Return torch's ``mu_product`` after ``steps`` updates."""
+        """Return torch's ``mu_product`` after ``steps`` updates.
+
+        Beyond :data:`PRODUCTS_MAX` only a beta1 of almost 1 has one that is not 0: it is no more
+        followed step by step then, and may differ from torch's in its last bits.
+        """
         products = self._products
-        while len(products) <= steps and products[-1]:  # once 0, it stays 0: no need to grow
+        last = min(steps, PRODUCTS_MAX)
+        while len(products) <= last and products[-1]:  # once 0, it stays 0: no need to grow
             mu = self._beta1 * (1.0 - 0.5 * 0.96 ** (len(products) * self._momentum_decay))
             products.append(products[-1] * array("f", [mu])[0])
-        return products[min(steps, len(products) - 1)]
+        known = products[min(steps, len(products) - 1)]
+        return known if steps <= PRODUCTS_MAX else known * self._beta1 ** (steps - PRODUCTS_MAX)
 
     def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
         nadam(
@@ -296,7 +306,7 @@ class NAdam(_Moments):
 class RAdam(_Moments):
     """:class:`torch.optim.RAdam`. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, hyper: Hyper) -> None:
+    def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._decoupled = hyper.flag("decoupled_weight_decay")
 
@@ -356,7 +366,7 @@ UPDATERS: dict[str, type[Updater]] = {
 """Optimizer name -> class; :func:`register` adds to it."""
 
 
-def create(hyper: Hyper) -> Updater:
+def create(hyper: HyperParams) -> Updater:
     """Return the updater that ``hyper`` names.
 
     Raises:
@@ -380,7 +390,7 @@ def register(name: str, cls: type[Updater], schema: Schema) -> None:
 
     Args:
         name: lower-case; free so far.
-        cls: made with one :class:`~kvps.core.hyper.Hyper`.
+        cls: made with one :class:`~kvps.core.optim.hyperparams.HyperParams`.
         schema: its hyper-parameters, of the same name.
 
     Raises:

@@ -28,8 +28,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvps.errors import ConfigError, KvpsError, Overload, WorkerLost
-from kvps.messages import Barrier, Error, Message, Released
+from kvps.core.refusals import Attempt, Refusal
+from kvps.errors import (
+    BY_CODE,
+    REFUSED,
+    ConfigError,
+    KvpsError,
+    Mismatch,
+    Overload,
+    ProtocolError,
+    WorkerLost,
+)
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Barrier, Error, Released
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -68,6 +79,8 @@ class Waiter(NamedTuple):
     seq: int
     is_new: bool = False
     """It has taken another's place, and has to be told the number."""
+    what: str = ""
+    """The call that it makes here."""
 
     def released(self, number: int) -> Answer:
         """Return the answer to one who stood at ``number``."""
@@ -104,6 +117,8 @@ class Barriers:
         self.resumed: dict[tuple[str, int], int] = {}
         """By store and rank, after how many rounds it took its predecessor's place."""
         self.floating: dict[Name, dict[int, Float]] = {}
+        self.refused: dict[Name, Refusal] = {}
+        """Barriers that are not passed, as the call that all make there has failed."""
 
     def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[Answer]:
         """Let a rank stand at a barrier; return the answers that are due by that."""
@@ -113,6 +128,8 @@ class Barriers:
         number = self._number(at)
         if number is not None and number <= self.released.get(name, -1):
             return [waiter.released(number)]
+        if (refused := self._refuse(rank, waiter, at, number)) is not None:
+            return refused
         standing = {} if number is None else self._standing(name, number)
         absent = self._hopeless_ranks(name, at.after, standing) if self.gone else set()
         if at.waits and absent:
@@ -121,6 +138,7 @@ class Barriers:
             self._admit(name, len(self.open.get(name, {})))
         if not at.waits:
             self.hasty.add(name)
+        waiter = waiter._replace(what=at.what)
         if number is None:
             self.floating.setdefault(name, {})[rank] = Float(waiter, at.after)
         else:
@@ -128,6 +146,47 @@ class Barriers:
             self.open.setdefault(name, {})[number] = standing
             self.after.setdefault(name, {}).setdefault(number, at.after)
         return self._look_at(name) if number is None else self._land(name, number)
+
+    def _refuse(
+        self, rank: int, waiter: Waiter, at: Barrier, number: int | None
+    ) -> list[Answer] | None:
+        """Return the answers to one who stands at a barrier that has failed, or does by that; else None."""
+        name, attempt = (at.store, at.name), Attempt(0 if number is None else number, at.refused)
+        known = self.refused.get(name)
+        if known is not None and number is not None and known.concerns(attempt):
+            return [Answer(waiter.route, Error(waiter.seq, known.code, known.text))]
+        standing = {} if number is None else self._standing(name, number)
+        code, text = at.code, at.text
+        other = next(
+            (
+                (its_rank, one.what)
+                for its_rank, one in standing.items()
+                if one and its_rank != rank and at.what and one.what not in ("", at.what)
+            ),
+            None,
+        )
+        if not code and other is not None:
+            code = Mismatch.code
+            text = (
+                f"store {at.store!r:.60}: worker {rank} called {at.what:.600}, and worker {other[0]} "
+                f"called {other[1]:.600}; every worker has to make the same call. Nothing was done"
+            )
+        if not code:
+            return None
+        if BY_CODE.get(code) not in REFUSED:
+            raise ProtocolError(f"a call that all workers make does not fail with code {code}")
+        waiters = [(rank, waiter)]
+        if number is not None:
+            self._admit(name, 0)
+            self.refused[name] = Refusal(attempt, code, text)
+            waiters += [(one_rank, one) for one_rank, one in standing.items() if one]
+            waiters = list(dict(reversed(waiters)).items())  # who stood here before, too
+            if standing:
+                for _ in self._take(name, number):
+                    pass
+            if name not in self.open.keys() | self.released.keys():
+                self.hasty.discard(name)
+        return [Answer(one.route, Error(one.seq, code, text)) for _, one in waiters]
 
     def resume(self, rank: int, store: str, pushed: int) -> list[Answer]:
         """A rank goes on after so many rounds of a store; return the answers that are due by that."""
@@ -199,7 +258,7 @@ class Barriers:
                 f"barrier {_shown(*name)} is waited for at {OPEN_MAX} numbers already; wait for "
                 "them before the next"
             )
-        known = self.open.keys() | self.released.keys() | self.floating.keys()
+        known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
         if name not in known and len(known) >= NAMES_MAX:
             raise Overload(
                 f"the job has {NAMES_MAX} names of barriers already; use a name again instead of "
@@ -231,6 +290,8 @@ class Barriers:
             return []
         if not standing >= self._needed(name, self.after[name][number]):
             return []
+        if name in self.refused and self.refused[name].attempt.number <= number:
+            del self.refused[name]
         self.released[name], after = number, self.after[name][number]
         passed = [one for one in sorted(self.open[name]) if one <= number]
         answers = [waiter.released(one) for one in passed for waiter in self._take(name, one)]
@@ -305,7 +366,7 @@ class Barriers:
         """Forget everything: another job begins."""
         self.required, self.gone, self.lost = set(required), {}, set()
         self.released.clear()
-        for kept in (self.open, self.hasty, self.after, self.resumed, self.floating):
+        for kept in (self.open, self.hasty, self.after, self.resumed, self.floating, self.refused):
             kept.clear()
 
     def check(self, alive: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""When the scheduler has a cut taken, and when it has the servers return to one.
+"""The checkpoint coordinator: decides when a cut is taken, and when servers roll back to one.
 
 A cut is taken when the servers want one (``--checkpoint-every``), and when workers ask for one
 (``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is
@@ -12,28 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvps.core.barriers import Answer, Waiter
-from kvps.core.cuts import AGAIN_S, Cut, Letter, Stage
-from kvps.core.recovery import Recovery
-from kvps.errors import ConfigError, KvpsError, StorageError
-from kvps.messages import (
-    Checkpoint,
-    Checkpointed,
-    Error,
-    Message,
-    Node,
-    Recall,
-    Restored,
-    Role,
-    Shelf,
-)
+from kvps.core.scheduler.barriers import Answer, Waiter
+from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, Letter
+from kvps.core.scheduler.rollback import Rollback
+from kvps.core.texts import shown
+from kvps.errors import ConfigError, KvpsError, ProtocolError, StorageError
+from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Recall, Restored, Shelf
+from kvps.protocol.envelope import KEY_MAX, Message, Node, Role
+from kvps.protocol.membership import Error
 
 RETRY_S = 5.0
 """How long after a cut that was given up the next is tried, at most."""
 
 
 @dataclass(slots=True)
-class Asked:
+class CheckpointRequest:
     """One store's wish for a cut, the ``number``-th of its kind."""
 
     store: str
@@ -43,7 +36,7 @@ class Asked:
     """By rank."""
 
 
-class Checkpoints:
+class CheckpointCoordinator:
     """The cuts of one job; it decides, and leaves what is to be said in ``letters``, ``answers``
     and ``notes``."""
 
@@ -55,7 +48,7 @@ class Checkpoints:
         self.kept = 0
         """The newest cut of this job that is complete; 0 while there is none."""
         self.epoch = 0
-        self.recovery: Recovery | None = None
+        self.recovery: Rollback | None = None
         self.failure = ""
         """Why the servers could not return to a cut: what they hold is of no use from then on."""
         self.letters: list[Letter] = []
@@ -66,11 +59,13 @@ class Checkpoints:
         self._shelves: dict[int, Shelf] = {}
         """By server, what it said of its place for cuts."""
         self._cut: Cut | None = None
-        self._wishes: dict[str, Asked] = {}
-        self._served: dict[str, Asked] = {}
+        self._wishes: dict[str, CheckpointRequest] = {}
+        self._served: dict[str, CheckpointRequest] = {}
         """Those for which the cut was begun: one that was begun before does not do for a wish."""
         self._granted: dict[str, tuple[int, int]] = {}
         """By store, the last wish that was granted, and by which cut."""
+        self._refused: dict[str, tuple[int, KvpsError]] = {}
+        """By store, the last wish that was refused, and why: who comes later hears the same."""
         self._workers: frozenset[int] = frozenset()
         self._servers: frozenset[int] = frozenset()
         self._next_at = 0.0
@@ -81,7 +76,7 @@ class Checkpoints:
         """Go on from what a former scheduler had."""
         self.begun, self.kept, self.epoch = begun, kept, epoch
         if is_returning:
-            self.recovery = Recovery(epoch, self._count)
+            self.recovery = Rollback(epoch, self._count)
         elif epoch and not kept:
             self.failure = _hopeless("a former scheduler found none")
         elif begun > kept:  # workers may still stand for it
@@ -115,10 +110,11 @@ class Checkpoints:
         if not self.kept:
             return False
         self.epoch += 1
-        self.recovery = Recovery(self.epoch, self._count)
+        self.recovery = Rollback(self.epoch, self._count)
         self.has_changed = True
         self._wishes.clear()  # who has them will see the epoch in the view, and ask no more
         self._granted.clear()
+        self._refused.clear()
         self.notes.append(
             ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
         )
@@ -131,25 +127,36 @@ class Checkpoints:
         """A worker wants a cut.
 
         Raises:
-            ConfigError: if no server has a place for it.
+            ConfigError: if no server has a place for it, or its tag is none.
         """
+        if len(wish.tag) > KEY_MAX or not wish.tag.isprintable():
+            raise ConfigError(f"tag={wish.tag!r:.80}: use 1 to {KEY_MAX} printable characters")
         granted = self._granted.get(wish.store)
         if granted is not None and wish.number <= granted[0]:
             self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, granted[1])))
             return
+        refused = self._refused.get(wish.store)
+        if refused is not None and wish.number == refused[0]:
+            raise refused[1]
         if self.failure:
             raise StorageError(self.failure)
         if self._knows_all and not self._keeps:
             raise _no_place()
         asked = self._wishes.get(wish.store)
         if asked is None or asked.number < wish.number:
-            asked = self._wishes[wish.store] = Asked(wish.store, wish.number, wish.tag)
+            asked = self._wishes[wish.store] = CheckpointRequest(wish.store, wish.number, wish.tag)
         asked.waiters[rank] = waiter
         self._go_on(now)
 
     def hear(self, node: Node, message: Message, now: float) -> None:
-        """A member says something of cuts."""
+        """A member says something of cuts.
+
+        Raises:
+            ProtocolError: if it names a cut that no server can have.
+        """
         if isinstance(message, Shelf):
+            if max((message.highest, *message.cuts)) > CUT_MAX:
+                raise ProtocolError(f"{node} names a cut beyond {CUT_MAX}")
             knew_all = self._knows_all
             self._shelves[node.rank] = message
             self.begun = max(self.begun, message.highest)
@@ -172,7 +179,9 @@ class Checkpoints:
         before = recovery.cut
         recovery.hear(node.rank, message)
         if isinstance(message, Restored) and message.error:
-            self.notes.append(("error", f"server {node.rank} cannot return: {message.error}"))
+            self.notes.append(
+                ("error", f"server {node.rank} cannot return: {shown(message.error)}")
+            )
         if recovery.failure:
             self.failure = _hopeless(recovery.failure)
             self.notes.append(("error", self.failure))
@@ -240,12 +249,12 @@ class Checkpoints:
             self._say_again(now)
 
     def _end(self, cut: Cut, now: float) -> None:
-        if cut.stage is Stage.COMPLETE:
+        if cut.stage is CutStage.COMPLETE:
             self._cut, self.kept, self.has_changed = None, cut.number, True
             self._next_at = now + self._every_s
             self.notes.append(("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
-        elif cut.stage is Stage.GIVEN_UP:
+        elif cut.stage is CutStage.GIVEN_UP:
             if not cut.by_worker:
                 error = StorageError(f"checkpoint {cut.number} was given up: {cut.reason}")
                 for asked in self._take_served():
@@ -263,7 +272,7 @@ class Checkpoints:
             for waiter in asked.waiters.values():
                 self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, cut.number)))
 
-    def _take_served(self) -> list[Asked]:
+    def _take_served(self) -> list[CheckpointRequest]:
         """Return the wishes that the cut was begun for and that still stand; they stand no more."""
         served = [one for store, one in self._served.items() if self._wishes.get(store) is one]
         for one in served:
@@ -276,7 +285,8 @@ class Checkpoints:
             self._refuse(asked, error)
         self._wishes.clear()
 
-    def _refuse(self, asked: Asked, error: KvpsError) -> None:
+    def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
+        self._refused[asked.store] = (asked.number, error)
         for waiter in asked.waiters.values():
             self.answers.append(Answer(waiter.route, Error(waiter.seq, error.code, str(error))))
 

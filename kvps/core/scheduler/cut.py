@@ -1,4 +1,4 @@
-"""How the scheduler has all servers take their images at one moment: a cut.
+"""One cut, stage by stage: all servers take their snapshots at one moment.
 
 Theory of operation
 -------------------
@@ -26,7 +26,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvps.messages import (
+from kvps.core.texts import shown
+from kvps.protocol.checkpoint import (
     Commit,
     Committed,
     GiveUp,
@@ -35,14 +36,12 @@ from kvps.messages import (
     ImageKept,
     ImageSum,
     ImageTaken,
-    Message,
-    Node,
     Proceed,
     Proceeding,
-    Role,
     StoreSum,
     TakeImage,
 )
+from kvps.protocol.envelope import Message, Node, Role
 
 HALT_MAX_S = 30.0
 """How long workers stand, at most, until all images are taken."""
@@ -52,7 +51,11 @@ AGAIN_S = 1.0
 Letter = tuple[Node, Message]
 
 
-class Stage(enum.Enum):
+CUT_MAX = 10**15
+"""The highest number of a cut: a server passes over a folder that names a higher one."""
+
+
+class CutStage(enum.Enum):
     """How far a cut has come."""
 
     HALTING = "halting"
@@ -88,24 +91,24 @@ class Cut:
     committed: set[int] = field(default_factory=set)
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> CutStage:
         """How far it has come."""
         if self.reason:
-            return Stage.GIVEN_UP
+            return CutStage.GIVEN_UP
         if not self._standing >= self.workers:
-            return Stage.HALTING
+            return CutStage.HALTING
         if not self.taken >= self.servers:
-            return Stage.IMAGING
+            return CutStage.IMAGING
         if not (self.kept.keys() >= self.servers and self.proceeding >= self.workers):
-            return Stage.WRITING
-        return Stage.COMPLETE if self.committed >= self.servers else Stage.COMMITTING
+            return CutStage.WRITING
+        return CutStage.COMPLETE if self.committed >= self.servers else CutStage.COMMITTING
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is to be said of it any more."""
-        if self.stage is Stage.GIVEN_UP:
+        if self.stage is CutStage.GIVEN_UP:
             return self.proceeding >= self.workers
-        return self.stage is Stage.COMPLETE
+        return self.stage is CutStage.COMPLETE
 
     @property
     def _standing(self) -> set[int]:
@@ -142,17 +145,17 @@ class Cut:
                 self.taken.add(rank)
                 self.kept[rank] = message
                 if message.error:
-                    self.give_up(f"server {rank}: {message.error}")
+                    self.give_up(f"server {rank}: {shown(message.error)}")
             case Committed() if rank in self.servers:
                 if message.error:
-                    self.give_up(f"server {rank}: {message.error}")
+                    self.give_up(f"server {rank}: {shown(message.error)}")
                 self.committed.add(rank)
             case _:
                 pass
 
     def give_up(self, reason: str, by_worker: bool = False) -> None:
         """There will be no such cut."""
-        if self.stage not in (Stage.COMPLETE, Stage.GIVEN_UP):
+        if self.stage not in (CutStage.COMPLETE, CutStage.GIVEN_UP):
             self.reason, self.by_worker = reason, by_worker
 
     def meet(self, workers: frozenset[int], servers: frozenset[int]) -> None:
@@ -165,11 +168,11 @@ class Cut:
 
     def on_time(self, now: float) -> None:
         """Give it up if the workers have stood for too long."""
-        if self.stage in (Stage.HALTING, Stage.IMAGING) and now >= self.begun_at + HALT_MAX_S:
-            self.give_up(self._late(), by_worker=self.stage is Stage.HALTING)
+        if self.stage in (CutStage.HALTING, CutStage.IMAGING) and now >= self.begun_at + HALT_MAX_S:
+            self.give_up(self._late(), by_worker=self.stage is CutStage.HALTING)
 
     def _late(self) -> str:
-        if self.stage is Stage.IMAGING:
+        if self.stage is CutStage.IMAGING:
             missing = sorted(self.servers - self.taken)
             return f"servers {missing} still had something to apply after {HALT_MAX_S:.0f} s"
         missing = sorted(self.workers - self._standing)
@@ -180,20 +183,20 @@ class Cut:
     def letters(self) -> Iterator[Letter]:
         """Yield what is to be said, or said again, to those who have not answered."""
         stage = self.stage
-        if stage is Stage.HALTING:
+        if stage is CutStage.HALTING:
             for rank in sorted(self.workers - self._standing):
                 yield Node(Role.WORKER, rank), Halt(self.number, self.least)
-        if stage in (Stage.IMAGING, Stage.WRITING):
+        if stage in (CutStage.IMAGING, CutStage.WRITING):
             for rank in sorted(self.servers - self.kept.keys()):
                 yield Node(Role.SERVER, rank), TakeImage(self.number)
-        if stage in (Stage.WRITING, Stage.GIVEN_UP):
+        if stage in (CutStage.WRITING, CutStage.GIVEN_UP):
             for rank in sorted(self.workers - self.proceeding):
                 yield Node(Role.WORKER, rank), Proceed(self.number)
-        if stage is Stage.COMMITTING:
+        if stage is CutStage.COMMITTING:
             commit = self.commit()
             for rank in sorted(self.servers - self.committed):
                 yield Node(Role.SERVER, rank), commit
-        if stage is Stage.GIVEN_UP:
+        if stage is CutStage.GIVEN_UP:
             for rank in sorted(self.servers):
                 yield Node(Role.SERVER, rank), GiveUp(self.number)
 

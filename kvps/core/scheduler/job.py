@@ -1,4 +1,4 @@
-"""One job as the scheduler runs it: what follows from a change of seats, and who is told.
+"""One job as the scheduler runs it: the consequences of a change of seats, and who is told.
 
 Theory of operation
 -------------------
@@ -11,9 +11,9 @@ Theory of operation
        └───────────────── a member is gone for good ───────────────────┘        next job)
 
 :meth:`Job.settle` is called after each change of a seat. It asks
-:func:`~kvps.core.phase.assess` for the phase and the barriers for who may pass, and writes
+:func:`~kvps.core.scheduler.phase.assess` for the phase and the barriers for who may pass, and writes
 what is to be said into an outbox. While a job runs, each change makes a new view, sent to all
-members (where many follow each other, the last of them; see :mod:`kvps.core.pace`); while it forms,
+members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.pace`); while it forms,
 a member learns from the answers to its beats what is missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
@@ -25,22 +25,26 @@ import hashlib
 from collections import Counter
 from typing import NamedTuple
 
-from kvps.core.barriers import Answer, Barriers, Waiter
-from kvps.core.checkpoints import Checkpoints
 from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
-from kvps.core.membership import Seats
-from kvps.core.pace import Pace
-from kvps.core.phase import Phase, assess
-from kvps.core.picture import Picture
-from kvps.core.seats import Seat, Settings, State
-from kvps.core.snapshot import Snapshot, dump, load
-from kvps.messages import Checkpoint, Envelope, Message, Node, Packet, Role, Stop, View, Welcome
+from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
+from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
+from kvps.core.scheduler.membership import Membership
+from kvps.core.scheduler.pace import ViewRateLimiter
+from kvps.core.scheduler.phase import Phase, assess, told
+from kvps.core.scheduler.saved_state import SavedState, dump, load
+from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.core.scheduler.status import StatusReport
+from kvps.protocol.checkpoint import Checkpoint
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
 """A scheduler whose last look is so long ago has been stopped itself, and heard nobody in that time."""
+NOTICE_MAX_S = 240.0
+"""How long the workers of a job that cannot go on may take to notice and end."""
 FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
@@ -69,15 +73,15 @@ class Job:
         """Of the newest view; 0 until all seats have been taken."""
         self.is_untold = False
         """The newest view was not sent to everybody yet."""
-        self._pace = Pace()
+        self._pace = ViewRateLimiter()
         self.formed = False
         """All seats of this job have been taken once."""
-        self.seats = Seats(settings)
+        self.seats = Membership(settings)
         self.barriers = Barriers(range(settings.workers))
-        self.checkpoints = Checkpoints(settings.workers, settings.servers)
+        self.checkpoints = CheckpointCoordinator(settings.workers, settings.servers)
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
-        self.picture = Picture()
+        self.picture = StatusReport()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """What members are told once everything is over."""
@@ -91,6 +95,8 @@ class Job:
         """No later than the next thing that time alone brings about."""
         self.has_changed = False
         """Something that a restart must know is not saved yet."""
+        self._is_deserted = False
+        """No worker is here any more, and the log says for whom the job waits."""
         self._patience_until = (
             None if settings.forming_max_s is None else now + settings.forming_max_s
         )
@@ -121,13 +127,14 @@ class Job:
             self.note("info", f"running: {self.reason}")
         if self.phase is not before:
             is_stuck = self.phase is Phase.ENDING
-            self._patience_until = now + self.settings.replace_max_s if is_stuck else None
+            self._patience_until = now + NOTICE_MAX_S if is_stuck else None
         answers = self._assemble()
         self._meet(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
             is_well = len(self.seats.workers(State.LEFT)) == self.settings.workers
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
             return
+        self._tell_if_deserted(now)
         self._welcome_all()
         if self.phase is not Phase.FORMING:
             self._announce(now)
@@ -149,11 +156,23 @@ class Job:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
             self._end(code, f"given up: {self.reason}", now)
         if self.stop is None:
+            self._tell_if_deserted(now)
             self._meet(now)  # after a restart nobody has told them who is there
             self.checkpoints.on_time(now)
             self._heed_checkpoints()
         self._tell(now)
         self._schedule()
+
+    def _tell_if_deserted(self, now: float) -> None:
+        """Say once why a job without workers still stands, and for how long."""
+        was, until = self._is_deserted, self.seats.deserted_until() if self.formed else None
+        self._is_deserted = until is not None
+        if until is not None and not was:
+            self.note(
+                "warning",
+                f"no worker is here; waiting {until - now:.0f} s for a replacement, then the job "
+                f"ends: {told(self.seats.workers(State.LOST))}",
+            )
 
     def take_in(self, node: Node, message: Message, now: float) -> None:
         """A member says something of cuts."""
@@ -242,8 +261,11 @@ class Job:
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
-        self.checkpoints, self.since = Checkpoints(self.settings.workers, self.settings.servers), 0
-        self.picture = Picture()
+        self.checkpoints, self.since = (
+            CheckpointCoordinator(self.settings.workers, self.settings.servers),
+            0,
+        )
+        self.picture = StatusReport()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()
@@ -368,7 +390,7 @@ class Job:
         ours, barriers = self.checkpoints, self.barriers
         cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
         passed = barriers.passed, barriers.resumed
-        return dump(Snapshot(self.name, self.number, self.formed, self.seats, *passed, cuts))
+        return dump(SavedState(self.name, self.number, self.formed, self.seats, *passed, cuts))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:

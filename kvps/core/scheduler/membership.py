@@ -1,4 +1,4 @@
-"""Who holds which seat: the scheduler's picture of the cluster.
+"""Membership: the holder of each seat, as the scheduler knows it.
 
 Theory of operation
 -------------------
@@ -23,7 +23,7 @@ started. A route is only an address. Identity is what the envelope says, so a pa
 unknown route that names a seat and its present incarnation binds that route to the seat: this
 is how members come back after a network break or a restart of the scheduler.
 
-Invariants, which :meth:`Seats.check` states as code:
+Invariants, which :meth:`Membership.check` states as code:
 
 * A route belongs to at most one seat, and a seat has at most :data:`LINKS_MAX` of them.
 * No two seats have one incarnation, and none is newer than the counter.
@@ -34,10 +34,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvps.core.phase import told
-from kvps.core.seats import Link, Seat, Settings, State
+from kvps.core.scheduler.claims import Claims
+from kvps.core.scheduler.phase import told
+from kvps.core.scheduler.seat import Seat, SeatLink, Settings, State
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
-from kvps.messages import Envelope, Hello, Member, Node, Role
+from kvps.protocol.envelope import Envelope, Node, Role
+from kvps.protocol.membership import Hello, Member
 
 if TYPE_CHECKING:
     from kvps.core.effects import Route
@@ -48,7 +50,7 @@ MUTE_S = 3.0
 """How long one who says HELLO every second is not heard along a connection that carries nothing."""
 
 
-class Seats:
+class Membership:
     """The seats of a job and the links that speak for them; it decides, and tells nobody.
 
     A request that cannot be granted raises the error its sender is to get, and changes nothing.
@@ -64,6 +66,7 @@ class Seats:
             for node in (Node(role, rank) for rank in range(count))
         }
         self.routes: dict[Route, Seat] = {}
+        self.claims = Claims()
         self.has_new_suspect = False
         """What :meth:`due` says may be sooner than it was."""
 
@@ -78,7 +81,8 @@ class Seats:
             del self.routes[link]
         self.issued += not is_again
         seat.begin(seat.incarnation if is_again else self.issued, hello, now)
-        self._bind(route, seat, Link(hello.host, hello.pid, seat.is_guarded, now), now)
+        self._bind(route, seat, SeatLink(hello.host, hello.pid, seat.is_guarded, now), now)
+        self.claims.close(route)
         return seat, replaces
 
     def part_mute(self, route: Route, hello: Hello, now: float) -> None:
@@ -93,20 +97,38 @@ class Seats:
                     if is_same and at != route and now >= link.heard_at + MUTE_S:
                         self.drop(at, now)
 
-    def doubt(self, hello: Hello) -> str:
-        """Return why a newcomer has to wait until a suspect is back or lost; "" if it need not."""
+    def doubt(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
+        """Return why a newcomer has to wait for whoever has what it wants; "" if it need not.
+
+        Who does not say so by himself is asked whether he lives; see :mod:`kvps.core.scheduler.claims`.
+        """
+        if envelope.incarnation:
+            return self._doubt_attaching(route, envelope, hello, now)
         role = Role(hello.role)
         wanted = [
             seat
             for seat in self.by_node.values()
             if seat.node.role is role and hello.rank in (None, seat.node.rank)
         ]
-        if any(seat.is_free_for(hello) for seat in wanted):
+        held = [seat for seat in wanted if seat.state is State.HELD]
+        if not held or any(seat.is_free_for(hello) for seat in wanted):
             return ""
-        for seat in wanted:
-            if seat.dropped_at is not None:
-                return f"{seat.node} has broken off, and is given a moment to come back"
-        return ""
+        since = self.claims.open(route)
+        unsure = [seat for seat in held if not seat.has_proved(since)]
+        for seat in unsure:
+            self.claims.challenge(seat.links, since, now)
+        return unsure[0].doubt() if unsure else ""
+
+    def _doubt_attaching(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
+        seat = self._named_by(envelope, hello)
+        rivals = self._rivals(seat, hello, now) if seat.is_alive else {}
+        if not rivals:
+            return ""
+        since = self.claims.open(route)
+        if any(rival.proved > since for rival in rivals.values()):
+            return ""
+        self.claims.challenge(rivals, since, now)
+        return f"{_who(rivals)} speaks for {seat.node}, and is asked whether it lives"
 
     def _choose(self, hello: Hello) -> Seat:
         role = Role(hello.role)
@@ -137,25 +159,38 @@ class Seats:
 
     def attach(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> Seat:
         """Let a process that knows its incarnation speak for that seat along ``route``."""
-        rank = envelope.rank if hello.rank is None else hello.rank
-        seat = self.holder(Node(Role(hello.role), rank), envelope.incarnation)
+        seat = self._named_by(envelope, hello)
         if not seat.is_alive:
             raise ConfigError(f"{told([seat])}; nobody can attach to it")
+        if rivals := self._rivals(seat, hello, now):
+            raise ConfigError(
+                f"rank {seat.node.rank} is alive: {_who(rivals)} already speaks for {seat.node}; was "
+                "the command's process started twice?"
+            )
         is_guardian = seat.is_guarded and hello.guardian
-        link = Link(hello.host, hello.pid, is_guardian, now)
         if seat.is_guarded and not is_guardian:
-            others = {at: one for at, one in seat.links.items() if one.is_guardian is False}
-            for other in others.values():
-                silent_at = other.heard_at + self.settings.silence_max_s
-                if (other.host, other.pid) != (hello.host, hello.pid) and now < silent_at:
-                    raise ConfigError(
-                        f"rank {rank} is alive: {other.host}:{other.pid} already speaks for "
-                        f"{seat.node}; was the command's process started twice?"
-                    )
-            for at in others:
+            for at in [at for at, one in seat.links.items() if one.is_guardian is False]:
                 self.drop(at, now)
-        self._bind(route, seat, link, now)
+        self._bind(route, seat, SeatLink(hello.host, hello.pid, is_guardian, now), now)
+        self.claims.close(route)
         return seat
+
+    def _named_by(self, envelope: Envelope, hello: Hello) -> Seat:
+        """Return the seat that a HELLO speaks for, which names an incarnation."""
+        rank = envelope.rank if hello.rank is None else hello.rank
+        return self.holder(Node(Role(hello.role), rank), envelope.incarnation)
+
+    def _rivals(self, seat: Seat, hello: Hello, now: float) -> dict[Route, SeatLink]:
+        """Return by what other process the command under a seat's guardian speaks already."""
+        if not seat.is_guarded or hello.guardian:
+            return {}
+        return {
+            at: link
+            for at, link in seat.links.items()
+            if link.is_guardian is False
+            and (link.host, link.pid) != (hello.host, hello.pid)
+            and now < link.heard_at + self.settings.silence_max_s
+        }
 
     def recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         """Return the seat that a packet speaks for; its route is bound to that seat by now."""
@@ -164,7 +199,7 @@ class Seats:
             envelope.incarnation and (seat.node, seat.incarnation) != _named(envelope)
         ):
             seat = self.holder(*_named(envelope))
-            self._bind(route, seat, Link(seat.host, seat.pid, None, now), now)
+            self._bind(route, seat, SeatLink(seat.host, seat.pid, None, now), now)
         seat.links[route].heard_at = seat.heard_at = now
         return seat
 
@@ -189,7 +224,7 @@ class Seats:
             f"incarnation {incarnation}, which was given up: stop"
         )
 
-    def _bind(self, route: Route, seat: Seat, link: Link, now: float) -> None:
+    def _bind(self, route: Route, seat: Seat, link: SeatLink, now: float) -> None:
         if self.routes.get(route, seat) is not seat:
             self.drop(route, now)
         self.routes[route] = seat
@@ -203,6 +238,7 @@ class Seats:
 
     def drop(self, route: Route, now: float) -> None:
         """Forget a broken connection; its seat is under suspicion if it was the last one."""
+        self.claims.close(route)
         seat = self.routes.pop(route, None)
         if seat is None:
             return
@@ -237,10 +273,16 @@ class Seats:
         """When :meth:`expire` or :func:`assess` may say something new; a beat makes it later."""
         limits = self.settings
         times = [seat.due(limits) for seat in self.by_node.values() if seat.state is State.HELD]
-        if formed and not self.has_held_worker:
-            lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
-            times += [max(lost_at) + limits.replace_max_s] if lost_at else []
+        if formed and (until := self.deserted_until()) is not None:
+            times.append(until)
         return min(times, default=None)
+
+    def deserted_until(self) -> float | None:
+        """When a job ends that no worker is left in; None if one is here, or none may come back."""
+        lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
+        if self.has_held_worker or not lost_at:
+            return None
+        return max(lost_at) + self.settings.replace_max_s
 
     def next_job(self) -> None:
         """Empty the seats of workers, and of servers that are not here."""
@@ -283,6 +325,12 @@ class Seats:
         assert len(links) == sum(len(seat.links) for seat in self.by_node.values()), "shared route"
         for node, seat in self.by_node.items():
             seat.check(node, LINKS_MAX)
+
+
+def _who(links: dict[Route, SeatLink]) -> str:
+    """Name the process at the other end of the first of ``links``."""
+    link = next(iter(links.values()))
+    return f"{link.host}:{link.pid}"
 
 
 def _named(envelope: Envelope) -> tuple[Node, int]:

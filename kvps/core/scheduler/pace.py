@@ -1,4 +1,4 @@
-"""How often a view may be sent to everybody.
+"""The rate limit of views that go to everybody.
 
 A view has a row for every seat and goes to every member, so that a thousand members that all leave at
 the end would make a billion rows. Few members are told of each change at once; of a large cluster,
@@ -15,7 +15,7 @@ AHEAD_S = 0.1
 """So far ahead of that it may be: a view is sent at once unless others have just been."""
 
 
-class Pace:
+class ViewRateLimiter:
     """What was sent lately."""
 
     def __init__(self) -> None:

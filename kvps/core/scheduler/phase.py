@@ -1,7 +1,7 @@
-"""How a job stands, and why: the policy of the scheduler as one function.
+"""The phase of a job and its reason: the scheduler's policy as one function.
 
 A job *forms* until every seat has been taken, then *runs* as long as a worker is here or may come
-back, then *ends*. What the scheduler does about it is in :mod:`kvps.core.job`.
+back, then *ends*. What the scheduler does about it is in :mod:`kvps.core.scheduler.job`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from kvps.core.seats import Seat, Settings, State
-from kvps.messages import Node, Role
+from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.protocol.envelope import Node, Role
 
 _NAMED_MAX = 8
 """How many ranks or seats one sentence names."""

@@ -1,4 +1,4 @@
-"""How the scheduler has all servers return to one cut, when one of them was replaced.
+"""A rollback: all servers return to one cut after one of them was replaced.
 
 Theory of operation
 -------------------
@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvps.core.cuts import Letter
-from kvps.messages import Message, Node, Recall, Restore, Restored, Role, Shelf
+from kvps.core.scheduler.cut import Letter
+from kvps.core.texts import shown
+from kvps.protocol.checkpoint import Recall, Restore, Restored, Shelf
+from kvps.protocol.envelope import Message, Node, Role
 
 
 @dataclass(slots=True)
-class Recovery:
+class Rollback:
     """One return to a cut."""
 
     epoch: int
@@ -49,11 +51,11 @@ class Recovery:
                 self.shelves[rank] = frozenset(message.cuts)
                 if len(self.shelves) == self.servers and not self.cut:
                     self.failure = "no cut is complete on all servers"
-            case Restored() if message.epoch == self.epoch and message.cut == self.cut:
+            case Restored() if (message.epoch, message.cut) == (self.epoch, self.cut) and self.cut:
                 if message.error:
                     self.shelves[rank] -= {message.cut}
                     self.restored.clear()  # what they hold is of a cut that not all have
-                    self.failure = "" if self.cut else f"server {rank}: {message.error}"
+                    self.failure = "" if self.cut else f"server {rank}: {shown(message.error)}"
                 else:
                     self.restored.add(rank)
             case _:

@@ -1,4 +1,4 @@
-"""What a restarted scheduler must know, as bytes and back.
+"""The saved state: what a restarted scheduler must know, as bytes and back.
 
 Links and times are left out: members speak again, and every limit is counted anew from then.
 """
@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 
-from kvps.core.barriers import Passed
-from kvps.core.membership import Seats
-from kvps.core.seats import Settings, State
+from kvps.core.scheduler.barriers import Passed
+from kvps.core.scheduler.membership import Membership
+from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
-from kvps.messages import Node, Role
+from kvps.protocol.envelope import Node, Role
 
 if TYPE_CHECKING:
-    from kvps.core.barriers import Name
+    from kvps.core.scheduler.barriers import Name
 
 FORMAT = 5
 
 
-class Snapshot(NamedTuple):
+class SavedState(NamedTuple):
     """The part of a scheduler that outlives its process."""
 
     job: bytes
     number: int
     formed: bool
-    seats: Seats
+    seats: Membership
     passed: dict[Name, Passed]
     resumed: dict[tuple[str, int], int]
     cuts: tuple[int, int, int, bool, int]
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
     a cut, and the view in which the epoch began."""
 
 
-def dump(snapshot: Snapshot) -> bytes:
+def dump(snapshot: SavedState) -> bytes:
     """Return ``snapshot`` as bytes."""
     settings = snapshot.seats.settings
     seats = [
@@ -64,7 +64,7 @@ def dump(snapshot: Snapshot) -> bytes:
     return state
 
 
-def load(state: bytes, settings: Settings, now: float) -> Snapshot:
+def load(state: bytes, settings: Settings, now: float) -> SavedState:
     """Return the snapshot that :func:`dump` wrote.
 
     Raises:
@@ -83,7 +83,7 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
                     *counts, settings.workers, settings.servers
                 )
             )
-        seats = Seats(settings)
+        seats = Membership(settings)
         seats.issued = issued
         for role, rank, name, *fields in rows:
             seat = seats.by_node[Node(Role(role), rank)]
@@ -110,4 +110,4 @@ def load(state: bytes, settings: Settings, now: float) -> Snapshot:
             "the scheduler's state cannot be read: start with another --state, and the job again"
         ) from error
     came = (begun, kept, epoch, is_returning, since)
-    return Snapshot(job, number, formed, seats, passed, places, came)
+    return SavedState(job, number, formed, seats, passed, places, came)

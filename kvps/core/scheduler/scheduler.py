@@ -1,10 +1,10 @@
-"""The scheduler's door: what members say, and what it answers.
+"""The scheduler's door: members' messages and its answers.
 
 Theory of operation
 -------------------
 Three things come in: a packet, a broken connection, the time. What they change is in
-:mod:`kvps.core.membership` (who holds which seat) and :mod:`kvps.core.barriers` (who stands
-where); what follows from a change is in :mod:`kvps.core.job`; this file is the conversation.
+:mod:`kvps.core.scheduler.membership` (who holds which seat) and :mod:`kvps.core.scheduler.barriers` (who stands
+where); what follows from a change is in :mod:`kvps.core.scheduler.job`; this file is the conversation.
 
 A door changes the state when it is called, and returns the effects in the order in which they
 are to be performed: what a restart must know is saved before anybody is told. A request that
@@ -21,40 +21,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvps.core.barriers import Waiter
-from kvps.core.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
-from kvps.core.phase import Phase
-from kvps.core.picture import sights
-from kvps.core.presence import ranks_in_words
-from kvps.core.seats import NAME_MAX, Seat, Settings, State, shortened
-from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost
-from kvps.messages import (
-    PROTOCOL,
-    Barrier,
-    Beat,
+from kvps.core.liveness import ranks_in_words
+from kvps.core.scheduler.barriers import Waiter
+from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
+from kvps.core.scheduler.phase import Phase
+from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
+from kvps.core.scheduler.status import sights
+from kvps.core.texts import demand_address, demand_printable, shown
+from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost, unforeseen
+from kvps.protocol.checkpoint import (
     Checkpoint,
     Committed,
-    Envelope,
-    Error,
     Halted,
-    Hello,
     ImageKept,
     ImageTaken,
+    Proceeding,
+    Restored,
+    Shelf,
+)
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import (
+    Alive,
+    Barrier,
+    Beat,
+    Error,
+    Hello,
     Leave,
     Left,
     Look,
-    Message,
-    Node,
-    Packet,
     Pending,
     Probed,
-    Proceeding,
-    Restored,
     Resume,
     Resumed,
-    Role,
     Seen,
-    Shelf,
     Stalled,
     Stop,
 )
@@ -94,6 +93,8 @@ class Scheduler:
                     self._on_hello(route, envelope, message, now)
                 case Beat():
                     self._on_beat(route, envelope, message, now)
+                case Alive():
+                    self._on_alive(route, envelope, message, now)
                 case Barrier():
                     self._on_barrier(route, envelope, message, now)
                 case Checkpoint():
@@ -110,8 +111,17 @@ class Scheduler:
                     raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
         except KvpsError as error:
             if isinstance(message, Hello):
-                self.job.note("warning", f"refused {message.host:.60}:{message.pid}: {error}")
+                self.job.seats.claims.close(route)
+                self.job.note(
+                    "warning", f"refused {shown(message.host):.60}:{message.pid}: {error}"
+                )
             self.job.send(route, Error(envelope.seq, error.code, str(error)))
+        return self.job.flush()
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """A packet could not be served, as nobody foresaw: its sender is told, and the job goes on."""
+        said = unforeseen("the scheduler", error)
+        self.job.send(route, Error(envelope.seq, said.code, str(said)))
         return self.job.flush()
 
     def on_drop(self, route: Route, now: float) -> Effects:
@@ -144,15 +154,14 @@ class Scheduler:
         self._examine(envelope, hello)
         self.job.seats.part_mute(route, hello, now)
         known = self.job.seats.routes.get(route)
-        if envelope.incarnation:
-            seat = self.job.seats.attach(route, envelope, hello, now)
-        elif known is not None and known.is_alive:
+        if not envelope.incarnation and known is not None and known.is_alive:
             seat = self.job.seats.recognise(route, envelope, now)
-        elif self.job.phase is Phase.ENDING:
+        elif not envelope.incarnation and self.job.phase is Phase.ENDING:
             raise WorkerLost(f"the job takes no new members: {self.job.reason}")
-        elif doubt := self.job.seats.doubt(hello):
-            self.job.send(route, Beat(0, doubt))
+        elif self._is_doubtful(route, envelope, hello, now):
             return
+        elif envelope.incarnation:
+            seat = self.job.seats.attach(route, envelope, hello, now)
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
             seat.is_replacement = replaces and self.job.formed
@@ -169,6 +178,27 @@ class Scheduler:
         self.job.revive(seat, now)
         if was_welcomed == seat.is_welcomed:  # else it was welcomed along with its return
             self._greet(route, seat, now)
+
+    def _is_doubtful(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> bool:
+        """Whether a newcomer must wait until it is known who lives; then it and they are told."""
+        claims = self.job.seats.claims
+        is_new = route not in claims
+        doubt = self.job.seats.doubt(route, envelope, hello, now)
+        for holder, challenge in claims.letters:
+            self.job.send(holder, challenge)
+        claims.letters = []
+        if doubt:
+            self.job.send(route, Beat(0, doubt))
+            if is_new:
+                self.job.note("info", f"{hello.host}:{hello.pid} waits: {doubt}")
+        return bool(doubt)
+
+    def _on_alive(self, route: Route, envelope: Envelope, alive: Alive, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        self.job.revive(seat, now)
+        link = seat.links[route]
+        if alive.number == link.challenge:
+            link.proved, link.is_guardian = alive.number, alive.guardian and seat.is_guarded
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
         if seat.is_welcomed:
@@ -292,9 +322,13 @@ class Scheduler:
             )
         if hello.role not in (Role.SERVER, Role.WORKER):
             raise ProtocolError(f"role {hello.role} takes no seat; servers and workers do")
-        for text in (hello.host, hello.endpoint, hello.master):
+        for name in ("host", "endpoint", "master"):
+            text = getattr(hello, name)
             if len(text.encode()) > NAME_MAX:
                 raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} octets")
+            demand_printable(name, text)
+        if hello.endpoint:
+            demand_address("endpoint", hello.endpoint)
         if envelope.incarnation:
             self._demand_job(envelope)
         elif envelope.job not in (NOBODY, self.job.name):

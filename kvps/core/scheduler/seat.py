@@ -1,6 +1,6 @@
-"""One seat of a job: its state, who holds it, and the limits by which it is judged.
+"""One seat of a job: its state, its holder, and the limits that it is judged by.
 
-:mod:`kvps.core.membership` says how a seat moves from state to state; this file says what it is.
+:mod:`kvps.core.scheduler.membership` says how a seat moves from state to state; this file says what it is.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvps.core.presence import SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.texts import shown
 from kvps.errors import ConfigError
-from kvps.messages import Hello, Leave, Member, Node, Role
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Hello, Leave, Member
 
 if TYPE_CHECKING:
     from kvps.core.effects import Route
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and octets of a host, an endpoint or a reason: a view must fit into a head."""
+REPLACE_MAX_S = 30.0
+"""Nobody waits for a lost worker once all others have ended, so its servers soon end, too."""
 DROP_GRACE_S = 1.0
 """How long a member may be without a connection: it may have opened another."""
 
@@ -51,7 +55,7 @@ class Settings:
     """How long the first job may take to form; None is for ever."""
     keep_alive: bool = False
     """Begin another job, with the same servers, when one is over."""
-    replace_max_s: float = 240.0
+    replace_max_s: float = REPLACE_MAX_S
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
     """Yield a Save with each change."""
@@ -70,7 +74,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Link:
+class SeatLink:
     """A connection that speaks for a seat, and the process at its other end."""
 
     host: str
@@ -78,6 +82,11 @@ class Link:
     is_guardian: bool | None
     """None where it said no HELLO to this life of the scheduler."""
     heard_at: float
+    challenge: int = 0
+    """The newest CHALLENGE that was sent along it."""
+    challenged_at: float = -math.inf
+    proved: int = 0
+    """The newest that was answered: it was alive after that was sent."""
 
 
 @dataclass(slots=True)
@@ -112,7 +121,7 @@ class Seat:
     """Since when it is lost or gone."""
     reason: str = ""
     """Why it is left, lost or gone."""
-    links: dict[Route, Link] = field(default_factory=dict)
+    links: dict[Route, SeatLink] = field(default_factory=dict)
 
     @property
     def is_taken(self) -> bool:
@@ -144,6 +153,16 @@ class Seat:
     def preference(self, hello: Hello) -> tuple[bool, bool, int]:
         """Sort key of free seats: one's own, then empty, then lost ones, then by rank."""
         return (not self._was(hello), self.state is State.LOST, self.node.rank)
+
+    def has_proved(self, since: int) -> bool:
+        """Whether its holder has answered a challenge that is newer than ``since``.
+
+        Where there is a guardian, it is the holder: the command that it ran ends soon after it.
+        """
+        return any(
+            link.proved > since and (link.is_guardian or not self.is_guarded)
+            for link in self.links.values()
+        )
 
     def may_be_replaced(self, settings: Settings, now: float) -> bool:
         """Whether it is lost, but not for too long."""
@@ -196,6 +215,15 @@ class Seat:
 
     # --- looking ----------------------------------------------------------------------------
 
+    def doubt(self) -> str:
+        """Say why one who wants it has to wait, while it is held."""
+        if self.dropped_at is not None:
+            return f"{self.node} has broken off, and is given a moment to come back"
+        who = f"{self.node}, held by {self.host}:{self.pid},"
+        if not self.links:
+            return f"{who} has not spoken yet since the scheduler was started again"
+        return f"{who} is asked whether it lives"
+
     def presence(self, now: float) -> str:
         """Say how its holder stands, to those who wait for it."""
         if self.state is State.HELD:
@@ -232,5 +260,5 @@ class Seat:
 
 
 def shortened(text: str) -> str:
-    """Return at most :data:`NAME_MAX` octets of ``text``."""
-    return text.encode()[:NAME_MAX].decode(errors="ignore")
+    """Return at most :data:`NAME_MAX` octets of a peer's ``text``, fit to be shown."""
+    return shown(text).encode()[:NAME_MAX].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""What the scheduler shows to one who looks: every seat, and the oldest open round of each store.
+"""The reply to a status query: every seat, and the oldest open round of each store.
 
 The scheduler is not on the data path, so servers tell it of rounds that stay open. What one has told is
 true for a few seconds; a server that is silent for longer tells nothing.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvps.core.seats import Seat, State
-from kvps.messages import Node, OldRound, Role, Sight
+from kvps.core.scheduler.seat import Seat, State
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import OldRound, Sight
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
 
 
-class Picture:
+class StatusReport:
     """What the servers of a job have told of their rounds."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""A server's part in cuts: it gives its image when the scheduler asks for one, and returns to one.
+"""The checkpointer: a server's part in cuts and rollbacks.
 
 Theory of operation
 -------------------
 The scheduler sees to it that no worker changes anything while images are taken
-(:mod:`kvps.core.cuts`); what still is under way between servers, the keeper waits for. Taking an
+(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the keeper waits for. Taking an
 image takes no copy: the values are held, and an update that comes before they are on the disk goes
 to another buffer. Orders of the scheduler may come twice, and answers may be lost, so each order is
 answered with all that is known of its cut::
@@ -22,31 +22,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvps.core.disk import (
+from kvps.core.effects import Disk, Effects, Note, Send
+from kvps.core.membership_client import SCHEDULER, MembershipClient
+from kvps.core.server.control import Control
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.core.server.snapshot.storage import (
     Answer,
+    AnyOrder,
     Complete,
     Completed,
-    Found,
+    FindCuts,
+    FoundCuts,
     Loaded,
-    Look,
-    Order,
     Read,
     Remove,
+    SnapshotWritten,
     Write,
-    Written,
 )
-from kvps.core.effects import Disk, Effects, Note, Send
-from kvps.core.image import Image
-from kvps.core.member import SCHEDULER, Membership
-from kvps.core.requests import Requests
 from kvps.errors import ConfigError, KvpsError
-from kvps.messages import (
+from kvps.protocol.checkpoint import (
     Commit,
     Committed,
     GiveUp,
     ImageKept,
     ImageTaken,
-    Message,
     Recall,
     Restore,
     Restored,
@@ -54,6 +53,7 @@ from kvps.messages import (
     StoreSum,
     TakeImage,
 )
+from kvps.protocol.envelope import Message
 
 ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
 """What the scheduler may want of a keeper."""
@@ -62,7 +62,7 @@ TEXT_MAX = 500
 
 
 @dataclass(slots=True)
-class Taking:
+class SnapshotInProgress:
     """One cut, as far as it has come here."""
 
     cut: int
@@ -75,14 +75,14 @@ class Taking:
     is_committing: bool = False
 
 
-class Keeper:
+class Checkpointer:
     """What one server does for cuts, and which one it returned to."""
 
-    def __init__(self, member: Membership, every_s: float | None) -> None:
+    def __init__(self, member: MembershipClient, every_s: float | None) -> None:
         self._member = member
         self._every_s = every_s
         """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
-        self._taking = Taking(0)
+        self._taking = SnapshotInProgress(0)
         self.epoch = 0
         """Of what is held here."""
         self._returning: Restore | None = None
@@ -90,7 +90,7 @@ class Keeper:
         self._restored: Restored | None = None
         self._recall = 0
 
-    def on_order(self, message: Message, requests: Requests) -> Effects:
+    def on_order(self, message: Message, requests: Control) -> Effects:
         """The scheduler wants something."""
         match message:
             case TakeImage():
@@ -113,7 +113,7 @@ class Keeper:
     def on_disk(self, answer: Answer) -> Effects:
         """Files were written, or looked for."""
         match answer:
-            case Written():
+            case SnapshotWritten():
                 yield from self._written(answer)
             case Completed():
                 taking = self._taking
@@ -121,7 +121,7 @@ class Keeper:
                     taking.is_committing = False
                     taking.committed = Committed(answer.cut, _text(answer.error))
                     yield self._say(taking.committed)
-            case Found() if answer.for_whom is None:
+            case FoundCuts() if answer.for_whom is None:
                 every_s = self._every_s or 0.0
                 if answer.error is not None:
                     yield Note("warning", str(answer.error))
@@ -132,7 +132,7 @@ class Keeper:
 
     # --- taking -------------------------------------------------------------------------------
 
-    def look(self, requests: Requests) -> Effects:
+    def look(self, requests: Control) -> Effects:
         """Take the image that is wanted, if what waited to be applied is."""
         taking = self._taking
         if not taking.cut or taking.taken or not requests.is_settled:
@@ -142,10 +142,10 @@ class Keeper:
         yield self._say(ImageTaken(taking.cut))
         yield self._order(Write(taking.cut, image))
 
-    def _take(self, cut: int, requests: Requests) -> Effects:
+    def _take(self, cut: int, requests: Control) -> Effects:
         if cut > self._taking.cut:
             yield from self._give_up(self._taking.cut)
-            self._taking = Taking(cut)
+            self._taking = SnapshotInProgress(cut)
         taking = self._taking
         if taking.cut == cut and taking.kept is not None:
             yield self._say(taking.kept)
@@ -153,7 +153,7 @@ class Keeper:
             yield self._say(ImageTaken(cut))
         yield from self.look(requests)
 
-    def _written(self, written: Written) -> Effects:
+    def _written(self, written: SnapshotWritten) -> Effects:
         taking = self._taking
         if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
@@ -191,10 +191,10 @@ class Keeper:
             self._taking.release()
             self._taking.release = None
 
-    def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> Look:
+    def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> FindCuts:
         welcome = self._member.welcome
         assert welcome is not None
-        return Look(welcome.rank, welcome.servers, job, tag, for_whom)
+        return FindCuts(welcome.rank, welcome.servers, job, tag, for_whom)
 
     def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
         """Return the order to read a cut for one store of this job, or to say which there are.
@@ -219,7 +219,7 @@ class Keeper:
         """A job begins: nothing is held of any other."""
         yield from self._give_up(self._taking.cut)
         self.epoch, self._returning, self._restored = 0, None, None
-        self._taking = Taking(0)
+        self._taking = SnapshotInProgress(0)
 
     def _restore(self, order: Restore) -> Effects:
         if self._returning == order:
@@ -254,14 +254,14 @@ class Keeper:
 
     # --- small things -------------------------------------------------------------------------
 
-    def _order(self, order: Order) -> Disk:
+    def _order(self, order: AnyOrder) -> Disk:
         return Disk(order)
 
     def _say(self, message: Message) -> Send:
         return Send(SCHEDULER, self._member.packet(message))
 
 
-def _sums(image: Image) -> tuple[StoreSum, ...]:
+def _sums(image: Snapshot) -> tuple[StoreSum, ...]:
     """Return what to say of each store; a key counts where its first element is."""
     return tuple(
         StoreSum(

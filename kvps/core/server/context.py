@@ -1,41 +1,39 @@
-"""The stores of a job on one server, who asks there, and what every answer needs.
+"""The context of a request on a server: its store, its session, and what every answer needs.
 
-A request that waits for something to exist is a :class:`~kvps.core.sessions.Waiting`, pending in its
+A request that waits for something to exist is a :class:`~kvps.core.server.sessions.PendingRequest`, pending in its
 session: it is tried again whenever something came into being.
 """
 
 from __future__ import annotations
 
 from kvps.core.effects import Effects, Send
-from kvps.core.engine import Engine
-from kvps.core.member import Membership
-from kvps.core.namespace import Namespace
-from kvps.core.presence import quiet_in_words
+from kvps.core.liveness import quiet_in_words
+from kvps.core.membership_client import MembershipClient
 from kvps.core.quorum import Quorum
-from kvps.core.sessions import Describe, Session, Waiting
+from kvps.core.server.sessions import Describe, PendingRequest, Session
+from kvps.core.server.store import ServerStore
+from kvps.core.server.update.aggregator import Aggregator
 from kvps.errors import (
     KvpsError,
     ProtocolError,
 )
-from kvps.messages import (
-    Error,
-    Message,
-)
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Error
 
 
-class Spaces:
+class RequestContext:
     """The stores of one job, and its workers' sessions."""
 
     def __init__(
         self,
-        member: Membership,
-        engine: Engine,
+        member: MembershipClient,
+        engine: Aggregator,
         memory_limit: int | None,
         lives: dict[int, int] | None = None,
     ) -> None:
         self.member = member
         self.engine = engine
-        self.spaces: dict[str, Namespace] = {}
+        self.spaces: dict[str, ServerStore] = {}
         self.sessions: dict[int, Session] = {}
         """By rank: the newest incarnation that has spoken."""
         self.lives: dict[int, int] = dict(lives or {})
@@ -61,7 +59,7 @@ class Spaces:
 
     # --- what waits for something to exist ------------------------------------------------------------
 
-    def _attempt(self, session: Session, seq: int, waiting: Waiting) -> Effects:
+    def _attempt(self, session: Session, seq: int, waiting: PendingRequest) -> Effects:
         """Answer ``waiting``, or let it wait on."""
         try:
             answer = waiting.retry()
@@ -78,7 +76,7 @@ class Spaces:
         """Something exists now: try all that waits for that."""
         for session in self.sessions.values():
             for seq, one in list(session.pending.items()):
-                if isinstance(one, Waiting):
+                if isinstance(one, PendingRequest):
                     yield from self._attempt(session, seq, one)
 
     def _only_rank_0(self, session: Session, what: str) -> None:
@@ -100,27 +98,27 @@ class Spaces:
 
         return describe
 
-    def _quorum(self, space: Namespace) -> Quorum:
+    def _quorum(self, space: ServerStore) -> Quorum:
         """Return who counts in a store."""
         return self.member.quorum().without(space.joins.away)
 
-    def _required(self, space: Namespace) -> frozenset[int]:
+    def _required(self, space: ServerStore) -> frozenset[int]:
         """Return which ranks a round of a store waits for."""
         return self._quorum(space).required(space.opened.on_worker_lost)
 
-    def _members(self, space: Namespace) -> frozenset[int]:
+    def _members(self, space: ServerStore) -> frozenset[int]:
         """Return which ranks a join of a store waits for."""
         return self.member.quorum().members(
             space.opened.on_worker_lost if space.ordered else "shrink"
         )
 
-    def _space(self, name: str) -> Namespace:
+    def _space(self, name: str) -> ServerStore:
         space = self.spaces.get(name)
         if space is None:
             raise ProtocolError(f"server {self.engine.server}: store {name!r} was not opened")
         return space
 
-    def _space_of(self, chunk: int) -> Namespace:
+    def _space_of(self, chunk: int) -> ServerStore:
         return self.spaces[self.engine.chunk(chunk).store]
 
     def _refuse(self, session: Session, seq: int, error: KvpsError) -> Send:

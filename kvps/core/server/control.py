@@ -1,8 +1,8 @@
-"""What each request of a worker does on a server, and when it is answered.
+"""Control requests of a worker: declare keys, set optimizers, join, probe, status, state.
 
-One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.values`. A request that can be answered at once is; one that cannot is *pending*
-in its session, as a :class:`~kvps.core.engine.Reading` (it wants values) or as a
-:class:`Waiting` (it wants something to exist), until something moves that it waits for.
+One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`. A request that can be answered at once is; one that cannot is *pending*
+in its session, as a :class:`~kvps.core.server.update.aggregator.Reading` (it wants values) or as a
+:class:`PendingRequest` (it wants something to exist), until something moves that it waits for.
 """
 
 from __future__ import annotations
@@ -10,51 +10,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from kvps.core import by_ids, imaging, pulls
 from kvps.core.effects import Effects, Send
-from kvps.core.hyper import Hyper
-from kvps.core.image import Image
-from kvps.core.joins import JUDGE, Joins
-from kvps.core.namespace import Namespace
-from kvps.core.presence import ranks_in_words
-from kvps.core.rounds import Span
-from kvps.core.sessions import Describe, Reading, Session, Waiting
-from kvps.core.slab import Chunk
-from kvps.core.stalls import Stall
-from kvps.core.values import Values
+from kvps.core.liveness import ranks_in_words
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.placement import JUDGE
+from kvps.core.refusals import Attempt
+from kvps.core.server import reads
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.join import JoinTracker
+from kvps.core.server.push_pull import PushPull
+from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
+from kvps.core.server.snapshot import capture
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.core.server.store import ServerStore
+from kvps.core.server.stragglers import Stall
+from kvps.core.server.update import embedding_rows
+from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import (
     ConfigError,
     KeyNotFound,
+    KvpsError,
     Mismatch,
     ProtocolError,
     StorageError,
 )
-from kvps.messages import (
+from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.membership import (
+    Done,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
+    Pending,
+    Probe,
+    Probed,
+    Return,
+)
+from kvps.protocol.stores import (
     Clock,
     Declare,
     Declared,
-    Done,
-    Embed,
-    Export,
     Field,
     Find,
     Found,
     FoundAll,
     GetState,
-    History,
-    HistoryIs,
-    Join,
-    Joined,
-    Load,
-    Message,
     Open,
     OpenRound,
     Optimize,
-    Packet,
-    Pending,
     Place,
-    Probe,
-    Probed,
+    Rate,
+    SetState,
+    StateIs,
+    Status,
+    StatusIs,
+)
+from kvps.protocol.values import (
+    Embed,
+    Export,
+    Load,
     Pull,
     PullChanged,
     PullIds,
@@ -62,16 +77,9 @@ from kvps.messages import (
     Push,
     PushIds,
     PushRows,
-    Rate,
-    Return,
     Run,
-    SetState,
-    StateIs,
-    Status,
-    StatusIs,
     TableRate,
 )
-from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 STATUS_MAX = 1024
@@ -79,7 +87,7 @@ COUNTS_MAX = 16 * 1024
 """How many keys, and how many counts of ranks, one STATUS answer names."""
 
 
-class Requests(Values):
+class Control(PushPull):
     """Answers the requests of one job's workers."""
 
     def answer(self, session: Session, packet: Packet, now: float) -> Effects:
@@ -105,7 +113,7 @@ class Requests(Values):
                 yield from self._retry()
             case TableRate():
                 self._only_rank_0(session, "set the learning rate of a table")
-                by_ids.embedding_of(self.engine.chunk(message.chunk)).set_rate(message.lr)
+                embedding_rows.embedding_of(self.engine.chunk(message.chunk)).set_rate(message.lr)
                 yield self._send(session, Done(seq))
             case Export():
                 yield self._export(session, seq, message)
@@ -170,19 +178,19 @@ class Requests(Values):
             span.is_open for chunk in self.engine.chunks.by_number.values() for span in chunk.spans
         )
 
-    def image(self) -> tuple[Image, Callable[[], None]]:
+    def image(self) -> tuple[Snapshot, Callable[[], None]]:
         """Return what all stores hold, and what is to be called when nobody needs it any more."""
         chunks = self.engine.chunks
         releases = [chunk.keep() for chunk in chunks.by_number.values()]
-        stores = tuple([imaging.image_of(space, chunks) for space in self.spaces.values()])
+        stores = tuple([capture.image_of(space, chunks) for space in self.spaces.values()])
 
         def release() -> None:
             for one in releases:
                 one()
 
-        return Image(self.engine.server, self.engine.servers, stores), release
+        return Snapshot(self.engine.server, self.engine.servers, stores), release
 
-    def restore(self, image: Image) -> None:
+    def restore(self, image: Snapshot) -> None:
         """Hold what ``image`` says. Nothing is held yet.
 
         Raises:
@@ -191,13 +199,13 @@ class Requests(Values):
         for store in image.stores:
             self._open_store(store.opened)
             space = self.spaces[store.name]
-            imaging.revive(
+            capture.revive(
                 space, self.engine.chunks, store, self.engine.server, self.engine.servers
             )
             over, last, made = store.joins
-            space.joins = Joins(over, dict(last), dict(made))
+            space.joins = JoinTracker(over, dict(last), dict(made))
 
-    def revive(self, store: str, whole: Image) -> Effects:
+    def revive(self, store: str, whole: Snapshot) -> Effects:
         """Give one store, which is open, the values that it has in an image.
 
         Raises:
@@ -211,7 +219,7 @@ class Requests(Values):
                 "name="
             )
         space = self._space(image.name)
-        pieces = imaging.revive(
+        pieces = capture.revive(
             space, self.engine.chunks, image, self.engine.server, self.engine.servers
         )
         self.engine.forget(space, [space.shards[key.name] for key in image.keys])
@@ -228,7 +236,7 @@ class Requests(Values):
             yield from self._look_at(space)
             yield from self._judge(space)
 
-    def _look_at(self, space: Namespace, is_all: bool = False) -> Effects:
+    def _look_at(self, space: ServerStore, is_all: bool = False) -> Effects:
         """Close what can be closed now in a store, or all that is open, and try what is pending."""
         quorum = self._quorum(space)
         for chunk in self.engine.chunks.of_store(space.name):
@@ -244,14 +252,22 @@ class Requests(Values):
     # --- what waits for something to exist --------------------------------------------------------
 
     def _declare(self, session: Session, seq: int, message: Declare) -> Effects:
-        space = self._space(message.store)
+        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
         if message.create:
             if session.rank != message.creator:
                 raise ProtocolError(
                     f"rank {session.rank} may not create keys of rank {message.creator}; that rank does"
                 )
             life = (session.rank, session.incarnation)
-            places, replaced = space.create(message.entries, message.call, life)
+            try:
+                places, replaced = space.create(message.entries, message.call, life)
+            except KvpsError as error:
+                for key in space.wanting(message.entries, message.call):
+                    space.refusals.keep(key, attempt, error)
+                yield from self._retry()
+                raise
+            for entry in message.entries:
+                space.refusals.forget(entry.key)
             for shard in replaced:
                 for reading in self.engine.replace(space, shard):
                     if reading.is_pending:
@@ -265,12 +281,15 @@ class Requests(Values):
         found: list[Place] = []
 
         def retry() -> Message | None:
+            for entry in message.entries:
+                space.refusals.check(entry.key, attempt)
             while len(found) < len(message.entries):
-                place = space.find(message.entries[len(found)], message.call)
+                entry = message.entries[len(found)]
+                place = space.find(entry, message.call, early=message.early)
                 if place is None:
                     return None
                 found.append(place)
-            return Declared(seq, tuple(found))
+            return Declared(seq, tuple(found), space.stamp(message.entries))
 
         def why(describe: Describe) -> str:
             key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
@@ -279,25 +298,31 @@ class Requests(Values):
                 f"key {key[:64]!r}{more}: {_of(message.creator, 'has not given a value')(describe)}"
             )
 
-        yield from self._attempt(session, seq, Waiting(retry, why))
+        yield from self._attempt(session, seq, PendingRequest(retry, why))
 
     def _optimize(self, session: Session, seq: int, message: Optimize) -> Effects:
-        space = self._space(message.store)
-        hyper = Hyper.from_wire(
-            message.name,
-            {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult},
-        )
+        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
+        numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
         if message.create:
             self._only_rank_0(session, "set the optimizer")
-            if message.call > space.optimize_calls:
-                yield from self._wake(self.engine.optimize(space, hyper))
-                space.optimize_calls, space.sent_hyper = message.call, hyper
-                space.optimize_after = message.after
+            try:
+                hyper = HyperParams.from_wire(message.name, numbers)
+                if message.call > space.optimize_calls:
+                    yield from self._wake(self.engine.optimize(space, hyper))
+                    space.optimize_calls, space.sent_hyper = message.call, hyper
+                    space.optimize_after = message.after
+            except KvpsError as error:
+                space.refusals.keep(Optimize, attempt, error)
+                yield from self._retry()
+                raise
             yield self._send(session, Done(seq))
             yield from self._retry()
             return
+        hyper = HyperParams.from_wire(message.name, numbers)
 
         def retry() -> Message | None:
+            if not message.resumed:
+                space.refusals.check(Optimize, attempt)
             if message.resumed:
                 is_past = message.after <= space.optimize_after or space.sent_hyper == hyper
                 return Done(seq) if is_past and space.optimize_calls else None
@@ -305,22 +330,31 @@ class Requests(Values):
                 return None
             is_same = (space.optimize_calls, space.optimize_after) == (message.call, message.after)
             if is_same and space.sent_hyper != hyper:
-                raise Mismatch(
+                error = Mismatch(
                     f"rank {session.rank} set optimizer {hyper}, rank 0 set {space.sent_hyper}; "
                     "rank 0's counts, so give the same on every rank"
                 )
+                space.refusals.keep(Optimize, attempt, error)
+                raise error
             return Done(seq)
 
-        yield from self._attempt(session, seq, Waiting(retry, _of(0, "has not set the optimizer")))
+        yield from self._attempt(
+            session, seq, PendingRequest(retry, _of(0, "has not set the optimizer"))
+        )
 
     def _rate(self, session: Session, seq: int, message: Rate) -> Effects:
-        space = self._space(message.store)
+        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
         if space.hyper is None:
             raise ConfigError(f"store {space.name!r} has no optimizer; call set_optimizer() first")
         if message.create:
             self._only_rank_0(session, "set the learning rate")
             if message.call > space.rate_calls:
-                space.set_rate(message.lr)
+                try:
+                    space.set_rate(message.lr)
+                except KvpsError as error:
+                    space.refusals.keep(Rate, attempt, error)
+                    yield from self._retry()
+                    raise
                 space.rate_calls, space.sent_lr = message.call, message.lr
                 space.rate_after = message.after
             yield self._send(session, Done(seq))
@@ -328,6 +362,8 @@ class Requests(Values):
             return
 
         def retry() -> Message | None:
+            if not message.resumed:
+                space.refusals.check(Rate, attempt)
             if message.resumed:
                 is_past = message.after <= space.rate_after or space.sent_lr == message.lr
                 return Done(seq) if is_past and space.rate_calls else None
@@ -335,14 +371,16 @@ class Requests(Values):
                 return None
             is_same = (space.rate_calls, space.rate_after) == (message.call, message.after)
             if is_same and space.sent_lr != message.lr:
-                raise Mismatch(
+                error = Mismatch(
                     f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
                     f"{space.sent_lr}; rank 0's counts, so give the same on every rank"
                 )
+                space.refusals.keep(Rate, attempt, error)
+                raise error
             return Done(seq)
 
         yield from self._attempt(
-            session, seq, Waiting(retry, _of(0, "has not set the learning rate"))
+            session, seq, PendingRequest(retry, _of(0, "has not set the learning rate"))
         )
 
     # --- those who have run out of batches ----------------------------------------------------------
@@ -362,14 +400,14 @@ class Requests(Values):
             missing = space.joins.missing(self._members(space))
             return f"{ranks_in_words(missing, describe)} has not joined"
 
-        yield from self._attempt(session, seq, Waiting(retry, why))
+        yield from self._attempt(session, seq, PendingRequest(retry, why))
 
-    def _judge(self, space: Namespace) -> Effects:
+    def _judge(self, space: ServerStore) -> Effects:
         """Say that a join is over, if that is up to this server."""
         if self.engine.server == JUDGE:
             yield from self._end_join(space, space.joins.judge(self._members(space)))
 
-    def _end_join(self, space: Namespace, call: int) -> Effects:
+    def _end_join(self, space: ServerStore, call: int) -> Effects:
         """A join is over: what is open can get no more pushes, and what comes waits for all."""
         if not space.joins.end(call):
             return
@@ -385,7 +423,7 @@ class Requests(Values):
     def _open_store(self, opened: Open) -> None:
         space = self.spaces.get(opened.store)
         if space is None:
-            self.spaces[opened.store] = Namespace(opened, self.engine.chunks, self._memory_limit)
+            self.spaces[opened.store] = ServerStore(opened, self.engine.chunks, self._memory_limit)
         else:
             space.agree(opened)
 
@@ -420,10 +458,10 @@ class Requests(Values):
             one = session.pending.get(seq)
             if one is None:
                 missing.append(seq)
-            elif isinstance(one, Reading):
+            elif isinstance(one, PendingRead):
                 space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
                 describe = self._description(now)
-                why = pulls.why(space, chunk, one, self._quorum(space), describe)
+                why = reads.why(space, chunk, one, self._quorum(space), describe)
                 pending.append(Pending(seq, why))
             else:
                 pending.append(Pending(seq, one.why(self._description(now))))

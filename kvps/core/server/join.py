@@ -1,4 +1,4 @@
-"""Which ranks of a store have run out of batches, and since which join, on one server.
+"""Joins of one store on one server: the ranks that ran out of data, and since which join.
 
 Theory of operation
 -------------------
@@ -24,12 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-JUDGE = 0
-"""The rank of the server that says when a join is over."""
-
 
 @dataclass(slots=True)
-class Joins:
+class JoinTracker:
     """The joins of one store."""
 
     over: int = 0

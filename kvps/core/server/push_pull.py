@@ -1,8 +1,8 @@
-"""What a server does with gradients and with requests for values, and when it answers these.
+"""Pushes, loads and pulls on a server, and the moment when each is answered.
 
 Pushes and pulls come for chunks, for rows of a key, or for ids of an embedding table; what happens to
-them is one and the same (:mod:`kvps.core.engine`). A pull that cannot be answered yet is *pending* in its
-session as a :class:`~kvps.core.sessions.Reading`, and looked at again when what holds it up has moved.
+them is one and the same (:mod:`kvps.core.server.update.aggregator`). A pull that cannot be answered yet is *pending* in its
+session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again when what holds it up has moved.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ from collections.abc import Iterable
 
 import torch
 
-from kvps import codes
-from kvps.codecs import decode
-from kvps.core import by_ids, pulls, rowreads
+from kvps.compression import spec
+from kvps.compression.codecs import decode
 from kvps.core.effects import Effects, Send
-from kvps.core.namespace import Namespace
-from kvps.core.norms import Norm, NormId, Told
-from kvps.core.rounds import Verdict
-from kvps.core.rowreads import RowReading
-from kvps.core.sessions import IdReading, Reading, Session
-from kvps.core.slab import Chunk
-from kvps.core.spaces import Spaces
-from kvps.core.strip import Strip
-from kvps.core.tables import Table
+from kvps.core.gradients import DenseGradient
+from kvps.core.server import reads, row_reads
+from kvps.core.server.chunks.rounds import Verdict
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.context import RequestContext
+from kvps.core.server.row_reads import PendingRowRead
+from kvps.core.server.sessions import PendingRead, PendingTableRead, Session
+from kvps.core.server.store import ServerStore
+from kvps.core.server.update import embedding_rows
+from kvps.core.server.update.global_norms import NormId, PartialNorms, PartialSums
+from kvps.core.server.update.key_rows import KeyRows
+from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import (
     KvpsError,
     Mismatch,
 )
-from kvps.messages import (
+from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.stores import Declared, Norms, Place
+from kvps.protocol.values import (
     Ack,
     Ask,
-    Declared,
     Embed,
     Export,
     Load,
-    Message,
-    Norms,
-    Packet,
-    Place,
     Pull,
     PullChanged,
     Pulled,
@@ -52,11 +51,10 @@ from kvps.messages import (
     Steps,
     rows_in_frame,
 )
-from kvps.specs import BY_ID, BY_NAME
 from kvps.tensors import to_frame
 
 
-class Values(Spaces):
+class PushPull(RequestContext):
     """Takes in gradients, and answers those who want values."""
 
     def _push(
@@ -73,7 +71,7 @@ class Values(Spaces):
         reading = None
         if message.pull:
             asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
-            reading = Reading(session, seq, space.name, chunk.number, True, asks, message.held)
+            reading = PendingRead(session, seq, space.name, chunk.number, True, asks, message.held)
             session.pending[seq] = reading
         yield from self._wake(woken)
         yield from self._tell_norms()
@@ -91,12 +89,14 @@ class Values(Spaces):
     def _pull(self, session: Session, seq: int, message: Pull) -> Effects:
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
-        chunk.validate(message.runs)
-        chunk.check_filled(message.runs)
-        pulls.check_held(message.held, message.runs)
-        reading = Reading(
+        chunk.validate(message.runs, are_whole=message.call is None)
+        if message.call is None:
+            chunk.check_filled(message.runs)
+        reads.check_held(message.held, message.runs)
+        reading = PendingRead(
             session, seq, space.name, chunk.number, message.values, message.runs, message.held
         )
+        reading.call = message.call
         session.pending[seq] = reading
         yield from self._read(reading)
 
@@ -106,7 +106,7 @@ class Values(Spaces):
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         server, servers = self.engine.server, self.engine.servers
-        gradient = by_ids.gradient_of(chunk, message, packet.payload, server, servers)
+        gradient = embedding_rows.gradient_of(chunk, message, packet.payload, server, servers)
         verdict, woken = self.engine.push_ids(space, message, gradient, self._quorum(space), now)
         if verdict is Verdict.EARLY:
             return  # as with any push
@@ -120,9 +120,9 @@ class Values(Spaces):
         space = self._space_of(message.chunk)
         chunk = self.engine.chunk(message.chunk)
         server, servers = self.engine.server, self.engine.servers
-        ids = by_ids.asked_ids(chunk, message, packet.payload, server, servers)
+        ids = embedding_rows.asked_ids(chunk, message, packet.payload, server, servers)
         asks = (Ask(0, 1, message.after, message.least),)
-        reading = IdReading(session, seq, space.name, chunk.number, True, asks, ids=ids)
+        reading = PendingTableRead(session, seq, space.name, chunk.number, True, asks, ids=ids)
         session.pending[seq] = reading
         yield from self._read(reading)
 
@@ -130,7 +130,7 @@ class Values(Spaces):
         self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
     ) -> Effects:
         space = self._space(message.store)
-        table = Table.of(space, message.key)
+        table = KeyRows.of(space, message.key)
         gradient = table.gradient(message, packet.payload)
         verdict, woken = self.engine.push_rows(
             space, table, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
@@ -145,57 +145,57 @@ class Values(Spaces):
 
     def _pull_rows(self, session: Session, seq: int, message: PullRows, packet: Packet) -> Effects:
         space = self._space(message.store)
-        table = Table.of(space, message.key)
+        table = KeyRows.of(space, message.key)
         ids = table.ids(packet.payload[0] if packet.payload else None)
-        reading = RowReading.of(session, seq, message, table, ids)
+        reading = PendingRowRead.of(session, seq, message, table, ids)
         session.pending[seq] = reading
         yield from self._read(reading)
 
     def _pull_changed(self, session: Session, seq: int, message: PullChanged) -> Effects:
         space = self._space(message.store)
-        reading = RowReading.of(session, seq, message, Table.of(space, message.key))
+        reading = PendingRowRead.of(session, seq, message, KeyRows.of(space, message.key))
         session.pending[seq] = reading
         yield from self._read(reading)
 
-    def _read_rows(self, reading: RowReading) -> Effects:
+    def _read_rows(self, reading: PendingRowRead) -> Effects:
         """Answer a request for rows, or let it wait at the first piece that lacks something."""
         space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
-        if not rowreads.holds(space, chunks, reading, self._quorum(space)):
+        if not row_reads.holds(space, chunks, reading, self._quorum(space)):
             chunks.by_number[reading.chunk].wait(reading)
             return
         del session.pending[reading.seq]
-        answer, found = rowreads.read(space, chunks, reading)
+        answer, found = row_reads.read(space, chunks, reading)
         each = rows_in_frame(answer.dtype, answer.width) * answer.width
         frames = (*found[:-1], *(torch.split(found[-1], each) if found else ()))
         payload = tuple([to_frame(one) for one in frames])
         yield Send(session.route, Packet(self.member.envelope(), answer, payload))
 
-    def _read(self, reading: Reading) -> Effects:
+    def _read(self, reading: PendingRead) -> Effects:
         """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
         if not reading.is_pending:
             return
-        if isinstance(reading, RowReading):
+        if isinstance(reading, PendingRowRead):
             yield from self._read_rows(reading)
             return
         space, session = self.spaces[reading.store], reading.session
         try:
             chunk = self.engine.chunk(reading.chunk)
-            if not pulls.holds(space, chunk, reading, self._quorum(space)):
+            if not reads.holds(space, chunk, reading, self._quorum(space)):
                 chunk.wait(reading)
                 return
         except KvpsError as error:
             yield self._refuse(session, reading.seq, error)
             return
         del session.pending[reading.seq]
-        if isinstance(reading, IdReading):
+        if isinstance(reading, PendingTableRead):
             yield self._rows(space, chunk, reading)
             return
-        stands, values, hold = pulls.read(space, chunk, reading)
+        stands, values, hold = reads.read(space, chunk, reading)
         steps: tuple[Steps, ...] = ()
         adds = False
         if values is not None and reading.held and not self._is_lent_to(session, values):
             adds = space.updater is not None
-            steps, octets = pulls.lead(chunk, reading, stands)
+            steps, octets = reads.lead(chunk, reading, stands)
             if steps:
                 values, hold = octets, None
         answer = Pulled(
@@ -204,7 +204,7 @@ class Values(Spaces):
             BY_NAME[chunk.dtype].id,
             values is not None,
             stands,
-            pulls.dropped(space, chunk, reading),
+            reads.dropped(space, chunk, reading),
             steps,
             adds,
         )
@@ -216,9 +216,9 @@ class Values(Spaces):
         """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
         return self.engine.memory.lends(session.route, (values,))
 
-    def _rows(self, space: Namespace, chunk: Chunk, reading: IdReading) -> Send:
+    def _rows(self, space: ServerStore, chunk: Chunk, reading: PendingTableRead) -> Send:
         """Answer a request for rows."""
-        rows, (span,) = by_ids.embedding_of(chunk), chunk.spans
+        rows, (span,) = embedding_rows.embedding_of(chunk), chunk.spans
         recipe, count = rows.recipe, len(reading.ids)
         owed = span.owed(reading.session.rank, space.ordered)
         answer = PulledIds(
@@ -229,15 +229,17 @@ class Values(Spaces):
 
     def _embed(self, seq: int, message: Embed) -> Message:
         space = self._space(message.store)
-        recipe = by_ids.recipe_of(message)
-        piece = by_ids.embed(space, message.key, recipe, self.engine.server, self.engine.servers)
+        recipe = embedding_rows.recipe_of(message)
+        piece = embedding_rows.embed(
+            space, message.key, recipe, self.engine.server, self.engine.servers
+        )
         return Declared(seq, (Place(False, (piece,)),))
 
     def _export(self, session: Session, seq: int, message: Export) -> Send:
-        answer, payload = by_ids.exported(seq, self.engine.chunk(message.chunk), message)
+        answer, payload = embedding_rows.exported(seq, self.engine.chunk(message.chunk), message)
         return Send(session.route, Packet(self.member.envelope(), answer, payload))
 
-    def _wake(self, woken: Iterable[Reading]) -> Effects:
+    def _wake(self, woken: Iterable[PendingRead]) -> Effects:
         """Look again at those who waited for what has moved."""
         for reading in woken:
             yield from self._read(reading)
@@ -249,35 +251,39 @@ class Values(Spaces):
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
             )
-        values = Strip.of(packet.payload, message.dtype).joined()
+        values = DenseGradient.of(packet.payload, message.dtype).joined()
         became_ready = space.load(chunk, message, values, session.rank)
+        if became_ready is None:
+            return  # as a PUSH that is early
         yield self._send(session, Ack((Receipt(seq, 0),)))
+        for run in message.runs:
+            yield from self._wake(chunk.woken(run.start, run.start + run.size))
         if became_ready:
             yield from self._retry()
 
-    def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> Strip:
+    def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> DenseGradient:
         """Return what was pushed, decompressed if need be.
 
         Raises:
             Mismatch: if it was compressed, and the chunk holds what cannot be.
             ProtocolError: if its octets cannot mean it.
         """
-        pulls.check_held(message.held, message.runs)
+        reads.check_held(message.held, message.runs)
         if message.code is None:
-            return Strip.of(packet.payload, message.dtype)
+            return DenseGradient.of(packet.payload, message.dtype)
         chunk.validate(message.runs)  # a few octets may say very many elements
         if chunk.dtype != "float32":
             raise Mismatch(
                 f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
             )
-        octets = Strip.of(packet.payload, BY_NAME["uint8"].id).joined()
+        octets = DenseGradient.of(packet.payload, BY_NAME["uint8"].id).joined()
         gradient = torch.empty(sum([run.size for run in message.runs]))
         begin = at = 0
         for run in message.runs:
-            end = begin + codes.size(message.code, run.size)
+            end = begin + spec.size(message.code, run.size)
             decode(message.code, octets[begin:end], gradient[at : at + run.size])
             begin, at = end, at + run.size
-        return Strip([gradient])
+        return DenseGradient([gradient])
 
     # --- norms of whole tensors -----------------------------------------------------------------------
 
@@ -293,7 +299,7 @@ class Values(Spaces):
             return  # another key of this name; who holds the newer one tells again
         number = (message.store, message.key, message.rank, message.number)
         ours = self.engine.told(space, number, len(message.sums))
-        woken = self.engine.hear(space, number, server, Told(message.sums, message.culprits))
+        woken = self.engine.hear(space, number, server, PartialSums(message.sums, message.culprits))
         yield from self._wake(woken)
         if message.reply and ours.sums:
             yield from self._norms(number, ours, server, reply=False)
@@ -318,11 +324,11 @@ class Values(Spaces):
         for norm in self.engine.norms.values():
             yield from self._tell(norm, norm.unheard)
 
-    def _tell(self, norm: Norm, servers: Iterable[int]) -> Effects:
+    def _tell(self, norm: PartialNorms, servers: Iterable[int]) -> Effects:
         for server in sorted(servers):
             yield from self._norms(norm.id, norm.told, server, reply=server in norm.unheard)
 
-    def _norms(self, number: NormId, told: Told, server: int, reply: bool) -> Effects:
+    def _norms(self, number: NormId, told: PartialSums, server: int, reply: bool) -> Effects:
         """Tell one server; not before a view has named it, as there is no way to it."""
         if self.member.view is None:
             return

@@ -1,4 +1,4 @@
-"""When a pull is answered, and with what.
+"""Reads of values: when a pull can be answered, and its payload.
 
 A pull waits at the first element that lacks something. An element that once had what the pull
 needs is not looked at again: so however many keys one pull names, and however often it is woken,
@@ -12,23 +12,25 @@ from itertools import pairwise
 
 import torch
 
-from kvps.core.namespace import Namespace
-from kvps.core.presence import ranks_in_words
+from kvps.core.liveness import ranks_in_words
 from kvps.core.quorum import Quorum
-from kvps.core.rounds import Span
-from kvps.core.sessions import Reading
-from kvps.core.slab import Buffer, Chunk
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Buffer, Chunk
+from kvps.core.server.sessions import PendingRead
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
-from kvps.messages import Ask, Dropped, Run, Stand, Steps
-from kvps.specs import BY_NAME
+from kvps.protocol.values import Ask, Dropped, Run, Stand, Steps
 
 
-def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> bool:
+def holds(space: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
     """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
 
     Raises:
         ProtocolError: if a key was replaced while it waited.
     """
+    if reading.call is not None:
+        return _is_loaded(space, chunk, reading, reading.call)
     for index in range(reading.index, len(reading.asks)):
         ask = reading.asks[index]
         reading.index, reading.at = index, max(reading.at, ask.start)
@@ -40,26 +42,43 @@ def holds(space: Namespace, chunk: Chunk, reading: Reading, quorum: Quorum) -> b
     return True
 
 
+def _is_loaded(space: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
+    """Whether the value of ``call`` has reached all that ``reading`` asks for.
+
+    All is looked at each time: the value may have been begun anew, by another life of its creator.
+    """
+    chunk.validate(reading.asks, are_whole=False)
+    for index, ask in enumerate(reading.asks):
+        at = space.lacks(chunk, ask.start, ask.start + ask.size, call)
+        if at is not None:
+            reading.index, reading.at = index, at
+            return False
+    return True
+
+
 def why(
-    space: Namespace,
+    space: ServerStore,
     chunk: Chunk,
-    reading: Reading,
+    reading: PendingRead,
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
     """Say what ``reading`` waits for, for the one who waits; ``describe`` says how a rank stands."""
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
+    if reading.call is not None:
+        creator = space.shards[key].loading[1][0]
+        return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not given all of its value"
     ask = reading.asks[reading.index]
     missing = lack(space, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {missing}"
 
 
 def lack(
-    space: Namespace,
+    space: ServerStore,
     span: Span,
     ask: Ask,
-    reading: Reading,
+    reading: PendingRead,
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
@@ -90,7 +109,7 @@ def lack(
     return ""
 
 
-def dropped(space: Namespace, chunk: Chunk, reading: Reading) -> tuple[Dropped, ...]:
+def dropped(space: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
     """Return which updates of the asked elements were not made, for one who makes errors of them."""
     if space.drops is None or not reading.values:
         return ()
@@ -99,7 +118,7 @@ def dropped(space: Namespace, chunk: Chunk, reading: Reading) -> tuple[Dropped, 
 
 
 def read(
-    space: Namespace, chunk: Chunk, reading: Reading
+    space: ServerStore, chunk: Chunk, reading: PendingRead
 ) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
     """Return where the asked elements stand, their values, and the buffer to be held.
 
@@ -138,7 +157,7 @@ def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None
 
 
 def lead(
-    chunk: Chunk, reading: Reading, stands: tuple[Stand, ...]
+    chunk: Chunk, reading: PendingRead, stands: tuple[Stand, ...]
 ) -> tuple[tuple[Steps, ...], torch.Tensor]:
     """Return how the asked values are written for one who has some versions of them, and the octets.
 

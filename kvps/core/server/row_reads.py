@@ -1,4 +1,4 @@
-"""When a request for rows of a key is answered, and with what.
+"""Reads of rows of a key: when they can be answered, and their payload.
 
 It waits until all pieces of the key that are here meet its conditions, whichever of them its rows lie
 in: so the rows of one answer are of one version, unless the key was pushed otherwise than by rows. The
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvps.core.namespace import Namespace
-from kvps.core.pulls import lack
 from kvps.core.quorum import Quorum
-from kvps.core.sessions import Reading, Session
-from kvps.core.slab import Chunks
-from kvps.core.tables import Table
-from kvps.messages import (
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.reads import lack
+from kvps.core.server.sessions import PendingRead, Session
+from kvps.core.server.store import ServerStore
+from kvps.core.server.update.key_rows import KeyRows
+from kvps.dtypes import BY_NAME
+from kvps.protocol.values import (
     Ask,
     Changed,
     Dropped,
@@ -26,17 +27,16 @@ from kvps.messages import (
     PullRows,
     rows_in_message,
 )
-from kvps.specs import BY_NAME
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RowReading(Reading):
+class PendingRowRead(PendingRead):
     """A request for some rows of a key.
 
     It has one ask for each piece of the key, and ``chunk`` is where the piece lies at which it waits.
     """
 
-    table: Table
+    table: KeyRows
     ids: torch.Tensor | None
     """Which rows, counted from the first on this server; None for those that changed."""
     since: int = 0
@@ -48,9 +48,9 @@ class RowReading(Reading):
         session: Session,
         seq: int,
         message: PullRows | PullChanged,
-        table: Table,
+        table: KeyRows,
         ids: torch.Tensor | None = None,
-    ) -> RowReading:
+    ) -> PendingRowRead:
         """Return what ``message`` asks for; ``ids`` are those of PULL-ROWS."""
         pieces = table.shard.pieces
         asks = tuple([Ask(one.start, one.size, message.after, message.least) for one in pieces])
@@ -61,7 +61,7 @@ class RowReading(Reading):
         )
 
 
-def holds(space: Namespace, chunks: Chunks, reading: RowReading, quorum: Quorum) -> bool:
+def holds(space: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
     """Whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
     while reading.index < len(reading.asks):
         ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
@@ -74,7 +74,7 @@ def holds(space: Namespace, chunks: Chunks, reading: RowReading, quorum: Quorum)
 
 
 def read(
-    space: Namespace, chunks: Chunks, reading: RowReading
+    space: ServerStore, chunks: Chunks, reading: PendingRowRead
 ) -> tuple[PulledRows | Changed, tuple[torch.Tensor, ...]]:
     """Return the answer and, if there are any, the rows that go with it, flat.
 
@@ -108,7 +108,7 @@ def read(
     return Changed(reading.seq, False, dtype, table.width, 0, *stand), ()
 
 
-def _note(space: Namespace, chunks: Chunks, reading: RowReading, ids: torch.Tensor) -> None:
+def _note(space: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
     """Tell a rule what is being read, if it wants to know."""
     updater, table = space.updater, reading.table
     if updater is None or not updater.tracks_pulls:

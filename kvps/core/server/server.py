@@ -19,29 +19,33 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvps.core.disk import Answer, Found, Loaded
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
-from kvps.core.engine import Engine
-from kvps.core.keeper import ORDERS, Keeper
-from kvps.core.member import SCHEDULER, STILL_S, Identity, Membership, check_protocol
-from kvps.core.requests import Requests
-from kvps.core.sessions import Session, Waiting
-from kvps.core.stalls import Stall, Stalls
-from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, ProtocolError
-from kvps.messages import (
-    Envelope,
-    Error,
-    Hello,
-    Message,
-    Norms,
-    OldRound,
-    Packet,
-    Revive,
-    Revived,
-    Role,
-    Stalled,
-    Welcome,
+from kvps.core.membership_client import (
+    SCHEDULER,
+    STILL_S,
+    Identity,
+    MembershipClient,
+    check_protocol,
 )
+from kvps.core.server.checkpointer import ORDERS, Checkpointer
+from kvps.core.server.control import Control
+from kvps.core.server.sessions import PendingRequest, Session
+from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
+from kvps.core.server.stragglers import Stall, StragglerLog
+from kvps.core.server.update.aggregator import Aggregator
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    KvpsError,
+    Mismatch,
+    ProtocolError,
+    StorageError,
+    unforeseen,
+)
+from kvps.protocol.checkpoint import Revive, Revived
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Error, Hello, OldRound, Stalled, Welcome
+from kvps.protocol.stores import Norms
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
@@ -50,6 +54,8 @@ TELL_AFTER_S = 1.0
 """How long a round must have been open for the scheduler to be told of it."""
 TELL_MAX = 256
 """How many stores, and how many ranks of each, it is told of."""
+EXIT_TORN = 1
+"""The exit code of a server that ends as its values were changed by half."""
 SILENCES_MAX = 5
 """A server ends when everybody has been silent for so many times the scheduler's silence limit."""
 
@@ -85,11 +91,11 @@ class Server:
             checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None
                 without a place for them.
         """
-        self.member = Membership(identity, now)
-        self.keeper = Keeper(self.member, checkpoint_every_s)
+        self.member = MembershipClient(identity, now)
+        self.keeper = Checkpointer(self.member, checkpoint_every_s)
         self._memory = memory
         self._threads = threads
-        self.requests = Requests(self.member, Engine(0, 1, 0), memory_limit)
+        self.requests = Control(self.member, Aggregator(0, 1, 0), memory_limit)
         self._memory_limit = memory_limit
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Where each other server is connected to, and which life of it."""
@@ -98,7 +104,7 @@ class Server:
         self._rang_at = now
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
-        self._stalls = Stalls()
+        self._stalls = StragglerLog()
         self._has_told = False
         """The scheduler knows of open rounds."""
 
@@ -123,9 +129,26 @@ class Server:
             yield self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
         yield from self.keeper.look(self.requests)
 
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """A packet could not be served, as nobody foresaw: its sender is told, and nothing was changed.
+
+        A server whose values were being changed at that moment ends: half an update is in them. Its
+        replacement returns to a checkpoint, with all others.
+        """
+        if self.requests.engine.is_torn:
+            yield Exit(
+                EXIT_TORN,
+                f"an update of {envelope.node} failed half-way ({error!r:.200}), so what {self._me} holds "
+                "is of no use. The log has the traceback. A server that is started in its place returns to "
+                "the newest checkpoint; please report this as a bug",
+            )
+        elif route != SCHEDULER:
+            said = unforeseen(self._me, error)
+            yield self._reply(route, Error(envelope.seq, said.code, str(said)))
+
     def on_disk(self, answer: Answer, now: float) -> Effects:
         """Files were written or read."""
-        if isinstance(answer, Found | Loaded) and isinstance(answer.for_whom, Reviving):
+        if isinstance(answer, FoundCuts | Loaded) and isinstance(answer.for_whom, Reviving):
             yield from self._revive(answer.for_whom, answer)
         elif not isinstance(answer, Loaded):
             yield from self.keeper.on_disk(answer)
@@ -199,13 +222,13 @@ class Server:
         yield from self.keeper.begin()
         self.requests = self._hold_nothing({})
 
-    def _hold_nothing(self, lives: dict[int, int]) -> Requests:
+    def _hold_nothing(self, lives: dict[int, int]) -> Control:
         welcome = self.member.welcome
         assert welcome is not None
-        engine = Engine(
+        engine = Aggregator(
             self.member.rank, welcome.servers, welcome.workers, self._memory, self._threads
         )
-        return Requests(self.member, engine, self._memory_limit, lives)
+        return Control(self.member, engine, self._memory_limit, lives)
 
     def _return(self, loaded: Loaded) -> Effects:
         """Hold what was read, and nothing else."""
@@ -216,6 +239,8 @@ class Server:
                 self.requests.restore(loaded.image)
             except KvpsError as raised:
                 error = raised
+            except Exception as raised:  # nobody is served before another cut is held, or none
+                error = StorageError(f"the image cannot be held: {raised!r:.200}")
         yield from self.keeper.restored(error)
 
     def _serves(self, packet: Packet) -> bool:
@@ -272,10 +297,10 @@ class Server:
         if seq in session.pending:
             return  # it is being read
         order = self.keeper.ask(message.tag, message.cut, Reviving(session, seq, message))
-        session.pending[seq] = Waiting(lambda: None, lambda _: "it is read from the disk")
+        session.pending[seq] = PendingRequest(lambda: None, lambda _: "it is read from the disk")
         yield order
 
-    def _revive(self, one: Reviving, answer: Found | Loaded) -> Effects:
+    def _revive(self, one: Reviving, answer: FoundCuts | Loaded) -> Effects:
         """Say which cuts there are, or give a store what was read."""
         session, seq, message = one
         if session.pending.pop(seq, None) is None:
@@ -284,7 +309,7 @@ class Server:
         try:
             if answer.error is not None:
                 raise answer.error
-            if isinstance(answer, Found):
+            if isinstance(answer, FoundCuts):
                 reply = Revived(seq, answer.cuts)
             else:
                 assert answer.image is not None

@@ -1,4 +1,4 @@
-"""Who asks a server, and which of the requests still wait for their answer."""
+"""Sessions of a server: the workers that ask it, and their unanswered requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvps.core.effects import Route
-from kvps.core.ids import Ids
-from kvps.messages import Ask, Message
+from kvps.core.embedding.id_hash import Ids
+from kvps.protocol.envelope import Message
+from kvps.protocol.values import Ask
 
 Describe = Callable[[int], str]
 """Says how a rank stands."""
@@ -25,12 +26,12 @@ class Session:
     incarnation: int
     asked_at: float | None = None
     """When it last asked for something; to ask after what it asked before does not count."""
-    pending: dict[int, Waiting | Reading] = field(default_factory=dict)
+    pending: dict[int, PendingRequest | PendingRead] = field(default_factory=dict)
     """By seq. What is in here is still to be answered; what is not, never again."""
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class PendingRequest:
     """A request for something that does not exist yet."""
 
     retry: Callable[[], Message | None]
@@ -39,7 +40,7 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class PendingRead:
     """A request for values (a pull, or a push that wants them) and how far it has come."""
 
     session: Session
@@ -54,6 +55,8 @@ class Reading:
     """The ask whose condition does not hold; all before it have held."""
     at: int = 0
     """The element of the chunk at which it waits; those before it have what they need."""
+    call: int | None = None
+    """The DECLARE whose value it wants, whether or not all of that is there."""
 
     @property
     def is_pending(self) -> bool:
@@ -62,7 +65,7 @@ class Reading:
 
 
 @dataclass(slots=True, eq=False)
-class IdReading(Reading):
+class PendingTableRead(PendingRead):
     """A request for rows of an embedding table."""
 
     ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""One store as a server sees it: its keys, where they lie, and its optimizer.
+"""One store on one server: its keys, their placement, and its optimizer.
 
 A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only
 then is it *ready*, and those who declared it without creating it are answered. A broadcast is the
@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvps.core.drops import ACTIONS, Drops
-from kvps.core.embedding import Embedding
-from kvps.core.hyper import Hyper
-from kvps.core.joins import Joins
+from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.nonfinite import ACTIONS
+from kvps.core.optim.base import MASTER, State
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING
-from kvps.core.rules import MASTER, State
-from kvps.core.slab import Chunk, Chunks, Slab
-from kvps.core.updaters import Updater, create
+from kvps.core.refusals import Refusals
+from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
+from kvps.core.server.join import JoinTracker
+from kvps.core.server.nonfinite_log import NonFiniteLog
+from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
-from kvps.messages import Entry, Load, Open, Piece, Place
-from kvps.specs import BY_ID, BY_NAME, Spec
+from kvps.protocol.stores import Entry, Open, Piece, Place
+from kvps.protocol.values import Load
+from kvps.tensors import TORCH
 
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
@@ -38,6 +42,8 @@ AGREED = (
     "average",
 )
 """Options of a store that must be the same on every worker."""
+STEP_MAX = 2**53
+"""How many updates a state may have had: beyond it a float names no whole number."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
 
@@ -54,8 +60,10 @@ class Shard:
     """The last DECLARE whose value is in: 0 for init, k + 1 for the k-th broadcast."""
     loading: tuple[int, tuple[int, int]] = (-1, (0, 0))
     """The DECLARE whose value is being loaded, and by which rank and incarnation."""
-    empty: set[Piece] = field(default_factory=set)
-    """Pieces that the value being loaded has not reached."""
+    empty: dict[Piece, int] = field(default_factory=dict)
+    """Pieces that the value being loaded has not filled, and how many of their elements it has."""
+    stamp: int = 0
+    """When that began, in the order of such beginnings in this store."""
     born: int = 0
     """The DECLARE that gave it its place."""
 
@@ -65,7 +73,7 @@ class Shard:
         return self.call >= 0
 
 
-class Namespace:
+class ServerStore:
     """A store's keys, slabs and optimizer on one server."""
 
     def __init__(self, opened: Open, chunks: Chunks, limit_bytes: int | None) -> None:
@@ -94,14 +102,14 @@ class Namespace:
         self.name = opened.store
         self.ordered = opened.mode == "sync"
         """Whether push numbers are round numbers."""
-        self.drops: Drops | None = None
+        self.drops: NonFiniteLog | None = None
         """The updates that were not finite; None where such are made."""
         if opened.on_nonfinite != "apply":
-            self.drops = Drops(self.name, opened.on_nonfinite == "error")
+            self.drops = NonFiniteLog(self.name, opened.on_nonfinite == "error")
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
-        self.hyper: Hyper | None = None
-        self.sent_hyper: Hyper | None = None
+        self.hyper: HyperParams | None = None
+        self.sent_hyper: HyperParams | None = None
         """What rank 0 last gave to set_optimizer; ``hyper`` also follows set_learning_rate."""
         self.sent_lr = 0.0
         """What rank 0 last gave to set_learning_rate."""
@@ -109,10 +117,13 @@ class Namespace:
         """For how many rounds it had pushed before."""
         self.optimize_calls = 0
         self.rate_calls = 0
-        self.joins = Joins()
+        self.refusals = Refusals()
+        """What rank 0, or the creator of keys, could not do."""
+        self.joins = JoinTracker()
         self.restored = 0
         """The cut whose values it was given last; 0 for none."""
         self._slabs: dict[str, Slab] = {}
+        self._stamps = 0
         self._chunks = chunks
         self._limit_bytes = limit_bytes
 
@@ -133,17 +144,37 @@ class Namespace:
 
     # --- keys -------------------------------------------------------------------------------
 
-    def find(self, entry: Entry, call: int) -> Place | None:
-        """Return where ``entry`` lies; None while it has no value of ``call``.
+    def find(self, entry: Entry, call: int, *, early: bool = False) -> Place | None:
+        """Return where ``entry`` lies; None while it has no value of ``call``, or (``early``) while
+        none is being loaded.
 
         Raises:
             Mismatch: if the key has one and is of another type or shape.
         """
         shard = self.shards.get(entry.key)
-        if shard is None or shard.call < call:
+        if shard is None:
+            return None
+        if shard.call < call and not (early and shard.loading[0] == call):
             return None
         self._same(shard, entry)
         return Place(False, shard.pieces)
+
+    def stamp(self, entries: Sequence[Entry]) -> int:
+        """Return a number that is larger once the value of one of these keys was begun anew."""
+        return max([self.shards[entry.key].stamp for entry in entries], default=0)
+
+    def lacks(self, chunk: Chunk, start: int, stop: int, call: int) -> int | None:
+        """Return the first element that the value of ``call`` has not reached; None if all have it."""
+        for key, begin, end in chunk.pieces(start, stop):
+            shard = self.shards[key]
+            if shard.call >= call:
+                continue
+            reached = begin
+            if shard.loading[0] == call:
+                reached += shard.empty.get(Piece(chunk.number, begin, end - begin), end - begin)
+            if reached < min(end, stop):
+                return max(reached, start)
+        return None
 
     def create(
         self, entries: Sequence[Entry], call: int, life: tuple[int, int]
@@ -181,20 +212,30 @@ class Namespace:
             self._place(entry, call)
         return tuple(self._expect(self.shards[one.key], call, life) for one in entries), replaced
 
-    def load(self, chunk: Chunk, message: Load, values: torch.Tensor, rank: int = 0) -> bool:
+    def wanting(self, entries: Sequence[Entry], call: int) -> list[str]:
+        """Return which of these keys have no value of ``call``: others may wait for it."""
+        shards = self.shards
+        return [one.key for one in entries if one.key not in shards or shards[one.key].call < call]
+
+    def load(self, chunk: Chunk, message: Load, values: torch.Tensor, rank: int = 0) -> bool | None:
         """Write values that ``rank`` declared; return whether a key became ready by it.
+
+        A piece is filled from its beginning on. Values that belong behind others, which are not here
+        yet, are not taken in: None is returned, and nothing was changed.
 
         Raises:
             ProtocolError: for elements of which no such value is expected; nothing is changed.
         """
-        chunk.validate(message.runs)
+        chunk.validate(message.runs, are_whole=False)
         taken = 0
-        work: list[tuple[Shard, Piece, torch.Tensor]] = []
+        work: list[tuple[Shard, Piece, int, torch.Tensor]] = []
+        reached: dict[Piece, int] = {}
         for run in message.runs:
             for key, start, stop in chunk.pieces(run.start, run.start + run.size):
                 shard = self.shards[key]
-                part = values[taken : taken + stop - start]
-                taken += stop - start
+                begin, end = max(start, run.start), min(stop, run.start + run.size)
+                part = values[taken : taken + end - begin]
+                taken += end - begin
                 if run.number <= shard.call:
                     continue  # again: it is in
                 if run.number != shard.loading[0]:
@@ -207,18 +248,28 @@ class Namespace:
                         f"rank {rank} may not load values of key {key!r}; "
                         f"rank {shard.loading[1][0]} does"
                     )
-                work.append((shard, Piece(chunk.number, start, stop - start), part))
+                piece = Piece(chunk.number, start, stop - start)
+                known = reached.get(piece, start + shard.empty.get(piece, piece.size))
+                if end <= known:
+                    continue  # again: it is in
+                if begin > known:
+                    return None
+                reached[piece] = end
+                work.append((shard, piece, begin, part))
         if not work:
             return False
         target = chunk.writable()
         became_ready = False
-        for shard, piece, part in work:
-            stop = piece.start + piece.size
-            target[piece.start : stop].copy_(part)
+        for shard, piece, begin, part in work:
+            end, stop = begin + len(part), piece.start + piece.size
+            target[begin:end].copy_(part)
+            chunk.forget_changes(piece.start)
+            if end < stop:
+                shard.empty[piece] = end - piece.start
+                continue
             self.forget_state(chunk, piece.start, stop)
             chunk.fill(piece.start)
-            chunk.forget_changes(piece.start)
-            shard.empty.discard(piece)
+            del shard.empty[piece]
             if not shard.empty:
                 shard.call = shard.loading[0]
                 became_ready = True
@@ -299,8 +350,9 @@ class Namespace:
         if shard.call >= call:
             return Place(False, shard.pieces)
         if shard.loading != (call, life):  # else the same DECLARE again
-            shard.loading = (call, life)
-            shard.empty = set(shard.pieces)
+            self._stamps += 1
+            shard.loading, shard.stamp = (call, life), self._stamps
+            shard.empty = dict.fromkeys(shard.pieces, 0)
         if not shard.pieces:
             shard.call = call
         return Place(True, shard.pieces)
@@ -313,7 +365,7 @@ class Namespace:
         """Count so many bytes more of rows among what the server holds; less, if below 0."""
         self._chunks.weight_bytes += size
 
-    def embedding_at(self, piece: Piece) -> Embedding:
+    def embedding_at(self, piece: Piece) -> EmbeddingRows:
         """Return the table whose element here a piece is."""
         rows = self.chunk_at(piece).embedding
         assert rows is not None, piece
@@ -321,7 +373,7 @@ class Namespace:
 
     # --- the optimizer ----------------------------------------------------------------------
 
-    def optimize(self, hyper: Hyper) -> None:
+    def optimize(self, hyper: HyperParams) -> None:
         """Install ``hyper``. Under the same rule state is kept, under another it begins anew.
 
         Raises:
@@ -356,8 +408,16 @@ class Namespace:
         """
         if self.hyper is None:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")
-        self.hyper = self.hyper.with_lr(lr)
-        self.updater = create(self.hyper)
+        hyper = self.hyper.with_lr(lr)
+        updater = create(hyper)
+        assert self.updater is not None
+        if hyper.number("lr") <= self.hyper.number("lr"):
+            updater.take_over(self.updater)
+        for dtype in {
+            one.dtype for one in self._chunks.of_store(self.name) if one.embedding is None
+        }:
+            updater.demand(TORCH[dtype])
+        self.hyper, self.updater = hyper, updater
 
     def state_of(self, chunk: Chunk) -> State:
         """Return the optimizer's state of ``chunk``, made when it is first needed.
@@ -381,6 +441,8 @@ class Namespace:
             ConfigError: if there is no optimizer.
             Mismatch: if its state looks otherwise; nothing is changed.
         """
+        if step > STEP_MAX:
+            raise Mismatch(f"{step} updates are more than anybody makes: at most 2^53 can be")
         updater = self.updater
         if updater is None:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")

@@ -1,4 +1,4 @@
-"""Which rounds wait for whom: a line of log when that begins, changes or ends, and ever more seldom.
+"""Log lines about rounds that stay open: when one begins to wait, changes or ends.
 
 A round is open from the first push on. One that stays open for long waits for ranks that are slow, hang
 or are lost, and whoever looks at the log wants to know which, and since when; but not every second. What
@@ -28,7 +28,7 @@ class Stall(NamedTuple):
     """These ranks, and how they stand."""
 
 
-class Stalls:
+class StragglerLog:
     """What was said, so that it is said once."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Calls under way on a worker: how their conversations go on, and how they end.
+"""Calls in flight on a worker: how their operations advance, and how they end.
 
 Theory of operation
 -------------------
-Each call runs as a conversation (:mod:`kvps.core.conversations`): a generator that yields what it asks for
+Each call runs as a conversation (:mod:`kvps.core.worker.operations.base`): a generator that yields what it asks for
 and is sent the answers. Its requests go to the links, the neighbours or the scheduler. When all of a step's
 answers are in, the conversation goes on; when it returns, the call is finished.
 
@@ -22,20 +22,22 @@ from itertools import chain
 
 import torch
 
-from kvps.core import calls
-from kvps.core.bundles import Bundle
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
-from kvps.core.joins import JUDGE
-from kvps.core.lateness import lateness, name_of
-from kvps.core.link import Link, Request, Uplink
-from kvps.core.losses import Losses
-from kvps.core.member import SCHEDULER, Identity, Membership
-from kvps.core.neighbours import Neighbours
-from kvps.core.reading import Drain, Lagging
+from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
+from kvps.core.placement import JUDGE
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Connection, Request, SendScheduler
+from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
+from kvps.core.worker.failure_policy import FailurePolicy
+from kvps.core.worker.host_aggregation.host_group import HostGroup
+from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
+from kvps.core.worker.operations.base import Conversation
+from kvps.core.worker.store import WorkerStore
+from kvps.core.worker.timeout_report import lateness, name_of
 from kvps.errors import KvpsError
-from kvps.messages import Join, Packet, Probe, Push, PushIds, PushRows, Return
+from kvps.protocol.envelope import Packet
+from kvps.protocol.membership import Join, Probe, Return
+from kvps.protocol.values import Push, PushIds, PushRows
 from kvps.tensors import Memory
 
 LAG_MAX_S = 10.0
@@ -45,7 +47,7 @@ LATE_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
+class PendingCall:
     """One call under way."""
 
     ticket: int
@@ -71,23 +73,23 @@ class Talk:
     set of objects would draw anew in every process."""
 
 
-class Talks(abc.ABC):
+class CallTable(abc.ABC):
     """The calls of a worker, and what they are about: its links, its neighbours, its books."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory) -> None:
-        self.member = Membership(identity, now)
-        self.books: dict[str, Catalogue] = {}
-        self._uplink = Uplink()
+        self.member = MembershipClient(identity, now)
+        self.books: dict[str, WorkerStore] = {}
+        self._uplink = SendScheduler()
         self.links = self._uplink.links
         """To every server, once the cluster is complete."""
-        self.neighbours = Neighbours(self.member, memory, self.links, self)
-        self.losses = Losses()
-        self._talks: dict[int, Talk] = {}
+        self.neighbours = HostGroup(self.member, memory, self.links, self)
+        self.losses = FailurePolicy()
+        self._talks: dict[int, PendingCall] = {}
         self._late: list[tuple[calls.Call, object]] = []
         """Calls of all ranks that succeeded after their Timeout, and with what."""
         self._unacked: dict[str, dict[Request, None]] = {}
         """Pushes that are not known to have been taken in, by store."""
-        self._draining: list[Talk] = []
+        self._draining: list[PendingCall] = []
         self._asked: dict[int, Request] = {}
         """Of the scheduler, by seq."""
         self._asked_seq = 0
@@ -100,11 +102,11 @@ class Talks(abc.ABC):
     def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
         """A call of this core's own is over: a store's way into another epoch."""
 
-    def _links(self) -> Iterator[Link]:
+    def _links(self) -> Iterator[Connection]:
         """Yield the links to all servers and neighbours."""
         return chain(self.links, self.neighbours.links.values())
 
-    def probe(self, link: Link) -> Effects:
+    def probe(self, link: Connection) -> Effects:
         """Ask a peer after all that it has not answered."""
         for seqs in link.unanswered():
             yield Send(link.route, self.member.packet(Probe(seqs)))
@@ -116,7 +118,9 @@ class Talks(abc.ABC):
 
     # --- conversations ----------------------------------------------------------------------------
 
-    def _go_on(self, talk: Talk, answers: list[Packet] | KvpsError | None, now: float) -> Effects:
+    def _go_on(
+        self, talk: PendingCall, answers: list[Packet] | KvpsError | None, now: float
+    ) -> Effects:
         """Let a conversation go on until it waits for an answer, or ends."""
         while True:
             try:
@@ -131,7 +135,7 @@ class Talks(abc.ABC):
                 yield from self._finish(talk, now, error=error)
                 return
             talk.answers = {}
-            if isinstance(step, Drain):
+            if isinstance(step, AwaitAcks):
                 talk.requests = []
                 talk.waiting = dict(self._unacked.get(talk.call.store, {}))
                 if talk.waiting:  # else it goes on at once, and waits for its own next
@@ -145,7 +149,7 @@ class Talks(abc.ABC):
                 return
             answers = [talk.answers[one] for one in talk.requests]
 
-    def _ask(self, talk: Talk, now: float) -> Effects:
+    def _ask(self, talk: PendingCall, now: float) -> Effects:
         unacked = self._unacked.setdefault(talk.call.store, {})
         talk.is_asking = True
         for request in talk.requests:
@@ -166,10 +170,25 @@ class Talks(abc.ABC):
             else:
                 self.links[request.server].queue(request)
         talk.is_asking = False
-        eager = isinstance(talk.call, calls.PUSHES) and talk.call.eager
-        if eager and all(one.payload_bytes for one in talk.requests):  # this step pushes
+        if self._is_copied(talk):
             yield Copied(talk.ticket)
         yield from self._flow(now)
+
+    def _is_copied(self, talk: PendingCall) -> bool:
+        """Whether the caller may go on now that the requests of this step are under way.
+
+        Not before an answer where the servers may refuse the push, as it has no optimizer: the call
+        that pushed is to fail by that, and not the next.
+        """
+        call = talk.call
+        if not isinstance(call, calls.PUSHES) or not call.eager:
+            return False
+        may_be_refused = not isinstance(
+            call, calls.PushTableRows
+        )  # a table has an optimizer of its own
+        if may_be_refused and not self.books[call.store].takes_pushes:
+            return False
+        return all(one.payload_bytes for one in talk.requests)  # else this step does not push
 
     def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Ask those who were asked how it goes; they may not have said all that they know."""
@@ -184,7 +203,7 @@ class Talks(abc.ABC):
 
     def answered(self, request: Request, packet: Packet, now: float) -> Effects:
         """All is well with ``request``; its conversation goes on if it was the last."""
-        if isinstance(request.owner, Bundle):
+        if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.answered(request.owner, packet, now)
             return
         yield from self.taken_in(request, now)
@@ -202,7 +221,7 @@ class Talks(abc.ABC):
 
     def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
         """The peer refused ``request``, and so its call."""
-        if isinstance(request.owner, Bundle):
+        if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.refused(request.owner, error, now)
             return
         yield from self.taken_in(request, now)
@@ -213,7 +232,7 @@ class Talks(abc.ABC):
 
     def taken_in(self, request: Request, now: float) -> Effects:
         """The server needs ``request`` no more: those who wait for that go on."""
-        if isinstance(request.owner, Bundle):
+        if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.taken_in(request.owner, now)
             return
         if not isinstance(request.message, Push | PushRows | PushIds):
@@ -236,9 +255,9 @@ class Talks(abc.ABC):
                 self._drop(talk)
                 yield from self._go_on(talk, [], now)
 
-    def _lags_until(self, talk: Talk) -> float:
+    def _lags_until(self, talk: PendingCall) -> float:
         """Return until when ``talk`` waits for parts that lag behind; for ever, if it need not end."""
-        if not isinstance(talk.requests, Lagging) or not talk.waiting:
+        if not isinstance(talk.requests, LaggingReads) or not talk.waiting:
             return math.inf
         book = self.books[talk.call.store]
         if book.ordered:
@@ -250,7 +269,7 @@ class Talks(abc.ABC):
     # --- the end of a call ------------------------------------------------------------------------
 
     def _finish(
-        self, talk: Talk, now: float, value: object = None, error: KvpsError | None = None
+        self, talk: PendingCall, now: float, value: object = None, error: KvpsError | None = None
     ) -> Effects:
         """End a call for good."""
         del self._talks[talk.ticket]
@@ -261,7 +280,7 @@ class Talks(abc.ABC):
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
         talk.requests, talk.answers = [], {}
-        if isinstance(talk.call, calls.Rejoin):
+        if isinstance(talk.call, calls.RejoinStore):
             yield from self._rejoined(talk.call.store, value, error, now)
         elif not talk.finished:
             talk.finished = True
@@ -271,7 +290,7 @@ class Talks(abc.ABC):
         elif isinstance(talk.call, calls.TOGETHER):
             self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
 
-    def _drop(self, talk: Talk) -> None:
+    def _drop(self, talk: PendingCall) -> None:
         """Forget what was asked for this step and has no answer, unless it changes values."""
         if talk in self._draining:
             self._draining.remove(talk)
@@ -296,7 +315,7 @@ class Talks(abc.ABC):
         talk.finished = talk.probed = False
         self._talks[ticket] = talk
 
-    def _time_out(self, talk: Talk, now: float) -> Effects:
+    def _time_out(self, talk: PendingCall, now: float) -> Effects:
         error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
         if isinstance(talk.call, calls.REPEATED):
             yield from self._finish(talk, now, error=error)
@@ -315,6 +334,6 @@ class Talks(abc.ABC):
             assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
 
 
-def _talk_of(request: Request) -> Talk:
-    assert isinstance(request.owner, Talk), "what is not a bundle's is a call's"
+def _talk_of(request: Request) -> PendingCall:
+    assert isinstance(request.owner, PendingCall), "what is not a bundle's is a call's"
     return request.owner

@@ -1,4 +1,4 @@
-"""What a training script may ask of its worker core: one frozen class per call.
+"""The calls of a training script on its worker core: one frozen class per call.
 
 The store makes these from the user's arguments, already checked for shape and type; the core
 answers each with one :class:`~kvps.core.effects.Finish`.
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvps.compression import Rules
-from kvps.core.hyper import Hyper
-from kvps.core.ids import Ids
-from kvps.core.plan import Mark, Numbers
-from kvps.core.recipe import Recipe
-from kvps.messages import Open
-from kvps.specs import Spec
+from kvps.compression.policy import CompressionPolicy
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.worker.plan import CopyVersion, Numbers
+from kvps.dtypes import Spec
+from kvps.errors import KvpsError
+from kvps.protocol.stores import Open
 
 
 class Views(enum.Enum):
@@ -100,17 +101,17 @@ class PullValues(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class Embed(Call):
+class MakeTable(Call):
     """Have every server make the table of ``key``, unless it has."""
 
     key: str
-    recipe: Recipe
+    recipe: EmbeddingSpec
     creator: int
     """The rank that calls: whoever does so first makes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PushIds(PushValues):
+class PushTableRows(PushValues):
     """Push rows of a table, the only one of ``keys``; there are no ``rows`` and no ``sinks``."""
 
     dim: int
@@ -119,11 +120,11 @@ class PushIds(PushValues):
 
 
 @dataclass(frozen=True, slots=True)
-class PullIds(Call):
+class PullTableRows(Call):
     """Pull rows of a table, the only one of ``keys``; finishes with a tensor [n, dim]."""
 
     keys: tuple[str, ...]
-    recipe: Recipe
+    recipe: EmbeddingSpec
     ids: Ids
     """[n]."""
 
@@ -142,6 +143,7 @@ class ExportBlock(Call):
 
     key: str
     server: int
+    dim: int
     start: int
     count: int
     since: int
@@ -149,7 +151,7 @@ class ExportBlock(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class PushRows(Call):
+class PushKeyRows(Call):
     """Push some rows of keys of two or more dimensions."""
 
     keys: tuple[str, ...]
@@ -162,7 +164,7 @@ class PushRows(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class PullRows(Call):
+class PullKeyRows(Call):
     """Pull some rows; finishes with a tensor [k, width] for each key."""
 
     keys: tuple[str, ...]
@@ -180,7 +182,7 @@ class Refresh(Call):
     keys: tuple[str, ...]
     sinks: tuple[torch.Tensor | None, ...]
     """Where those go that have to be read whole; None for a new tensor."""
-    marks: tuple[Mark | None, ...]
+    marks: tuple[CopyVersion | None, ...]
     """What each copy holds, if that is known."""
     priority: Numbers
 
@@ -200,7 +202,7 @@ class Versions(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class Resume(Call):
+class ResumeKeys(Call):
     """Number the next pushes of ``keys`` from what this rank owes; finishes with that number."""
 
     keys: tuple[str, ...]
@@ -210,7 +212,7 @@ class Resume(Call):
 class SetOptimizer(Call):
     """Install ``hyper`` on every server (rank 0), or check that it is there."""
 
-    hyper: Hyper
+    hyper: HyperParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +223,11 @@ class SetRate(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class Stand(Call):
-    """Flush, then wait at a barrier."""
+class StandAtBarrier(Call):
+    """Flush, then wait at a barrier; or, with a ``failure``, let nobody pass it."""
 
     name: str | None
+    failure: KvpsError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class Flush(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoin(Call):
+class RejoinStore(Call):
     """Count anew from what the servers hold; finishes with the version of each key.
 
     The core makes it itself, when the servers have returned to a cut.
@@ -263,7 +266,7 @@ class RestoreCheckpoint(Call):
 class Compress(Call):
     """Compress by ``rules`` what is pushed from now on; finishes at once."""
 
-    rules: Rules
+    rules: CompressionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,7 @@ class LoadRests(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Call):
+class AskStatus(Call):
     """Finishes with every server's STATUS answer."""
 
 
@@ -295,26 +298,26 @@ class LoadState(Call):
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
 
 
-PUSHES = (PushValues, PushRows)
+PUSHES = (PushValues, PushKeyRows)
 """Calls that push."""
 
 REPEATED = (
     Allocate,
     Lookup,
     PullValues,
-    PullRows,
+    PullKeyRows,
     Refresh,
     Versions,
-    Resume,
+    ResumeKeys,
     Broadcast,
     Flush,
-    Ask,
+    AskStatus,
     SaveState,
     SaveRests,
-    PullIds,
+    PullTableRows,
     ExportBlock,
 )
 """Calls that change nothing, or nothing more when they are made again."""
 
-TOGETHER = (SetOptimizer, SetRate, Stand, JoinStore, TakeCheckpoint, RestoreCheckpoint)
+TOGETHER = (SetOptimizer, SetRate, StandAtBarrier, JoinStore, TakeCheckpoint, RestoreCheckpoint)
 """Calls in which the k-th of one rank meets the k-th of another."""

@@ -1,4 +1,4 @@
-"""One worker's talk with one server, or with a neighbour: what is queued, what is on its way, what must go again.
+"""One worker's requests to one server or peer: queued, in flight, answered, resent.
 
 A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that
 also asks for values is acknowledged first and answered later), and at last *answered*. ZeroMQ may
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvps.core.plan import HERE
-from kvps.messages import Message, Packet
+from kvps.core.worker.plan import HERE
+from kvps.protocol.envelope import Message, Packet
 from kvps.tensors import PRIVATE, Memory
 
 UPLINK_BYTES = 3 << 20
@@ -64,7 +64,7 @@ class Request:
     """What the server last said it waits for."""
     owner: object = None
     """Whose it is: a call's, or that of a bundle of several workers' requests."""
-    link: Link | None = None
+    link: Connection | None = None
     """Along which it goes; None while a neighbour or this worker collects more of its kind."""
 
     def freeze(self) -> None:
@@ -95,16 +95,16 @@ def route_of(server: int) -> str:
     return f"server {server}"
 
 
-class Uplink:
+class SendScheduler:
     """The way out of a worker's host."""
 
     def __init__(self, *, is_limited: bool = True) -> None:
         self.is_limited = is_limited
         """Whether what may be under way on it has limits."""
-        self.links: list[Link] = []
+        self.links: list[Connection] = []
         self.sharers = 1
         """How many workers have this way out."""
-        self.queued: dict[Link, None] = {}
+        self.queued: dict[Connection, None] = {}
         """The links on which something is in line, and perhaps some others."""
         self._order = 0
 
@@ -113,7 +113,7 @@ class Uplink:
         self._order += 1
         return self._order
 
-    def due(self, now: float) -> Iterator[tuple[Link, Request]]:
+    def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield the requests that may be sent now, over all links in order."""
         heads = [(head, link) for link in list(self.queued) if (head := self._head(link))]
         if not heads:
@@ -136,7 +136,7 @@ class Uplink:
             else:
                 heapq.heapreplace(heads, (head, link))
 
-    def _head(self, link: Link) -> tuple[int, int] | None:
+    def _head(self, link: Connection) -> tuple[int, int] | None:
         head = link.head()
         if not link.has_queue:
             del self.queued[link]
@@ -149,7 +149,7 @@ class Uplink:
         return requests < (UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST)
 
 
-class Link:
+class Connection:
     """The requests of one worker to one peer."""
 
     def __init__(
@@ -158,12 +158,12 @@ class Link:
         endpoint: str = "",
         incarnation: int = 0,
         memory: Memory = PRIVATE,
-        uplink: Uplink | None = None,
+        uplink: SendScheduler | None = None,
     ) -> None:
         self.route = route
         """The name of the connection, and of who is at its end."""
         self._memory = memory
-        self._uplink = uplink or Uplink()
+        self._uplink = uplink or SendScheduler()
         self._uplink.links.append(self)
         self.endpoint = endpoint
         self.incarnation = incarnation

@@ -1,4 +1,4 @@
-"""How a worker reads keys: every key at one version, though its parts answer one by one.
+"""Consistent reads: every key at one version, though its parts are answered one by one.
 
 A rank that has just pushed in a synchronous store reads exactly the version after its push,
 everywhere: no round can close without it. One that reads while others push may find one part of a
@@ -18,44 +18,53 @@ wait for one who waits so (where staleness is bounded).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kvps.core.calls import Sinks, Views
-from kvps.core.catalogue import Catalogue
-from kvps.core.coding import Coding, Group
-from kvps.core.link import Request
-from kvps.core.plan import Held, Key, Numbers, Plan, Share, make, of_key
+from kvps.core.worker.calls import Sinks, Views
+from kvps.core.worker.connection import Request
+from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
+from kvps.core.worker.plan import (
+    ChunkSlice,
+    Key,
+    Numbers,
+    PieceLocation,
+    TransferPlan,
+    make,
+    of_key,
+)
+from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
-from kvps.messages import Dropped, Packet, Pull, Pulled, Stand
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Dropped, Pull, Pulled, Stand
 from kvps.tensors import Memory, from_frame
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class AwaitAcks:
     """Instead of requests: resume when every push of the store so far is acknowledged."""
 
 
-class Lagging(list[Request]):
+class LaggingReads(list[Request]):
     """Requests for parts that lag behind; resume without answers, with what there is, if a worker is lost,
     or was."""
 
 
-Step = list[Request] | Drain
+Step = list[Request] | AwaitAcks
 """What a conversation waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
-Parts = dict[Held, tuple[int, int]]
+Parts = dict[PieceLocation, tuple[int, int]]
 """The (version, owed) of each part of one key."""
 
 
 class Sink(Protocol):
     """Where the values of the keys of a plan go."""
 
-    def write(self, share: Share, values: torch.Tensor) -> None:
+    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
 
     def only(self, indices: Iterable[int]) -> Sink:
@@ -68,7 +77,7 @@ class Rows:
 
     rows: Sequence[torch.Tensor]
 
-    def write(self, share: Share, values: torch.Tensor) -> None:
+    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
         share.scatter(values, self.rows)
 
@@ -83,10 +92,10 @@ class Pieces:
 
     indices: Sequence[int]
     """Of each key here, which key of the whole call it is."""
-    written: list[tuple[Sequence[int], Share, torch.Tensor]] = field(default_factory=list)
+    written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
     """What came; what came later counts."""
 
-    def write(self, share: Share, values: torch.Tensor) -> None:
+    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
         self.written.append((self.indices, share, values))
 
@@ -124,7 +133,7 @@ class Pieces:
         return [views[index] for index in range(len(keys))]
 
 
-def sink_for(sinks: Sinks, plan: Plan) -> Sink | None:
+def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     """Return the sink that a call asks for."""
     if sinks is None:
         return None
@@ -133,28 +142,30 @@ def sink_for(sinks: Sinks, plan: Plan) -> Sink | None:
     return Rows(sinks)
 
 
-def own_sink(group: Group, sink: Sink) -> Sink:
+def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
     """Return the sink of those keys of a call that are in ``group``."""
     return sink if group.indices is None else sink.only(group.indices)
 
 
 @dataclass(slots=True)
-class Tally:
+class ReadTracker:
     """How the parts of the keys of a plan stood when they were read."""
 
-    plan: Plan
-    answers: list[tuple[Share, tuple[Stand, ...]]] = field(default_factory=list)
+    plan: TransferPlan
+    answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
     dropped: dict[str, Dropped] = field(default_factory=dict)
     """By key, the last update that was not made, if the servers tell."""
     is_unwanted: bool = False
     """The caller stopped waiting, and will not learn of them."""
 
-    def reader(self, share: Share, sink: Sink | None, coding: Coding | None = None) -> Reader:
+    def reader(
+        self, share: ChunkSlice, sink: Sink | None, coding: ErrorFeedback | None = None
+    ) -> ReplySink:
         """Return what takes the answer for one share in and its values out; with ``coding``, one
         that may come by steps."""
-        return Reader(self, share, sink, coding)
+        return ReplySink(self, share, sink, coding)
 
-    def note(self, share: Share, dropped: tuple[Dropped, ...]) -> None:
+    def note(self, share: ChunkSlice, dropped: tuple[Dropped, ...]) -> None:
         """Take in which updates were not made, as one share's answer says."""
         index_at = {segment.start: segment.key for segment in share.segments}
         for one in dropped:
@@ -172,7 +183,7 @@ class Tally:
             for start, size, index, offset in share.segments:
                 while not stand.start <= start < stand.start + stand.size:
                     stand = next(stands)
-                held = Held(share.server, share.chunk, start, size, offset)
+                held = PieceLocation(share.server, share.chunk, start, size, offset)
                 found[index][held] = (stand.version, stand.owed)
         return found
 
@@ -200,13 +211,13 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Reader:
+class ReplySink:
     """Takes in the answer to one request for values."""
 
-    tally: Tally
-    share: Share
+    tally: ReadTracker
+    share: ChunkSlice
     sink: Sink | None
-    coding: Coding | None = None
+    coding: ErrorFeedback | None = None
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
         """Note how the values stand, and write them to the sink if they are ``wanted``."""
@@ -235,16 +246,16 @@ def is_torn(parts: Parts) -> bool:
 
 
 def read(
-    book: Catalogue,
-    plan: Plan,
+    book: WorkerStore,
+    plan: TransferPlan,
     sink: Sink,
     after: Numbers,
     least: Numbers,
     priority: Numbers,
-) -> Generator[Step, list[Packet], list[Tally]]:
+) -> Generator[Step, list[Packet], list[ReadTracker]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
     groups = book.coding.groups(plan, book.rank)
-    tallies = [Tally(group.plan) for group in groups]
+    tallies = [ReadTracker(group.plan) for group in groups]
     requests: list[Request] = []
     for group, tally in zip(groups, tallies, strict=True):
         urgent, own = group.numbers(priority), own_sink(group, sink)
@@ -258,8 +269,8 @@ def read(
 
 
 def even_out(
-    book: Catalogue,
-    tally: Tally,
+    book: WorkerStore,
+    tally: ReadTracker,
     sink: Sink,
     after: Numbers,
     priority: Numbers,
@@ -275,11 +286,11 @@ def even_out(
             behind = tuple(held for held, (version, _) in parts.items() if version < newest)
             lagging.append(Key(keys[index].name, keys[index].spec, behind))
             least.append(newest)
-        again = Tally(make(lagging), dropped=tally.dropped)
+        again = ReadTracker(make(lagging), dropped=tally.dropped)
         conditions = [of_key(after, index) for index in torn]
         urgent = [of_key(priority, index) for index in torn]
         requests = _asked(book, again.plan, again, sink.only(torn), conditions, least, urgent)
-        answers = yield Lagging(requests)
+        answers = yield LaggingReads(requests)
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
         tally.is_unwanted = tally.is_unwanted or again.is_unwanted
@@ -297,25 +308,49 @@ def _without_own(torn: dict[int, Parts]) -> dict[int, Parts]:
     }
 
 
+def loaded(
+    book: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
+) -> list[Request]:
+    """Return the requests that read what the DECLARE of number ``call`` gives the keys of ``plan``, each
+    part as soon as it is there; ``stamps`` are what each server said of that."""
+    tally = ReadTracker(plan)
+    return [
+        Request(
+            share.server,
+            Pull(
+                share.chunk,
+                True,
+                share.asks(0, 0),
+                book.broadcasts,
+                call=call,
+                stamp=stamps[share.server],
+            ),
+            lane=share.chunk,
+            on_reply=tally.reader(share, sink),
+        )
+        for share in plan.shares
+    ]
+
+
 def stand(
-    book: Catalogue, plan: Plan, after: Numbers, least: Numbers
-) -> Generator[Step, list[Packet], Tally]:
+    book: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
+) -> Generator[Step, list[Packet], ReadTracker]:
     """Wait until the conditions hold, and return how the keys stand then, without values."""
-    tally = Tally(plan)
+    tally = ReadTracker(plan)
     yield _asked(book, plan, tally, None, after, least, 0)
     tally.settle(book.ordered)
     return tally
 
 
 def _asked(
-    book: Catalogue,
-    plan: Plan,
-    tally: Tally,
+    book: WorkerStore,
+    plan: TransferPlan,
+    tally: ReadTracker,
     sink: Sink | None,
     after: Numbers,
     least: Numbers,
     priority: Numbers,
-    group: Group | None = None,
+    group: CompressionGroup | None = None,
 ) -> list[Request]:
     is_by_steps = group is not None and group.setting is not None and group.setting.back is not None
     coding = book.coding if is_by_steps else None

@@ -1,4 +1,4 @@
-"""What a worker compresses: the gradients that it pushes, and the values that come back by steps.
+"""Error feedback: residuals of compressed pushes, and cached values for compressed pulls.
 
 Each key that is compressed has a *rest* here: what was not written of its gradients so far. It is
 added to the next gradient, and what that push cannot say is the new rest. A push is written once,
@@ -7,7 +7,7 @@ whatever becomes of it on its way: one that is sent again carries the same octet
 A gradient that is not finite is sent as it is, and leaves the rest alone: the store decides what
 becomes of it, and a NaN in the rest would stay there for ever.
 
-Where servers answer by steps (:mod:`kvps.core.steps`), a *copy* of the values is kept here for each
+Where servers answer by steps (:mod:`kvps.core.server.chunks.delta_log`), a *copy* of the values is kept here for each
 piece of a key: later steps are added to it.
 """
 
@@ -20,20 +20,30 @@ from typing import overload
 
 import torch
 
-from kvps import codes
-from kvps.codecs import decode, encode
-from kvps.codes import RANDOMK
-from kvps.compression import OFF, Rules, Setting
-from kvps.core.link import Request
-from kvps.core.plan import Given, Key, Numbers, Plan, Segment, Share, make, of_key
+from kvps.compression import spec
+from kvps.compression.codecs import decode, encode
+from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
+from kvps.compression.spec import RANDOMK
+from kvps.core.worker.connection import Request
+from kvps.core.worker.plan import (
+    ChunkSlice,
+    Given,
+    Key,
+    KeySlice,
+    Numbers,
+    TransferPlan,
+    make,
+    of_key,
+)
+from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
-from kvps.messages import Ask, Packet, Pull, Pulled, Push, Run
-from kvps.specs import BY_NAME
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Ask, Pull, Pulled, Push, Run
 from kvps.tensors import Memory, from_frame
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class Selected:
     """Some rows of a call; the list may be filled anew before they are read."""
 
     rows: Given
@@ -45,11 +55,11 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CompressionGroup:
     """Those keys of a call that travel alike."""
 
-    plan: Plan
-    setting: Setting | None = None
+    plan: TransferPlan
+    setting: KeyCompression | None = None
     """None for as they are."""
     indices: tuple[int, ...] | None = None
     """Which keys of the call they are; None for all."""
@@ -68,11 +78,11 @@ class Group:
 
     def rows(self, rows: Given) -> Given:
         """Return those of ``rows``, one for each key of the call, that are theirs."""
-        return rows if self.indices is None else Picked(rows, self.indices)
+        return rows if self.indices is None else Selected(rows, self.indices)
 
 
 @dataclass(slots=True)
-class Copy:
+class CachedValues:
     """The values of one piece of a key, as they are at the servers."""
 
     version: int
@@ -80,21 +90,21 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Coding:
+class ErrorFeedback:
     """How one store compresses, on one worker."""
 
-    rules: Rules = OFF
+    rules: CompressionPolicy = OFF
     rests: dict[str, torch.Tensor] = field(default_factory=dict)
     """By key: float32, flat, where the key's values were when it was pushed first."""
-    _copies: dict[str, dict[tuple[int, int], Copy]] = field(default_factory=dict)
+    _copies: dict[str, dict[tuple[int, int], CachedValues]] = field(default_factory=dict)
     """By key, then by chunk and where in it the piece begins."""
-    _groups: dict[tuple[str, ...], list[Group]] = field(default_factory=dict)
+    _groups: dict[tuple[str, ...], list[CompressionGroup]] = field(default_factory=dict)
     _unwritten: dict[int, deque[Request]] = field(default_factory=dict)
     """By chunk, the pushes that were made and are not written yet, in order."""
 
     # --- which keys -----------------------------------------------------------------------------
 
-    def use(self, rules: Rules) -> None:
+    def use(self, rules: CompressionPolicy) -> None:
         """Compress by ``rules`` from the next push on. The rests stay: they are owed."""
         self.rules = rules
         self._groups.clear()
@@ -111,10 +121,10 @@ class Coding:
         self._groups.clear()
         self._unwritten.clear()
 
-    def groups(self, plan: Plan, rank: int) -> list[Group]:
+    def groups(self, plan: TransferPlan, rank: int) -> list[CompressionGroup]:
         """Return the keys of ``plan``, by how they travel."""
         if self.rules.are_off:
-            return [Group(plan)]
+            return [CompressionGroup(plan)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)
         if groups is None:
@@ -123,23 +133,23 @@ class Coding:
             groups = self._groups[names] = list(self._grouped(plan, rank))
         return groups
 
-    def _grouped(self, plan: Plan, rank: int) -> Iterator[Group]:
-        found: dict[Setting | None, list[int]] = {}
+    def _grouped(self, plan: TransferPlan, rank: int) -> Iterator[CompressionGroup]:
+        found: dict[KeyCompression | None, list[int]] = {}
         for index, key in enumerate(plan.keys):
             found.setdefault(self.rules.setting_of(key.name, key.spec), []).append(index)
         if len(found) == 1:
-            yield Group(plan, next(iter(found)))
+            yield CompressionGroup(plan, next(iter(found)))
             return
         for setting, indices in found.items():
             part = make([plan.keys[one] for one in indices], rank)
-            yield Group(part, setting, tuple(indices))
+            yield CompressionGroup(part, setting, tuple(indices))
 
     # --- the way there --------------------------------------------------------------------------
 
     def push(
         self,
-        group: Group,
-        share: Share,
+        group: CompressionGroup,
+        share: ChunkSlice,
         message: Push,
         rows: Given,
         memory: Memory,
@@ -160,7 +170,7 @@ class Coding:
         runs = tuple([Run(one.start, one.size, of_key(numbers, one.key)) for one in share.segments])
         code = setting.code
         if code.codec == RANDOMK:  # the same elements on every worker, others in every round
-            code = codes.seeded(code, runs[0].number)
+            code = spec.seeded(code, runs[0].number)
         held: tuple[int, ...] = ()
         if message.pull and setting.back is not None:
             held = self._held(share, keys)
@@ -189,7 +199,7 @@ class Coding:
 
     def _written(
         self,
-        parts: list[tuple[Key, Segment, torch.Tensor]],
+        parts: list[tuple[Key, KeySlice, torch.Tensor]],
         message: Push,
         memory: Memory,
     ) -> torch.Tensor:
@@ -211,7 +221,7 @@ class Coding:
 
     # --- the way back ---------------------------------------------------------------------------
 
-    def pull(self, group: Group, share: Share, message: Pull) -> Pull:
+    def pull(self, group: CompressionGroup, share: ChunkSlice, message: Pull) -> Pull:
         """Return ``message`` as it asks for steps."""
         held = self._held(share, group.plan.keys)
         asks = []
@@ -223,7 +233,7 @@ class Coding:
             asks.append(Ask(segment.start, segment.size, ask.after, ask.least))
         return replace(message, runs=tuple(asks), held=held)
 
-    def _held(self, share: Share, keys: Sequence[Key]) -> tuple[int, ...]:
+    def _held(self, share: ChunkSlice, keys: Sequence[Key]) -> tuple[int, ...]:
         versions = []
         for segment in share.segments:
             copies = self._copies.get(keys[segment.key].name, {})
@@ -231,7 +241,7 @@ class Coding:
             versions.append(-1 if copy is None else copy.version)
         return tuple(versions)
 
-    def values_of(self, packet: Packet, share: Share, keys: Sequence[Key]) -> torch.Tensor:
+    def values_of(self, packet: Packet, share: ChunkSlice, keys: Sequence[Key]) -> torch.Tensor:
         """Return the values of ``share`` that an answer says, in one piece; they are for reading.
 
         Raises:
@@ -259,13 +269,13 @@ class Coding:
                 end = begin + segment.size * BY_NAME[share.dtype].itemsize
                 out.view(torch.uint8).copy_(octets[begin:end])
                 if answer.adds:
-                    copies[place] = Copy(stand.version, out.clone())
+                    copies[place] = CachedValues(stand.version, out.clone())
                 begin = end
                 continue
             steps = answer.steps[index].codes
             parts = []
             for code in steps:
-                end = begin + codes.size(code, segment.size)
+                end = begin + spec.size(code, segment.size)
                 parts.append((code, octets[begin:end]))
                 begin = end
             if answer.adds:
@@ -278,9 +288,9 @@ class Coding:
 
     def _walk(
         self,
-        copy: Copy | None,
+        copy: CachedValues | None,
         version: int,
-        steps: Sequence[tuple[codes.Code, torch.Tensor]],
+        steps: Sequence[tuple[spec.CodecSpec, torch.Tensor]],
         out: torch.Tensor,
     ) -> None:
         """Bring a copy to ``version`` by the last of these steps, and write its values to ``out``."""
@@ -296,6 +306,6 @@ class Coding:
         out.copy_(copy.values)
 
 
-def _part(row: torch.Tensor, segment: Segment) -> torch.Tensor:
+def _part(row: torch.Tensor, segment: KeySlice) -> torch.Tensor:
     """Return the elements of a row that a segment is."""
     return row.view(-1)[segment.offset : segment.offset + segment.size]

@@ -1,4 +1,4 @@
-"""Which members a worker has lost, and what that means for its calls.
+"""The failure policy of a worker: the lost members, and the calls that end because of them.
 
 A lost server ends the calls of every store: a part of each key went with it. So does one that was
 replaced, since the new process holds nothing. Where there is a cut to which the servers can return,
@@ -11,15 +11,20 @@ according to its ``on_worker_lost``: at once (``fail``), when its grace is over 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvps.core.catalogue import Catalogue
-from kvps.errors import KvpsError, ServerLost, WorkerLost
-from kvps.messages import Member, Role, View
+from kvps.core.nonfinite import Flaw, describe
+from kvps.core.worker.plan import Key
+from kvps.core.worker.store import WorkerStore
+from kvps.errors import KvpsError, NonFinite, ServerLost, WorkerLost
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import Member, View
+from kvps.protocol.values import Dropped
 
 
 @dataclass(slots=True)
-class Lost:
+class LostWorker:
     """A worker that is lost or gone, and since when."""
 
     member: Member
@@ -40,11 +45,11 @@ class LostServer:
         return self.since + (grace_s if self.cut else 0.0)
 
 
-class Losses:
+class FailurePolicy:
     """What the newest view says of those who are not there."""
 
     def __init__(self) -> None:
-        self.workers: dict[int, Lost] = {}
+        self.workers: dict[int, LostWorker] = {}
         self.server: LostServer | None = None
         self.was_replaced = False
         """Some worker has taken another's place."""
@@ -71,11 +76,11 @@ class Losses:
                 before = known.get(one.rank)
                 if before is not None and before.member.incarnation == one.incarnation:
                     since = min(since, before.since)
-                self.workers[one.rank] = Lost(one, since)
+                self.workers[one.rank] = LostWorker(one, since)
         if self.server is None and view.epoch and not view.cut:
             self.server = LostServer(view.reason, now, 0)
 
-    def error(self, book: Catalogue | None, now: float) -> KvpsError | None:
+    def error(self, book: WorkerStore | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""
         lost_server = self.server
         if lost_server is not None:
@@ -89,7 +94,7 @@ class Losses:
                 return _worker_lost(book, lost, now)
         return None
 
-    def deadline(self, book: Catalogue) -> float | None:
+    def deadline(self, book: WorkerStore) -> float | None:
         """When :meth:`error` will find something to say, if nothing changes."""
         until = []
         if self.server is not None:
@@ -98,7 +103,7 @@ class Losses:
             until += [self._until(book, lost) for lost in self.workers.values()]
         return min(until, default=None)
 
-    def _until(self, book: Catalogue, lost: Lost) -> float:
+    def _until(self, book: WorkerStore, lost: LostWorker) -> float:
         waits = book.opened.on_worker_lost == "wait" and lost.member.state == "lost"
         return lost.since + (book.worker_grace_s if waits else 0.0)
 
@@ -126,7 +131,7 @@ def _server_lost(lost: LostServer) -> ServerLost:
     )
 
 
-def _worker_lost(book: Catalogue, lost: Lost, now: float) -> WorkerLost:
+def _worker_lost(book: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
     one, policy = lost.member, book.opened.on_worker_lost
     if one.state == "gone":
         what, then = "no replacement can come", "Start the job again"
@@ -140,4 +145,34 @@ def _worker_lost(book: Catalogue, lost: Lost, now: float) -> WorkerLost:
         f"worker {one.rank} ({one.host}) is lost: {one.reason}. {who_needs_it} of store "
         f"{book.opened.store!r} need it, and {what}. What was pushed is kept. {then}, or create "
         "the store with on_worker_lost='shrink' to go on without it"
+    )
+
+
+def complain(
+    store: str, is_ordered: bool, keys: Mapping[str, Key], found: Mapping[str, Dropped]
+) -> None:
+    """Tell a worker of the updates in ``found``, by key, of which it was not told before.
+
+    Args:
+        store: whose keys they are.
+        is_ordered: whether updates are rounds.
+        keys: what the worker knows of all keys; it is noted there that it was told.
+        found: what the servers say.
+
+    Raises:
+        NonFinite: if there are any.
+    """
+    news = {name: one for name, one in found.items() if one.number >= keys[name].heard}
+    if not news:
+        return
+    for name, one in news.items():
+        keys[name].heard = one.number + 1
+    name, one = next(iter(news.items()))
+    what = f"round {one.number}" if is_ordered else f"push {one.number} of this rank"
+    others = f" (and of {len(news) - 1} more)" if len(news) > 1 else ""
+    raise NonFinite(
+        f"store {store!r}: {what} of key {name!r}{others} was dropped: "
+        f"{describe(name, Flaw(one.values, one.ranks))}. The weights and the optimizer's state are as "
+        "they were before it, on every server; go on with the next push, and look at the loss and "
+        "the learning rate if this comes again"
     )

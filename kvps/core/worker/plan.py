@@ -1,4 +1,4 @@
-"""Which elements of which chunks a list of keys stands for.
+"""Transfer plans: the elements of each chunk that a list of keys stands for.
 
 A plan is made once for a list of keys and used for every push and pull of that list. It turns
 keys into *shares*, one for each chunk that holds some of them, and each share into runs of
@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvps.messages import Ask, Run
-from kvps.specs import BY_NAME, Spec
+from kvps.dtypes import BY_NAME, Spec
+from kvps.protocol.values import Ask, Run
 from kvps.tensors import Memory, unowned
 
 HERE = ""
@@ -38,7 +38,7 @@ class Given(Protocol):
         """Return that of one key."""
 
 
-class Held(NamedTuple):
+class PieceLocation(NamedTuple):
     """A piece of a key: where it lies, and which elements of the key it is."""
 
     server: int
@@ -54,7 +54,7 @@ class Key:
 
     name: str
     spec: Spec
-    pieces: tuple[Held, ...] = ()
+    pieces: tuple[PieceLocation, ...] = ()
     number: int = 0
     """The number of this rank's next push."""
     applied: int = 0
@@ -70,18 +70,18 @@ class Key:
     """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
 
 
-class Mark(NamedTuple):
+class CopyVersion(NamedTuple):
     """What a copy of a key holds: all of these pieces, at one version.
 
     The pieces are told apart by being this very tuple. A key that was replaced, and any key after the
     servers have returned to a cut, has another one, and its versions have nothing to do with this.
     """
 
-    pieces: tuple[Held, ...]
+    pieces: tuple[PieceLocation, ...]
     version: int
 
 
-class Segment(NamedTuple):
+class KeySlice(NamedTuple):
     """Neighbouring elements of a chunk that belong to one key of the plan."""
 
     start: int
@@ -93,13 +93,13 @@ class Segment(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
+class ChunkSlice:
     """The part of a plan that lies in one chunk."""
 
     server: int
     chunk: int
     dtype: str
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[KeySlice] = field(default_factory=list)
     """In the order of the chunk."""
     blocks: list[tuple[int, int]] = field(default_factory=list)
     """(start, size) of what the segments cover, neighbours joined."""
@@ -193,7 +193,7 @@ class Share:
         """Copy this share's elements back into ``rows``."""
         torch._foreach_copy_(self._parts(rows), self._windows_of(values))
 
-    def split(self, values: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+    def split(self, values: torch.Tensor) -> Iterator[tuple[KeySlice, torch.Tensor]]:
         """Yield the segments and their elements."""
         return zip(self.segments, torch.split(values, self._sizes), strict=True)
 
@@ -234,7 +234,7 @@ class Share:
         return self.size * BY_NAME[self.dtype].itemsize
 
 
-def allocate(plan: Plan, memory: Memory) -> list[torch.Tensor]:
+def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
     """Return one tensor for each key of ``plan``, contents undefined.
 
     Keys that lie side by side on a server do so in ``memory``, too; a key that is cut lies in one
@@ -295,31 +295,53 @@ def of_key(numbers: Numbers, index: int) -> int:
 
 
 @dataclass(slots=True)
-class Plan:
+class TransferPlan:
     """A list of keys, by chunk."""
 
     keys: tuple[Key, ...]
-    shares: list[Share]
+    shares: list[ChunkSlice]
 
 
-def make(keys: Sequence[Key], first: int = 0) -> Plan:
+def cut(plan: TransferPlan, most_bytes: int) -> TransferPlan:
+    """Return a plan of the same keys, of which no share is larger; they may cut pieces."""
+    shares: list[ChunkSlice] = []
+    for whole in plan.shares:
+        most = max(1, most_bytes // BY_NAME[whole.dtype].itemsize)
+        room = 0
+        for start, size, key, offset in whole.segments:
+            at = 0
+            while at < size:
+                if not room:
+                    shares.append(ChunkSlice(whole.server, whole.chunk, whole.dtype))
+                    room = most
+                step = min(size - at, room)
+                shares[-1].segments.append(KeySlice(start + at, step, key, offset + at))
+                at, room = at + step, room - step
+    for share in shares:
+        share.seal(plan.keys)
+    return TransferPlan(plan.keys, shares)
+
+
+def make(keys: Sequence[Key], first: int = 0) -> TransferPlan:
     """Return the plan of ``keys``, which begins with server ``first``."""
-    shares: dict[tuple[int, int], Share] = {}
+    shares: dict[tuple[int, int], ChunkSlice] = {}
     for index, key in enumerate(keys):
         for piece in key.pieces:
             share = shares.get((piece.server, piece.chunk))
             if share is None:
-                share = Share(piece.server, piece.chunk, key.spec.dtype)
+                share = ChunkSlice(piece.server, piece.chunk, key.spec.dtype)
                 shares[piece.server, piece.chunk] = share
-            share.segments.append(Segment(piece.start, piece.size, index, piece.offset))
+            share.segments.append(KeySlice(piece.start, piece.size, index, piece.offset))
     for share in shares.values():
         share.seal(keys)
     # Chunk by chunk over the servers, so that all of them have work from the first message on. If
     # every worker begins with another server, each has one worker at a time to listen to.
     servers = 1 + max((server for server, _ in shares), default=0)
     rank_in_server: dict[int, int] = {}
-    order: list[tuple[int, int, Share]] = []
+    order: list[tuple[int, int, ChunkSlice]] = []
     for (server, _), share in sorted(shares.items()):
         rank_in_server[server] = rank_in_server.get(server, -1) + 1
         order.append((rank_in_server[server], (server - first) % servers, share))
-    return Plan(tuple(keys), [share for _, _, share in sorted(order, key=lambda one: one[:2])])
+    return TransferPlan(
+        tuple(keys), [share for _, _, share in sorted(order, key=lambda one: one[:2])]
+    )

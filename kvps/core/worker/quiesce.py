@@ -1,4 +1,4 @@
-"""Where a worker halts, so that the servers can take a cut between two of its steps.
+"""Quiescence: a worker halts so that a cut falls between two of its steps.
 
 In a synchronous store a *step* is what happens between two rounds: all keys that move together have
 been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvps.core import calls
-from kvps.core.catalogue import Catalogue
-from kvps.messages import Halt, Proceed
+from kvps.core.worker import calls
+from kvps.core.worker.store import WorkerStore
+from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
 """Of a synchronous store, whose ranks wait for each other anyway; longer than the scheduler waits."""
@@ -35,7 +35,7 @@ PATIENCE_S = 1.0
 
 CREATING = (
     calls.Init,
-    calls.Embed,
+    calls.MakeTable,
     calls.Broadcast,
     calls.SetOptimizer,
     calls.SetRate,
@@ -52,7 +52,7 @@ def creates(rank: int, call: calls.Call) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class DeferredCall:
     """A call that has to wait."""
 
     ticket: int
@@ -60,7 +60,7 @@ class Held:
     deadline: float
 
 
-class Standstill:
+class Quiesce:
     """Whether this worker halts, and what it holds back."""
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Standstill:
         """The scheduler waits to hear that it stands."""
         self.stood = True
         """It did not go on by itself."""
-        self.held: list[Held] = []
+        self.held: list[DeferredCall] = []
         self._limits: dict[str, int] = {}
         """By synchronous store, how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, books: Mapping[str, Catalogue], now: float) -> list[Held]:
+    def halt(self, order: Halt, books: Mapping[str, WorkerStore], now: float) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
         Returns what was held until now: it is to be made again, and may be held again.
@@ -95,7 +95,7 @@ class Standstill:
         held, self.held = self.held, []
         return held
 
-    def holds(self, book: Catalogue, call: calls.Call) -> bool:
+    def holds(self, book: WorkerStore, call: calls.Call) -> bool:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
@@ -109,9 +109,9 @@ class Standstill:
 
     def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
         """Keep ``call`` until it may go on."""
-        self.held.append(Held(ticket, call, deadline))
+        self.held.append(DeferredCall(ticket, call, deadline))
 
-    def numbers(self, books: Mapping[str, Catalogue]) -> dict[str, int]:
+    def numbers(self, books: Mapping[str, WorkerStore]) -> dict[str, int]:
         """Return how many pushes of the leading key were made, by synchronous store.
 
         One that has joined is left out: the others' rounds close without this rank.
@@ -119,12 +119,12 @@ class Standstill:
         ordered = [(name, book) for name, book in books.items() if book.ordered]
         return {name: _lead(book) for name, book in ordered if not book.is_away}
 
-    def stands(self, books: Mapping[str, Catalogue], is_at_rest: bool) -> bool:
+    def stands(self, books: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
         ordered = [(name, book) for name, book in books.items() if book.ordered]
         return all(self._stands(name, book, is_at_rest) for name, book in ordered)
 
-    def _stands(self, name: str, book: Catalogue, is_at_rest: bool = False) -> bool:
+    def _stands(self, name: str, book: WorkerStore, is_at_rest: bool = False) -> bool:
         limit = self._limits.get(name, 0)
         if book.is_away:
             return True
@@ -148,26 +148,26 @@ class Standstill:
         self.stood = False
         return True
 
-    def proceed(self, order: Proceed) -> tuple[bool, list[Held]]:
+    def proceed(self, order: Proceed) -> tuple[bool, list[DeferredCall]]:
         """The cut is taken, or given up: return whether this worker stood, and what was held."""
         if order.cut > self.cut:
             self.cut, self.stood = order.cut, False
         return self.stood and order.cut == self.cut, self.go_on()
 
-    def go_on(self) -> list[Held]:
+    def go_on(self) -> list[DeferredCall]:
         """Stand no more; return what was held."""
         self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held
 
 
-def _is_known(book: Catalogue, call: calls.Call) -> bool:
+def _is_known(book: WorkerStore, call: calls.Call) -> bool:
     """Whether it is an init of keys that are there, which changes nothing."""
-    if isinstance(call, calls.Embed):
+    if isinstance(call, calls.MakeTable):
         return call.key in book.keys
     return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
 
 
-def _lead(book: Catalogue) -> int:
+def _lead(book: WorkerStore) -> int:
     """How many pushes were made of the key that has most."""
     return max([key.number for key in book.keys.values()], default=0)

@@ -1,4 +1,4 @@
-"""How a worker goes on when the servers have returned to a cut.
+"""Resynchronisation of a worker's stores after a rollback.
 
 What it had asked for is void, and so is all that it counted: its keys lie elsewhere now, at versions
 that it has left behind. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation
-from kvps.core.link import Request
-from kvps.core.saving import recount
-from kvps.core.standstill import Held
+from kvps.core.worker.connection import Request
+from kvps.core.worker.operations.base import Conversation
+from kvps.core.worker.operations.checkpoint import recount
+from kvps.core.worker.quiesce import DeferredCall
+from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged
 
 NAMED_MAX = 3
@@ -23,20 +23,20 @@ NAMED_MAX = 3
 
 
 @dataclass(slots=True)
-class Rejoin:
+class StoreResync:
     """One store on its way into a new epoch."""
 
     before: dict[str, int]
     """By key, the version that this rank had seen."""
     optimize_calls: int
     """How often it had set the optimizer."""
-    held: list[Held] = field(default_factory=list)
+    held: list[DeferredCall] = field(default_factory=list)
     """Calls that were under way, and that came since."""
     after: dict[str, int] = field(default_factory=dict)
     """By key, the version that the servers have now."""
 
 
-def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
+def rejoin(book: WorkerStore, names: tuple[str, ...]) -> Conversation:
     """Open the store anew, and count from what this rank owes; return the version of each key.
 
     ``names`` are the keys that this rank knew; another epoch may begin before they are found again.
@@ -46,7 +46,7 @@ def rejoin(book: Catalogue, names: tuple[str, ...]) -> Conversation:
     return (yield from recount(book, names))
 
 
-def epoch_changed(book: Catalogue, epoch: int, one: Rejoin) -> EpochChanged:
+def epoch_changed(book: WorkerStore, epoch: int, one: StoreResync) -> EpochChanged:
     """Return what the user is told."""
     moved = [
         f"{name!r} {version} -> {one.after.get(name, 'absent')}"

@@ -1,7 +1,7 @@
-"""Rows of a key as several servers have them: asked one by one, and read at one version.
+"""Reads of rows that lie on several servers, at one version.
 
 What is asked for differs (rows that the caller names, or those that changed); how the answers are brought
-to one version does not. It is done as for whole keys (:mod:`kvps.core.reading`), server by server.
+to one version does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`), server by server.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from kvps.core.catalogue import Catalogue
-from kvps.core.drops import complain
-from kvps.core.link import Request
 from kvps.core.placement import lies_by_rows
-from kvps.core.plan import Key
-from kvps.core.reading import Lagging, Step
-from kvps.messages import Changed, Dropped, Packet, PulledRows
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import LaggingReads, Step
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.plan import Key
+from kvps.core.worker.store import WorkerStore
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Changed, Dropped, PulledRows
 
 
 class Range(NamedTuple):
@@ -49,7 +50,7 @@ Answer = TypeVar("Answer", PulledRows, Changed)
 
 
 @dataclass(slots=True)
-class Portion(abc.ABC, Generic[Answer]):
+class ServerPart(abc.ABC, Generic[Answer]):
     """What one server has of the rows that are wanted of one key; it takes its answer in."""
 
     key: Key
@@ -75,11 +76,11 @@ class Portion(abc.ABC, Generic[Answer]):
         return self.answer
 
 
-PortionT = TypeVar("PortionT", bound="Portion[PulledRows] | Portion[Changed]")
+PortionT = TypeVar("PortionT", bound="ServerPart[PulledRows] | ServerPart[Changed]")
 
 
 @dataclass(slots=True)
-class Wanted(Generic[PortionT]):
+class RowRead(Generic[PortionT]):
     """The rows that are wanted of one key, and who has them."""
 
     key: Key
@@ -87,7 +88,7 @@ class Wanted(Generic[PortionT]):
     priority: int
     portions: list[PortionT] = field(default_factory=list)
 
-    def asked(self, book: Catalogue) -> list[Request]:
+    def asked(self, book: WorkerStore) -> list[Request]:
         """Return the requests for all of them."""
         store = book.opened.store
         return [one.ask(store, self.after, 0, self.priority) for one in self.portions]
@@ -111,11 +112,11 @@ class Wanted(Generic[PortionT]):
 
 
 def even_out(
-    book: Catalogue, wanted: Sequence[Wanted[PortionT]]
+    book: WorkerStore, wanted: Sequence[RowRead[PortionT]]
 ) -> Generator[Step, list[Packet], None]:
     """Read rows again that lag behind others of their key, until none does."""
     while book.ordered or not book.is_short:
-        requests = Lagging()
+        requests = LaggingReads()
         for one in wanted:
             behind, newest = one.lagging()
             store = book.opened.store
@@ -126,11 +127,11 @@ def even_out(
             return  # nobody waits any more for what may never come
 
 
-def complain_of_drops(book: Catalogue, wanted: Iterable[Wanted[PortionT]]) -> None:
+def complain_of_drops(book: WorkerStore, wanted: Iterable[RowRead[PortionT]]) -> None:
     """Raise, or remember, what the answers say of updates that were not made.
 
     Raises:
-        NonFinite: as :func:`~kvps.core.drops.complain`.
+        NonFinite: as :func:`~kvps.core.server.nonfinite_log.complain`.
     """
     dropped: dict[str, Dropped] = {}
     for one in wanted:

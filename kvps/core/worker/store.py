@@ -1,4 +1,4 @@
-"""What a worker knows of one store: its keys, where they lie, and what it has counted."""
+"""One store as a worker knows it: its keys, their placement, its counters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvps.core.coding import Coding, Group
 from kvps.core.placement import EMBEDDING, Part, parts
-from kvps.core.plan import Held, Key, Plan, make
+from kvps.core.refusals import Attempts
+from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
+from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
+from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
-from kvps.messages import Open
-from kvps.specs import Spec
+from kvps.protocol.stores import Open
 from kvps.tensors import PRIVATE, Memory
 
 
@@ -29,7 +30,7 @@ NONE = Made(0)
 
 
 @dataclass(slots=True)
-class Catalogue:
+class WorkerStore:
     """One store, as this worker knows it."""
 
     opened: Open
@@ -50,14 +51,18 @@ class Catalogue:
     """This rank took another's place, and knows neither how many calls that made, nor barriers."""
     restored: int = 0
     """The checkpoint from which the store was restored last; 0 for none."""
+    was_pushed_to: bool = False
+    """The servers have taken a push of this rank in."""
     joins: int = 0
     """How many are over, as this rank knows."""
     is_away: bool = False
     """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
     """By name, the number of the next; none of a name at which a resumed rank did not stand yet."""
-    coding: Coding = field(default_factory=Coding)
-    _plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
+    attempts: Attempts = field(default_factory=Attempts)
+    """How often calls of all ranks were refused: of keys, the optimizer, its rate, barriers."""
+    coding: ErrorFeedback = field(default_factory=ErrorFeedback)
+    _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
     @property
     def ordered(self) -> bool:
@@ -75,6 +80,14 @@ class Catalogue:
         policy = self.opened.on_worker_lost
         return policy == "fail" or (self.ordered and policy == "wait")
 
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether the servers will not refuse a push for want of an optimizer, as far as is known here.
+
+        Where each push is applied by itself, one is needed. Another rank may have set it.
+        """
+        return self.ordered or self.optimized.number > 0 or self.was_pushed_to
+
     def next_call(self, last: Made) -> Made:
         """Return which call of its kind the next one is, if the ``last`` was this.
 
@@ -87,7 +100,7 @@ class Catalogue:
         is_again = last.is_inherited and last.number > 0 and last.after == self.pushed
         return Made(last.number + (not is_again), self.pushed)
 
-    def plan(self, names: tuple[str, ...]) -> Plan:
+    def plan(self, names: tuple[str, ...]) -> TransferPlan:
         """Return the plan of ``names``, made once.
 
         Raises:
@@ -101,14 +114,14 @@ class Catalogue:
             self._plans[names] = plan
         return plan
 
-    def groups(self, plan: Plan) -> list[Group]:
+    def groups(self, plan: TransferPlan) -> list[CompressionGroup]:
         """Return the keys of ``plan`` that is to be pushed, by how they travel.
 
         A push that may be refused is not compressed: what was written of it would be gone from the
-        rest. Where each push is applied by itself, one needs an optimizer.
+        rest.
         """
-        is_taken = self.ordered or self.optimized.number or any(key.applied for key in plan.keys)
-        return self.coding.groups(plan, self.rank) if is_taken else [Group(plan)]
+        is_taken = self.takes_pushes or any(key.applied for key in plan.keys)
+        return self.coding.groups(plan, self.rank) if is_taken else [CompressionGroup(plan)]
 
     def key(self, name: str) -> Key:
         """Return one key.
@@ -141,16 +154,17 @@ class Catalogue:
         self.coding.begin_anew()
         self.keys.clear()
         self.barriers.clear()
+        self.attempts.clear()
         self._plans.clear()
         self.optimized = self.rated = NONE
         self.broadcasts = self.joins = 0
-        self.is_resumed = self.is_away = False
+        self.is_resumed = self.is_away = self.was_pushed_to = False
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
         return parts(key, spec.count, self.servers, self.opened.bigarray_bound, spec.width)
 
-    def place(self, placed: Iterable[tuple[str, Spec, Iterable[Held]]]) -> None:
+    def place(self, placed: Iterable[tuple[str, Spec, Iterable[PieceLocation]]]) -> None:
         """Remember where keys lie. What was counted of a key stays, unless it is another now."""
         for name, spec, pieces in placed:
             key = self.keys.get(name)

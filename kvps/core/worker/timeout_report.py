@@ -1,4 +1,4 @@
-"""What a call that was not done in time waited for, in words.
+"""The text of a Timeout: what a call still waited for.
 
 It names the call as the user knows it, says who has not answered and why, and what the user may do.
 """
@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvps.core import calls
-from kvps.core.link import Link, Request
-from kvps.core.member import Membership
+from kvps.core.membership_client import MembershipClient
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Connection, Request
 from kvps.errors import KvpsError, SchedulerLost, Timeout
-from kvps.messages import Barrier, Checkpoint
+from kvps.protocol.checkpoint import Checkpoint
+from kvps.protocol.membership import Barrier
 
 REASONS_MAX = 3
 """How many reasons one text gives."""
 
 
 def lateness(
-    member: Membership,
+    member: MembershipClient,
     call: calls.Call,
     waiting: Iterable[Request],
-    link_of: Callable[[Request], Link | None],
+    link_of: Callable[[Request], Connection | None],
     now: float,
 ) -> KvpsError:
     """Return what ``call`` ends with, which waits for these requests.
@@ -63,7 +64,7 @@ def lateness(
     )
 
 
-def _of_scheduler(request: Request, member: Membership) -> str:
+def _of_scheduler(request: Request, member: MembershipClient) -> str:
     message = request.message
     if isinstance(message, Checkpoint):
         return "not every server has written its image"
@@ -77,7 +78,7 @@ def _of_scheduler(request: Request, member: Membership) -> str:
     return f"not every worker stands at {which} ({member.reason})"
 
 
-def _silence(link: Link | None, now: float) -> str:
+def _silence(link: Connection | None, now: float) -> str:
     if link is None:
         return "other workers of this machine have not pushed the same"
     name = f"{link.route} ({link.endpoint})"
@@ -95,27 +96,27 @@ def name_of(call: calls.Call) -> str:
 _NAMES: dict[type[calls.Call], str] = {
     calls.OpenStore: "create()",
     calls.Init: "init()",
-    calls.Embed: "embedding()",
-    calls.PushIds: "push() of rows",
-    calls.PullIds: "pull() of rows",
+    calls.MakeTable: "embedding()",
+    calls.PushTableRows: "push() of rows",
+    calls.PullTableRows: "pull() of rows",
     calls.ExportBlock: "export()",
     calls.SetTableRate: "set_learning_rate() of a table",
     calls.Broadcast: "broadcast()",
     calls.Lookup: "the look-up of keys",
     calls.PushValues: "push()",
     calls.PullValues: "pull()",
-    calls.PushRows: "push()",
-    calls.PullRows: "row_sparse_pull()",
+    calls.PushKeyRows: "push()",
+    calls.PullKeyRows: "row_sparse_pull()",
     calls.Refresh: "refresh()",
     calls.Allocate: "empty_like()",
     calls.Versions: "version()",
-    calls.Resume: "resume()",
+    calls.ResumeKeys: "resume()",
     calls.SetOptimizer: "set_optimizer()",
     calls.SetRate: "set_learning_rate()",
-    calls.Stand: "barrier()",
+    calls.StandAtBarrier: "barrier()",
     calls.JoinStore: "join()",
     calls.Flush: "the flush of earlier pushes",
-    calls.Ask: "status",
+    calls.AskStatus: "status",
     calls.SaveState: "save_optimizer_states()",
     calls.LoadState: "load_optimizer_states()",
     calls.Compress: "set_gradient_compression()",
@@ -123,5 +124,5 @@ _NAMES: dict[type[calls.Call], str] = {
     calls.LoadRests: "load_compression_state()",
     calls.TakeCheckpoint: "checkpoint()",
     calls.RestoreCheckpoint: "restore()",
-    calls.Rejoin: "the return to a checkpoint",
+    calls.RejoinStore: "the return to a checkpoint",
 }

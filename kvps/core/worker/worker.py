@@ -1,12 +1,12 @@
 """The rules of a worker: what the user, the scheduler, the servers and the clock say to it.
 
-A user's call becomes a talk (:mod:`kvps.core.talks`), whose requests are queued on the links to the servers,
+A user's call becomes a talk (:mod:`kvps.core.worker.call_table`), whose requests are queued on the links to the servers,
 sent as the windows allow, and probed for when an answer is late. What was queued or sent for a call that ends
 early stays there if it changes values, and is dropped otherwise.
 
-A lost server or worker ends calls as :mod:`kvps.core.losses` says. When the servers take a cut, calls are held
-as :mod:`kvps.core.standstill` says; when they have returned to one, each store finds its way as
-:mod:`kvps.core.rejoin` says.
+A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls are held
+as :mod:`kvps.core.worker.quiesce` says; when they have returned to one, each store finds its way as
+:mod:`kvps.core.worker.resync` says.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from itertools import chain
 
 import torch
 
-from kvps.core import calls
-from kvps.core.bundles import Bundle
-from kvps.core.catalogue import Catalogue
-from kvps.core.dispatch import start
 from kvps.core.effects import (
     Connect,
     Effects,
@@ -30,12 +26,16 @@ from kvps.core.effects import (
     Route,
     Send,
 )
-from kvps.core.lateness import lateness, name_of
-from kvps.core.link import PROBE_AFTER_S, Link, Request, route_of
-from kvps.core.member import SCHEDULER, Identity
-from kvps.core.rejoin import Rejoin, epoch_changed, rejoin
-from kvps.core.standstill import Held, Standstill, creates
-from kvps.core.talks import Talk, Talks
+from kvps.core.membership_client import SCHEDULER, Identity
+from kvps.core.worker import calls
+from kvps.core.worker.call_table import CallTable, PendingCall
+from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, route_of
+from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
+from kvps.core.worker.operations.dispatch import start
+from kvps.core.worker.quiesce import DeferredCall, Quiesce, creates
+from kvps.core.worker.resync import StoreResync, epoch_changed, rejoin
+from kvps.core.worker.store import WorkerStore
+from kvps.core.worker.timeout_report import lateness, name_of
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -44,38 +44,23 @@ from kvps.errors import (
     Timeout,
     WorkerLost,
     from_code,
+    unforeseen,
 )
-from kvps.messages import (
-    Ack,
-    Changed,
-    Checkpointed,
-    Declared,
+from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding, Revived
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import (
     Done,
-    Envelope,
     Error,
-    Exported,
-    FoundAll,
-    Halt,
-    Halted,
     HistoryIs,
     Joined,
-    Packet,
     Probed,
-    Proceed,
-    Proceeding,
-    Pulled,
-    PulledIds,
-    PulledRows,
-    Push,
     Released,
     Resumed,
-    Revived,
-    Role,
-    StateIs,
-    StatusIs,
     View,
     Welcome,
 )
+from kvps.protocol.stores import Declared, FoundAll, StateIs, StatusIs
+from kvps.protocol.values import Ack, Changed, Exported, Pulled, PulledIds, PulledRows, Push
 from kvps.tensors import PRIVATE, Memory, to_frame
 
 HELLO_AGAIN_S = 1.0
@@ -100,20 +85,20 @@ ANSWERS = (
 """What a server may answer besides ACK; each carries the request's number."""
 
 
-class Worker(Talks):
+class Worker(CallTable):
     """One worker process's part in one job."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
         super().__init__(identity, now, memory)
         self._memory = memory
-        self._standstill = Standstill()
+        self._standstill = Quiesce()
         self._epoch = 0
         """That of the view by which this worker goes."""
         self._since = 0
         """The view in which it began."""
-        self._rejoins: dict[str, Rejoin] = {}
+        self._rejoins: dict[str, StoreResync] = {}
         """The stores that do not know yet where their keys are in this epoch."""
-        self._untold: dict[str, Rejoin] = {}
+        self._untold: dict[str, StoreResync] = {}
         """By store, what the next call is to be told."""
         self._own_tickets = 0
         """Of calls that nobody made but this core; they count down."""
@@ -143,7 +128,7 @@ class Worker(Talks):
             yield Finish(ticket, error=error)
             return
         if call.store in self._rejoins:
-            self._rejoins[call.store].held.append(Held(ticket, call, deadline))
+            self._rejoins[call.store].held.append(DeferredCall(ticket, call, deadline))
             return
         if call.store in self._untold:
             error = epoch_changed(self.books[call.store], self._epoch, self._untold.pop(call.store))
@@ -162,7 +147,7 @@ class Worker(Talks):
                 yield from self._again(ticket, call, deadline)
                 return
         if isinstance(call, calls.OpenStore) and call.store not in self.books:
-            self.books[call.store] = Catalogue(
+            self.books[call.store] = WorkerStore(
                 call.opened,
                 self.member.rank,
                 len(self.links),
@@ -171,9 +156,9 @@ class Worker(Talks):
                 bool(self.losses.workers),
             )
         rows: list[torch.Tensor] = []
-        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushRows):
+        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushKeyRows):
             rows.extend(call.rows)
-        talk = Talk(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
+        talk = PendingCall(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
         self._talks[ticket] = talk
         yield from self._go_on(talk, None, now)
         yield from self._say_where_it_stands()
@@ -198,6 +183,18 @@ class Worker(Talks):
             self.neighbours.heard(link, now)
         yield from self._flow(now)
         yield from self._say_where_it_stands()
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """A packet could not be served, as nobody foresaw: a neighbour is told.
+
+        Raises:
+            Exception: ``error``, if it was an answer to this worker's own calls: they would never end.
+        """
+        if isinstance(route, str):
+            raise error
+        said = unforeseen(f"worker {self.member.rank}", error)
+        answer = Error(envelope.seq, said.code, str(said))
+        yield Send(route, self.member.packet(answer))
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke; the probes find out what was lost with it."""
@@ -284,7 +281,7 @@ class Worker(Talks):
             if grace is not None:
                 yield grace
 
-    def _due_on(self, links: Iterable[Link]) -> Iterator[float]:
+    def _due_on(self, links: Iterable[Connection]) -> Iterator[float]:
         for link in links:
             if not link.ready:
                 yield self._hello_at
@@ -350,7 +347,7 @@ class Worker(Talks):
             self._links_at = min(self._links_at, self._hello_at)
             for one in view.members:
                 if one.role == Role.SERVER:
-                    link = Link(
+                    link = Connection(
                         route_of(one.rank),
                         one.endpoint,
                         one.incarnation,
@@ -375,7 +372,7 @@ class Worker(Talks):
 
     # --- servers and neighbours ----------------------------------------------------------------------
 
-    def _answering(self, route: str, envelope: Envelope) -> Link | None:
+    def _answering(self, route: str, envelope: Envelope) -> Connection | None:
         """Return the link to whoever answers along one of our connections; None if it has gone."""
         kind, rank = route.split()
         if envelope.view < self._since:
@@ -385,7 +382,7 @@ class Worker(Talks):
         link = self.neighbours.links.get(int(rank))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
-    def _on_answer(self, link: Link, packet: Packet, now: float) -> Effects:
+    def _on_answer(self, link: Connection, packet: Packet, now: float) -> Effects:
         message = packet.message
         match message:
             case Welcome():
@@ -410,7 +407,7 @@ class Worker(Talks):
                     if request is not None:
                         request.waits_for = one.reason
                         yield from self.taken_in(request, now)
-                        if isinstance(request.owner, Bundle):
+                        if isinstance(request.owner, MergedRequest):
                             yield from self.neighbours.waits(request.owner, one.reason)
                 for seq in message.missing:
                     request = link.miss(seq)
@@ -421,7 +418,7 @@ class Worker(Talks):
             case _:
                 yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
 
-    def _on_error(self, link: Link, message: Error, now: float) -> Effects:
+    def _on_error(self, link: Connection, message: Error, now: float) -> Effects:
         error = from_code(message.code, message.text)
         request = link.answer(message.seq)
         if isinstance(error, Fenced):
@@ -441,7 +438,7 @@ class Worker(Talks):
             self._links_at = min(self._links_at, now + PROBE_AFTER_S)
             yield self._packet(link, request)
 
-    def _packet(self, link: Link, request: Request) -> Send:
+    def _packet(self, link: Connection, request: Request) -> Send:
         frames = tuple([to_frame(one) for one in request.payload])
         return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
 
@@ -468,7 +465,7 @@ class Worker(Talks):
         numbers = self._standstill.numbers(self.books)
         return Send(SCHEDULER, self.member.packet(Halted(self._standstill.cut, numbers, stands)))
 
-    def _make(self, held: Iterable[Held], now: float) -> Effects:
+    def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
         """Make calls that were held back."""
         for one in held:
             yield from self.on_call(one.ticket, one.call, one.deadline, now)
@@ -498,18 +495,18 @@ class Worker(Talks):
         for talk in ended.values():
             talk.conversation.close()
             if talk.ticket > 0 and not talk.finished:
-                held.append(Held(talk.ticket, talk.call, talk.deadline))
+                held.append(DeferredCall(talk.ticket, talk.call, talk.deadline))
         for store, book in self.books.items():
             if store not in self._rejoins:  # else this is the second loss in a row
-                new = Rejoin(book.versions(), book.optimized.number)
+                new = StoreResync(book.versions(), book.optimized.number)
                 self._rejoins[store] = self._untold.pop(store, new)
             yield from self._rejoin(store, book, tuple(self._rejoins[store].before), now)
         yield from self._make(held, now)
 
-    def _rejoin(self, store: str, book: Catalogue, names: tuple[str, ...], now: float) -> Effects:
+    def _rejoin(self, store: str, book: WorkerStore, names: tuple[str, ...], now: float) -> Effects:
         self._own_tickets -= 1
-        call = calls.Rejoin(store)
-        talk = Talk(self._own_tickets, call, rejoin(book, names), [], math.inf)
+        call = calls.RejoinStore(store)
+        talk = PendingCall(self._own_tickets, call, rejoin(book, names), [], math.inf)
         self._talks[talk.ticket] = talk
         yield from self._go_on(talk, None, now)
 
@@ -564,7 +561,7 @@ class Worker(Talks):
         errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
         for talk in list(self._talks.values()):
             error = errors[talk.call.store]
-            is_rejoin = isinstance(talk.call, calls.Rejoin)  # of use when the lost is replaced
+            is_rejoin = isinstance(talk.call, calls.RejoinStore)  # of use when the lost is replaced
             if error is not None and talk.ticket in self._talks and not is_rejoin:
                 yield from self._finish(talk, now, error=error)
         for waiting in (self._standstill.held, *(one.held for one in self._rejoins.values())):
@@ -606,5 +603,5 @@ class Worker(Talks):
         self.neighbours.check()
 
 
-def _is_for_user(talk: Talk) -> bool:
-    return not talk.finished and not isinstance(talk.call, calls.Rejoin)
+def _is_for_user(talk: PendingCall) -> bool:
+    return not talk.finished and not isinstance(talk.call, calls.RejoinStore)

@@ -1,4 +1,4 @@
-"""How a list of keys travels in collectives: flattened into buckets, and back.
+"""Flat buckets: a list of keys flattened for a collective, and back.
 
 A collective costs about as much for 4 bytes as for 100 KB, so small tensors go side by side. All keys of
 a bucket have one element type, and add up in :attr:`Bucket.carrier`: float32 for half types, so that a
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvps.specs import Spec, summed_in
+from kvps.dtypes import Spec, summed_in
 from kvps.tensors import TORCH
 
 BUCKET_BYTES = 25 << 20
@@ -54,7 +54,7 @@ class Bucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
-class Load:
+class BucketPlan:
     """A call with a list of keys: how it travels, and how other ranks know it."""
 
     def __init__(self, verb: str, keys: Sequence[tuple[str, Spec]], device: str) -> None:

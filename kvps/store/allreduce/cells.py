@@ -1,4 +1,4 @@
-"""Which turn makes the newest value of each key of an allreduce store, and which made the last one.
+"""The newest value of each key of an allreduce store, and the collective that makes it.
 
 A pull takes the newest turn of its keys when it is called, and waits for that one, whatever is pushed
 later. If a turn fails, its keys fall back to the value that they had.
@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvps.errors import KeyNotFound
-from kvps.store.handle import Ticket
-from kvps.store.turns import Turn, Turns
+from kvps.runtime.ticket import Ticket
+from kvps.store.allreduce.queue import Collective, CollectiveQueue
 
 
 class Cells:
     """The values of all keys, made or being made."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: CollectiveQueue) -> None:
         self._turns = turns
-        self._newest: dict[str, Turn] = {}
-        self._made: dict[str, Turn] = {}
+        self._newest: dict[str, Collective] = {}
+        self._made: dict[str, Collective] = {}
         self._mutex = threading.Lock()
         """Held to change these two."""
         self._order = threading.Lock()
@@ -30,7 +30,7 @@ class Cells:
     def __contains__(self, name: str) -> bool:
         return name in self._newest
 
-    def of(self, names: Sequence[str]) -> list[Turn]:
+    def of(self, names: Sequence[str]) -> list[Collective]:
         """Return the turn that makes the newest value of each key.
 
         Raises:
@@ -45,7 +45,9 @@ class Cells:
             )
         return known
 
-    def begin(self, turn: Turn, names: Sequence[str], step: int, limit_s: float) -> Turn:
+    def begin(
+        self, turn: Collective, names: Sequence[str], step: int, limit_s: float
+    ) -> Collective:
         """Begin a turn that makes the next value of ``names``, in this order.
 
         Args:
@@ -79,7 +81,7 @@ class Cells:
                     self._newest.update(dict.fromkeys(names, turn))
         return turn
 
-    def _fall_back(self, turn: Turn, names: Sequence[str]) -> None:
+    def _fall_back(self, turn: Collective, names: Sequence[str]) -> None:
         for name in names:
             if self._newest.get(name) is turn:
                 del self._newest[name]
@@ -87,15 +89,15 @@ class Cells:
                     self._newest[name] = self._made[name]
 
 
-class Awaited(Ticket):
+class CollectiveTicket(Ticket):
     """A call that waits for turns that were begun before."""
 
     def __init__(
         self,
         names: Sequence[str],
-        turns: Sequence[Turn],
+        turns: Sequence[Collective],
         limit_s: float,
-        wait: Callable[[Turn, float, float], None],
+        wait: Callable[[Collective, float, float], None],
     ) -> None:
         """Wait for the values of some keys.
 

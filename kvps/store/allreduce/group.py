@@ -1,4 +1,4 @@
-"""The collectives of one allreduce store: sums and rank 0's values, over gloo and NCCL.
+"""The collectives of one allreduce store: sums and broadcasts over gloo and NCCL.
 
 Before each of them the ranks compare what they are about to do, in 16 bytes. Collectives have no names, and
 two ranks that call for different keys would add them up, or wait for ever. Here both get Mismatch, and
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from kvps.errors import KvpsError, Mismatch, WorkerLost
-from kvps.store.meeting import Meeting
+from kvps.store.allreduce.rendezvous import Rendezvous
 
 FOREVER = timedelta(days=30)
 """A collective waits for late ranks; who waits for it has a time limit of his own."""
@@ -31,10 +31,10 @@ CANCEL_TAG = 1 << 20
 WORDS_BYTES, CARD_BYTES = 512, 128
 
 
-class Ring:
+class CollectiveGroup:
     """This rank's end of the ring; one thread makes its collectives."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         """Connect to the other ranks, all of which are there."""
         self.rank, self.size = meeting.rank, meeting.size
         self.number = 0

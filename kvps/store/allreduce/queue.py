@@ -1,4 +1,4 @@
-"""The one thread that makes a ring's collectives, in the order in which the script asked for them.
+"""The queue of collectives of an allreduce store: one thread makes them in the script's order.
 
 Collectives have no names: the k-th of a rank meets the k-th of every other. So they may not overtake each
 other, and one thread makes them. The script goes on meanwhile, and waits for a *turn* when it needs its
@@ -22,7 +22,7 @@ PENDING_MAX = 64
 """How many turns may wait to be made; the next one waits to be asked for."""
 
 
-class Turn:
+class Collective:
     """One call that all ranks make together, and what came of it."""
 
     def __init__(self, words: str, make: Callable[[], list[torch.Tensor]]) -> None:
@@ -68,24 +68,24 @@ class Turn:
         self._ended.set()
 
 
-class Turns:
+class CollectiveQueue:
     """Makes turns one after the other."""
 
     def __init__(self, name: str) -> None:
-        self.now: Turn | None = None
+        self.now: Collective | None = None
         """The one that is being made."""
         self.since = 0.0
         """When it was begun, by time.monotonic()."""
         self._name = name
         self._pid = os.getpid()
-        self._queue: queue.Queue[Turn | None] = queue.Queue(PENDING_MAX)
-        self._last: Turn | None = None
+        self._queue: queue.Queue[Collective | None] = queue.Queue(PENDING_MAX)
+        self._last: Collective | None = None
         self.over: KvpsError | None = None
         """What all turns fail with from now on."""
         self._thread = threading.Thread(target=self._run, name=f"kvps {name}", daemon=True)
         self._thread.start()
 
-    def add(self, turn: Turn, limit_s: float) -> Turn:
+    def add(self, turn: Collective, limit_s: float) -> Collective:
         """Have ``turn`` made after all that were added before.
 
         Raises:
@@ -131,7 +131,7 @@ class Turns:
                 self.now = None
                 del turn  # its rows live as long as somebody wants them
 
-    def _made(self, turn: Turn) -> KvpsError | None:
+    def _made(self, turn: Collective) -> KvpsError | None:
         if self.over is not None:
             return self.over
         try:

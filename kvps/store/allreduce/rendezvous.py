@@ -1,4 +1,4 @@
-"""Where the ranks of an allreduce store meet, and which rank this process is.
+"""The rendezvous of the ranks of an allreduce store, and this process's rank.
 
 torchrun, kvps-worker and kvps-launch say it by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Inside a
 :class:`~kvps.LocalCluster` each thread is a rank. A process that nobody told anything is a world of one.
@@ -19,14 +19,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from kvps import config
 from kvps.errors import ConfigError, Timeout
-from kvps.store.cluster import LocalCluster
+from kvps.runtime.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
 PREFIX = "kvps.allreduce"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """One store's ranks, before they are connected."""
 
     name: str
@@ -63,7 +63,7 @@ class Meeting:
             ) from error
 
 
-class Places:
+class Ranks:
     """What this process knows of its world; its stores share one rendezvous."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Places:
 
     def meet(
         self, name: str | None, prefix: str, taken: Collection[str], timeout_s: float
-    ) -> Meeting:
+    ) -> Rendezvous:
         """Return the meeting of one store.
 
         Args:
@@ -96,7 +96,7 @@ class Places:
             _demand_free(own, taken)
             life = session.next_name(f"{PREFIX}/{own}")
             board = PrefixStore(life, cluster.board)
-            return Meeting(own, session.rank, cluster.workers, board, "127.0.0.1")
+            return Rendezvous(own, session.rank, cluster.workers, board, "127.0.0.1")
         with self._lock:
             own = name or f"{prefix}-{self._unnamed[prefix]}"
             _demand_free(own, taken)
@@ -105,7 +105,7 @@ class Places:
             self._lives[own] += 1
             return meeting
 
-    def _meeting(self, name: str, timeout_s: float) -> Meeting:
+    def _meeting(self, name: str, timeout_s: float) -> Rendezvous:
         world = config.world()
         if world is None or world.size == 1:
             if not self._is_told and world is None:
@@ -115,14 +115,14 @@ class Places:
                     "one worker",
                     name,
                 )
-            return Meeting(name, 0, 1, None, "")
+            return Rendezvous(name, 0, 1, None, "")
         if self._board is None:
             self._board = _rendezvous(world, timeout_s)
         board = PrefixStore(f"{PREFIX}/{name}/{self._lives[name]}", self._board)
-        return Meeting(name, world.rank, world.size, board, _listening(world.address))
+        return Rendezvous(name, world.rank, world.size, board, _listening(world.address))
 
 
-places = Places()
+places = Ranks()
 
 
 def ranks(some: list[int]) -> str:

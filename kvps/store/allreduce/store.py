@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvps.core.calls import Sinks
-from kvps.core.plan import Numbers
+from kvps.core.worker.calls import Sinks
+from kvps.core.worker.plan import Numbers
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
-from kvps.specs import Spec
+from kvps.runtime.cuda_staging import bring_back
+from kvps.runtime.open_stores import OpenStores
+from kvps.runtime.ticket import Ticket
+from kvps.store.allreduce.buckets import BucketPlan
+from kvps.store.allreduce.cells import Cells, CollectiveTicket
+from kvps.store.allreduce.group import CollectiveGroup
+from kvps.store.allreduce.queue import Collective, CollectiveQueue
+from kvps.store.allreduce.rendezvous import Rendezvous, ranks
+from kvps.store.allreduce.unsupported import Serverless
 from kvps.store.arguments import names_of, reduce, targets_for
 from kvps.store.calling import Outcome
-from kvps.store.cells import Awaited, Cells
 from kvps.store.contract import Straggler
-from kvps.store.endings import Endings
-from kvps.store.flat import Load
-from kvps.store.handle import Ticket
-from kvps.store.meeting import Meeting, ranks
 from kvps.store.names import Kind
-from kvps.store.ring import Ring
-from kvps.store.serverless import Serverless
-from kvps.store.staging import bring_back
-from kvps.store.turns import Turn, Turns
 from kvps.tensors import TORCH, Array
 
 if TYPE_CHECKING:
@@ -57,16 +57,18 @@ STOP_MAX_S = 5.0
 class AllreduceStore(Serverless):
     """One store of ranks that add up among themselves; make it with :func:`kvps.create`."""
 
-    def __init__(self, kind: Kind, meeting: Meeting, endings: Endings, timeout_s: float) -> None:
+    def __init__(
+        self, kind: Kind, meeting: Rendezvous, endings: OpenStores, timeout_s: float
+    ) -> None:
         """Connect; ``endings`` is told, so that the store ends with what it is part of."""
         super().__init__(kind, meeting.name, timeout_s)
         self._rank, self._size = meeting.rank, meeting.size
-        self._stood: dict[bytes, Turn] = {}
+        self._stood: dict[bytes, Collective] = {}
         """Calls that all ranks make together and that have timed out: made again they are the same."""
-        self._loads: dict[tuple[object, ...], Load] = {}
+        self._loads: dict[tuple[object, ...], BucketPlan] = {}
         meeting.gather(timeout_s)
-        self._ring = Ring(meeting)
-        self._turns = Turns(meeting.name)
+        self._ring = CollectiveGroup(meeting)
+        self._turns = CollectiveQueue(meeting.name)
         self._cells = Cells(self._turns)
         self._endings = endings
         endings.watch(self)
@@ -91,7 +93,7 @@ class AllreduceStore(Serverless):
         self._begin()
         names, is_many = names_of(key)
         turns = self._cells.of(names)
-        Awaited(names, turns, self._limit(timeout), self.wait).wait()
+        CollectiveTicket(names, turns, self._limit(timeout), self.wait).wait()
         found = [turn.version(name) for name, turn in zip(names, turns, strict=True)]
         return found if is_many else found[0]
 
@@ -140,7 +142,7 @@ class AllreduceStore(Serverless):
                 )
         new = [index for index, (name, _) in enumerate(keys) if name not in self._specs]
         if new:
-            load = Load("init", [keys[index] for index in new], "cpu")
+            load = BucketPlan("init", [keys[index] for index in new], "cpu")
             given = [rows[index] for index in new]
             names = tuple(keys[index][0] for index in new)
             self._together(load, lambda: self._spread(load, names, given, limit_s), limit_s)
@@ -154,15 +156,15 @@ class AllreduceStore(Serverless):
     ) -> Ticket:
         self._loads.clear()  # types and shapes may change
         turn = self._spread(
-            Load("broadcast", keys, "cpu"), tuple(name for name, _ in keys), rows, limit_s
+            BucketPlan("broadcast", keys, "cpu"), tuple(name for name, _ in keys), rows, limit_s
         )
         self.wait(turn, limit_s, limit_s)
         _deliver(sinks, turn.rows)
         return _over()
 
     def _spread(
-        self, load: Load, names: tuple[str, ...], rows: Sequence[torch.Tensor], limit_s: float
-    ) -> Turn:
+        self, load: BucketPlan, names: tuple[str, ...], rows: Sequence[torch.Tensor], limit_s: float
+    ) -> Collective:
         """Have rank 0's values become those of ``names``."""
         if self._rank == 0:  # not in the type that sums are taken in, but bit by bit
             flats = [
@@ -177,14 +179,14 @@ class AllreduceStore(Serverless):
             self._ring.spread(flats)
             return load.rows(flats)
 
-        return self._cells.begin(Turn(load.words, make), names, 0, limit_s)
+        return self._cells.begin(Collective(load.words, make), names, 0, limit_s)
 
-    def _stand(self, load: Load, limit_s: float) -> Turn:
+    def _stand(self, load: BucketPlan, limit_s: float) -> Collective:
         def make() -> list[torch.Tensor]:
             self._ring.agree(load.digest, load.words)
             return []
 
-        return self._turns.add(Turn(load.words, make), limit_s)
+        return self._turns.add(Collective(load.words, make), limit_s)
 
     def _rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
@@ -219,10 +221,10 @@ class AllreduceStore(Serverless):
                 torch.cuda.current_stream(device).synchronize()  # of this thread
             return found
 
-        turn = Turn(load.words, make)
+        turn = Collective(load.words, make)
         if sinks is not None:
             self._cells.begin(turn, names, 1, limit_s)
-            return Awaited(names, [turn] * len(names), limit_s, self.wait)
+            return CollectiveTicket(names, [turn] * len(names), limit_s, self.wait)
         turn.on_error = self._owe
         self._cells.begin(turn, names, 1, limit_s)
         return _over()  # it is copied; whether it can be summed shows later
@@ -236,7 +238,7 @@ class AllreduceStore(Serverless):
         limit_s: float,
     ) -> Ticket:
         turns = self._cells.of(names)
-        found = Awaited(names, turns, limit_s, self.wait)
+        found = CollectiveTicket(names, turns, limit_s, self.wait)
         if least:
             found.wait()
             for name, turn in zip(names, turns, strict=True):
@@ -300,7 +302,7 @@ class AllreduceStore(Serverless):
 
     # --- small things -------------------------------------------------------------------------------
 
-    def wait(self, turn: Turn, left_s: float, limit_s: float) -> None:
+    def wait(self, turn: Collective, left_s: float, limit_s: float) -> None:
         """Wait for the end of a turn.
 
         Raises:
@@ -313,7 +315,7 @@ class AllreduceStore(Serverless):
                 self._later.remove(turn.error)  # it is told here, and not again
             raise turn.error
 
-    def _together(self, load: Load, begin: Callable[[], Turn], limit_s: float) -> None:
+    def _together(self, load: BucketPlan, begin: Callable[[], Collective], limit_s: float) -> None:
         """Make a call that counts when it succeeds; after a Timeout the same call waits on."""
         turn = self._stood.pop(load.digest, None) or begin()
         try:
@@ -339,10 +341,10 @@ class AllreduceStore(Serverless):
             "for them again"
         )
 
-    def _load(self, verb: str, names: tuple[str, ...], device: str) -> Load:
+    def _load(self, verb: str, names: tuple[str, ...], device: str) -> BucketPlan:
         known = self._loads.get((verb, names, device))
         if known is None:
-            known = Load(verb, [(name, self._specs[name]) for name in names], device)
+            known = BucketPlan(verb, [(name, self._specs[name]) for name in names], device)
             if len(self._loads) >= LOADS_MAX:
                 self._loads.clear()
             self._loads[verb, names, device] = known

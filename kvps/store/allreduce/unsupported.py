@@ -1,4 +1,4 @@
-"""What a store without servers says to whoever asks for what servers do.
+"""The part of the store's contract that needs servers, refused with what to do instead.
 
 Where there is a true answer it is given: nothing lies on servers, nobody is ahead of anybody. The rest is
 refused, with what to do instead and the name of the store that can.
@@ -10,19 +10,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvps.compression import Rules
-from kvps.core.hyper import Hyper
+from kvps.compression.policy import CompressionPolicy
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import Part
-from kvps.core.plan import Numbers
-from kvps.core.recipe import Recipe
+from kvps.core.worker.plan import Numbers
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.specs import Spec
+from kvps.runtime.ticket import Ticket
 from kvps.store.base import KVStoreBase
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Ticket
+from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
+from kvps.store.optimizer_state import States
 from kvps.store.rows import taken
-from kvps.store.states import States
 
 
 class Serverless(KVStore):
@@ -100,7 +100,7 @@ class Serverless(KVStore):
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
         return {}
 
-    def _optimizer(self) -> Hyper:
+    def _optimizer(self) -> HyperParams:
         self._refuse_optimizer()
 
     def _refuse_optimizer(self) -> NoReturn:
@@ -110,7 +110,7 @@ class Serverless(KVStore):
             "use dist_sync"
         )
 
-    def _compress(self, rules: Rules) -> None:
+    def _compress(self, rules: CompressionPolicy) -> None:
         if not rules.are_off:
             self._refuse(
                 "set_gradient_compression()",
@@ -124,13 +124,13 @@ class Serverless(KVStore):
         if rests:
             self._refuse("load_compression_state()", "nothing is compressed here")
 
-    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_optimizer(self, hyper: HyperParams, limit_s: float) -> None:
         self._optimizer()
 
-    def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_rate(self, hyper: HyperParams, limit_s: float) -> None:
         self._optimizer()
 
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
         self._refuse("embedding()", "keep an ordinary table, pushed by rows, in the model")
 
     # --- small things -------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from typing import IO
 
 import torch
 
-from kvps.checkpoint.stream import TITLES
-from kvps.core.arenas import WEIGHT
-from kvps.core.embedding import Block
-from kvps.core.recipe import Recipe
+from kvps.checkpoint.safetensors_writer import TITLES
+from kvps.core.embedding.arena import WEIGHT
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.table import ExportBatch
 from kvps.errors import StorageError
 from kvps.tensors import NAMES, to_frame
 
@@ -31,7 +31,7 @@ HEAD_BYTES = 4096
 """Room for the header; one with all states of any optimizer takes a quarter of it."""
 
 
-def write(path: Path, blocks: Iterator[Block], recipe: Recipe) -> int:
+def write(path: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec) -> int:
     """Write ``blocks`` to ``path``; return how many rows they had.
 
     Raises:
@@ -50,7 +50,9 @@ def write(path: Path, blocks: Iterator[Block], recipe: Recipe) -> int:
         raise StorageError(f"cannot write the table to {path}: {error}") from error
 
 
-def _write(part: Path, blocks: Iterator[Block], recipe: Recipe, stack: ExitStack) -> int:
+def _write(
+    part: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec, stack: ExitStack
+) -> int:
     file = stack.enter_context(part.open("wb"))
     file.write(bytes(HEAD_BYTES))
     spools: dict[str, tuple[IO[bytes], torch.dtype, int]] = {}
@@ -87,7 +89,7 @@ def _write(part: Path, blocks: Iterator[Block], recipe: Recipe, stack: ExitStack
     return count
 
 
-def _columns(block: Block) -> list[tuple[str, torch.Tensor]]:
+def _columns(block: ExportBatch) -> list[tuple[str, torch.Tensor]]:
     rest = [
         ("rows" if name == WEIGHT else f"state.{name}", column)
         for name, column in block.columns.items()
@@ -100,7 +102,7 @@ def _columns(block: Block) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _text(recipe: Recipe) -> str:
+def _text(recipe: EmbeddingSpec) -> str:
     return json.dumps(
         {
             "dim": recipe.dim,

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from kvps.core import calls
-from kvps.core.embedding import Block
-from kvps.core.id_calls import check_size, split
-from kvps.core.ids import Ids
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.table import ExportBatch
 from kvps.core.placement import EMBEDDING
-from kvps.core.recipe import Recipe
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Handle
+from kvps.core.worker import calls
+from kvps.core.worker.operations.embeddings import check_size, split
+from kvps.errors import KvpsError
+from kvps.runtime.ticket import Handle
+from kvps.runtime.worker_session import WorkerSession
+from kvps.store.embedding.table import EmbeddingTable, Owner
 
-if TYPE_CHECKING:
-    from kvps.store.dist import DistStore
+
+class SessionOwner(Owner, Protocol):
+    """A store whose calls are those of a worker core."""
+
+    _later: list[KvpsError]
+
+    @property
+    def session(self) -> WorkerSession:
+        """This process's place in the cluster."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    def _limit(self, timeout: float | None) -> float: ...
 
 
 class DistEmbedding(EmbeddingTable):
     """A table of a ``dist_*`` store."""
 
-    def __init__(self, store: DistStore, name: str, recipe: Recipe) -> None:
+    def __init__(self, store: SessionOwner, name: str, recipe: EmbeddingSpec) -> None:
         super().__init__(store, name, recipe)
         self._key = EMBEDDING + name
         self._dist = store
 
     def make(self, limit_s: float) -> None:
         """Have the servers make it, or check that what they have is the same."""
-        self._call(calls.Embed(self._dist.name, self._key, self.recipe, self._dist.rank), limit_s)
+        self._call(
+            calls.MakeTable(self._dist.name, self._key, self.recipe, self._dist.rank), limit_s
+        )
 
     def __len__(self) -> int:
         """Return how many rows there are, on all servers, after this rank's own pushes."""
@@ -46,12 +63,12 @@ class DistEmbedding(EmbeddingTable):
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
-        owed = self._make(calls.Resume(self._dist.name, (self._key,)), timeout)
+        owed = self._make(calls.ResumeKeys(self._dist.name, (self._key,)), timeout)
         assert isinstance(owed, int)
         return owed
 
     def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
-        call = calls.PullIds(self._dist.name, (self._key,), self.recipe, ids)
+        call = calls.PullTableRows(self._dist.name, (self._key,), self.recipe, ids)
         rows = self._make(call, timeout)
         assert isinstance(rows, torch.Tensor)
         return rows
@@ -65,7 +82,9 @@ class DistEmbedding(EmbeddingTable):
         check_size(f"table {self.name!r}", parts)
         store = self._dist
         store._begin()
-        call = calls.PushIds(store.name, (self._key,), (), None, 0, not async_op, self.dim, parts)
+        call = calls.PushTableRows(
+            store.name, (self._key,), (), None, 0, not async_op, self.dim, parts
+        )
         ticket = store.session.call(call, store._limit(timeout))
         if async_op:
             return Handle(ticket, lambda: None)
@@ -78,16 +97,16 @@ class DistEmbedding(EmbeddingTable):
         if self._dist.rank == 0:
             self._make(calls.SetTableRate(self._dist.name, self._key, lr), timeout)
 
-    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]:
+    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
         self.version()  # this rank's own pushes are in it then
         for server in range(self._servers):
             start = 0
             while True:
                 call = calls.ExportBlock(
-                    self._dist.name, self._key, server, start, rows, since, with_state
+                    self._dist.name, self._key, server, self.dim, start, rows, since, with_state
                 )
                 block = self._make(call, None)
-                assert isinstance(block, Block)
+                assert isinstance(block, ExportBatch)
                 yield block
                 start = block.next
                 if not start:

@@ -9,26 +9,45 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvps.core.embedding import Block
-from kvps.core.ids import Ids
-from kvps.core.recipe import Recipe
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.table import ExportBatch
 from kvps.errors import ConfigError, Mismatch
-from kvps.store.exporting import write
+from kvps.store.embedding.export import write
 from kvps.tensors import TORCH, as_tensor
-
-if TYPE_CHECKING:
-    from kvps.store.kvstore import KVStore
 
 BLOCK_BYTES = 8 << 20
 """About how much of an export is in memory at once."""
 
 Rows = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of ids [n] and their rows [n, dim]."""
+
+
+class Owner(Protocol):
+    """The store that a table belongs to."""
+
+    @property
+    def name(self) -> str:
+        """The name of the store."""
+
+    @property
+    def type(self) -> str:
+        """The kind of store."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers push to it."""
+
+    @property
+    def average(self) -> bool:
+        """Whether a round is the mean of what its workers pushed."""
+
+    def _begin(self) -> None: ...
 
 
 class EmbeddingTable(abc.ABC):
@@ -56,7 +75,7 @@ class EmbeddingTable(abc.ABC):
         (2, 1)
     """
 
-    def __init__(self, store: KVStore, name: str, recipe: Recipe) -> None:
+    def __init__(self, store: Owner, name: str, recipe: EmbeddingSpec) -> None:
         self.store = store
         self.name = name
         self.recipe = recipe
@@ -270,7 +289,7 @@ class EmbeddingTable(abc.ABC):
     def _set_rate(self, lr: float, timeout: float | None) -> None: ...
 
     @abc.abstractmethod
-    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]: ...
+    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]: ...
 
 
 def _ids_of(ids: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a store within one process is written to a checkpoint, and read from one.
+"""Checkpoints of a store within one process.
 
 It writes what a single server of a job without a name would, so that ``kvps checkpoint`` shows, checks
 and exports it like any other; and it reads what servers wrote, however many they were.
@@ -12,16 +12,23 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps import __version__, config
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, holdings, image_name, now_in_words
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.embedding import Embedding
-from kvps.core.hyper import Hyper
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage, TableImage
+from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import BIGARRAY_BOUND, EMBEDDING
-from kvps.core.table_imaging import rows_of
+from kvps.core.server.snapshot.capture_tables import rows_of
+from kvps.core.server.snapshot.model import (
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+    TableSnapshot,
+)
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, Mismatch, StorageError
-from kvps.messages import Open
-from kvps.specs import Spec
+from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
 
 
@@ -38,7 +45,7 @@ class Kept:
     """The optimizer's, flat rows."""
 
 
-def shelf() -> Shelf:
+def shelf() -> CheckpointDirectory:
     """Return where checkpoints lie.
 
     Raises:
@@ -47,15 +54,15 @@ def shelf() -> Shelf:
     folder = config.checkpoint_dir()
     if folder is None:
         raise ConfigError("no place for checkpoints: set KVPS_CHECKPOINT_DIR to a directory")
-    return Shelf(folder, server=0)
+    return CheckpointDirectory(folder, server=0)
 
 
 def keep(
     name: str,
-    hyper: Hyper | None,
+    hyper: HyperParams | None,
     keys: Mapping[str, Kept],
     tag: str,
-    tables: tuple[TableImage, ...] = (),
+    tables: tuple[TableSnapshot, ...] = (),
 ) -> int:
     """Write a store as a checkpoint of its own; return its number.
 
@@ -64,7 +71,7 @@ def keep(
     """
     place = shelf()
     cut = place.highest() + 1
-    image = Image(0, 1, (_store_image(name, hyper, keys, tables),))
+    image = Snapshot(0, 1, (_store_image(name, hyper, keys, tables),))
     written = place.write(cut, image)
     try:
         place.commit(
@@ -87,33 +94,36 @@ def keep(
 
 
 def _store_image(
-    name: str, hyper: Hyper | None, keys: Mapping[str, Kept], tables: tuple[TableImage, ...]
-) -> StoreImage:
+    name: str,
+    hyper: HyperParams | None,
+    keys: Mapping[str, Kept],
+    tables: tuple[TableSnapshot, ...],
+) -> StoreSnapshot:
     opened = Open(name, "sync", 0, True, "wait", BIGARRAY_BOUND)
     rate = hyper.number("lr") if hyper is not None else 0.0
     images = tuple([_key_image(key, one) for key, one in keys.items()])
     calls = int(hyper is not None)
-    return StoreImage(opened, hyper, hyper, rate, calls, 0, images, tables=tables)
+    return StoreSnapshot(opened, hyper, hyper, rate, calls, 0, images, tables=tables)
 
 
-def _key_image(name: str, one: Kept) -> KeyImage:
-    history = History(one.version, one.step, {0: one.version}, {})
+def _key_image(name: str, one: Kept) -> KeySnapshot:
+    history = SpanHistory(one.version, one.step, {0: one.version}, {})
     state = {title: row.cpu() for title, row in one.state.items()}
-    portions = (Portion(0, history, one.row.cpu(), state),) if one.spec.count else ()
-    return KeyImage(name, one.spec, 0, portions)
+    portions = (SnapshotPart(0, history, one.row.cpu(), state),) if one.spec.count else ()
+    return KeySnapshot(name, one.spec, 0, portions)
 
 
-def table_image(name: str, rows: Embedding, pushes: int) -> TableImage:
+def table_image(name: str, rows: EmbeddingRows, pushes: int) -> TableSnapshot:
     """Return a table that has had so many pushes."""
     kept, release = rows.keep()
     release()  # nobody pushes before this process has written it
-    history = History(pushes, pushes, {0: pushes}, {})
-    return TableImage(EMBEDDING + name, rows.recipe, kept.lr, history, (rows_of(rows, kept),))
+    history = SpanHistory(pushes, pushes, {0: pushes}, {})
+    return TableSnapshot(EMBEDDING + name, rows.recipe, kept.lr, history, (rows_of(rows, kept),))
 
 
 def read(
     name: str, tag: str | None
-) -> tuple[int, Hyper | None, dict[str, Kept], dict[str, TableImage]]:
+) -> tuple[int, HyperParams | None, dict[str, Kept], dict[str, TableSnapshot]]:
     """Return the number of the newest checkpoint (of ``tag``), and what this store was in it.
 
     Raises:
@@ -131,7 +141,7 @@ def read(
     return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}, tables
 
 
-def _kept(key: KeyImage) -> Kept:
+def _kept(key: KeySnapshot) -> Kept:
     """Put the portions of a key together; where they differ, it stands where the last one does."""
     if not key.portions:
         return Kept(key.spec, torch.empty(0, dtype=TORCH[key.spec.dtype]))

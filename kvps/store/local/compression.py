@@ -1,4 +1,4 @@
-"""Compression where nothing travels: gradients become what servers would read of them.
+"""Compression where nothing travels: gradients become what servers would decode.
 
 So a training within one process makes the steps that it would make over servers.
 """
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import RANDOMK, seeded
-from kvps.compression import Setting
+from kvps.compression.codecs import decode, encode
+from kvps.compression.policy import KeyCompression
+from kvps.compression.spec import RANDOMK, seeded
 from kvps.tensors import Array, as_tensor
 
 
@@ -30,7 +30,9 @@ class LocalCoding:
         """Go on with what :meth:`rests` gave."""
         self._rests = {title: rest.clone() for title, rest in rests.items()}
 
-    def read(self, name: str, setting: Setting, version: int, devices: list[Array]) -> list[Array]:
+    def read(
+        self, name: str, setting: KeyCompression, version: int, devices: list[Array]
+    ) -> list[Array]:
         """Write one key's values, one per device, and return what is read of them.
 
         Values that are not finite come back as they are: what becomes of those is for ``on_nonfinite``

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvps.core.embedding import Block, Embedding
-from kvps.core.ids import Ids
-from kvps.core.image import TableImage
-from kvps.core.recipe import Recipe
-from kvps.core.table_imaging import filled
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.table import EmbeddingRows, ExportBatch
+from kvps.core.server.snapshot.capture_tables import filled
+from kvps.core.server.snapshot.model import TableSnapshot
 from kvps.errors import Mismatch
-from kvps.store import keeping
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Handle, Ticket
-
-if TYPE_CHECKING:
-    from kvps.store.local import LocalStore
+from kvps.runtime.ticket import Handle, Ticket
+from kvps.store.embedding.table import EmbeddingTable, Owner
+from kvps.store.local import checkpoint
 
 
 class LocalEmbedding(EmbeddingTable):
     """A table of a ``local`` or ``device`` store."""
 
-    def __init__(self, store: LocalStore, name: str, recipe: Recipe) -> None:
+    def __init__(self, store: Owner, name: str, recipe: EmbeddingSpec) -> None:
         super().__init__(store, name, recipe)
         self._begin = store._begin
-        self.here = Embedding(recipe)
+        self.here = EmbeddingRows(recipe)
         self.pushes = 0
         """How many were applied: the version."""
 
@@ -45,7 +42,7 @@ class LocalEmbedding(EmbeddingTable):
         """Return the version; a local store never forgets a push."""
         return self.version()
 
-    def demand_recipe(self, recipe: Recipe) -> None:
+    def demand_recipe(self, recipe: EmbeddingSpec) -> None:
         """Check that it is made by ``recipe``.
 
         Raises:
@@ -57,11 +54,11 @@ class LocalEmbedding(EmbeddingTable):
                 "checkpoint, or where it was made first; make it as it was made then"
             )
 
-    def image(self) -> TableImage:
+    def image(self) -> TableSnapshot:
         """Return it as a checkpoint has it."""
-        return keeping.table_image(self.name, self.here, self.pushes)
+        return checkpoint.table_image(self.name, self.here, self.pushes)
 
-    def restore(self, image: TableImage) -> None:
+    def restore(self, image: TableSnapshot) -> None:
         """Be what it was in a checkpoint."""
         self.here, self.pushes = filled(image), image.history.version
 
@@ -88,7 +85,7 @@ class LocalEmbedding(EmbeddingTable):
         self._begin()
         self.here.set_rate(lr)
 
-    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[Block]:
+    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
         self._begin()
         start = 0
         while True:

@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 
-from kvps.compression import Rules as Compression
-from kvps.core.calls import Sinks, Views
-from kvps.core.drops import ACTIONS, count_nonfinite
-from kvps.core.hyper import Hyper
-from kvps.core.lazy import assign_rows
+from kvps.compression.policy import CompressionPolicy as Compression
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.nonfinite import ACTIONS, count_nonfinite
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.sparse_update import assign_rows
 from kvps.core.placement import Part
-from kvps.core.plan import Numbers
-from kvps.core.recipe import Recipe
+from kvps.core.worker.calls import Sinks, Views
+from kvps.core.worker.plan import Numbers
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
-from kvps.specs import Spec
-from kvps.store import keeping
+from kvps.runtime.ticket import Ticket
 from kvps.store.arguments import check_values, names_of, rows_of, tag_of, values_of
 from kvps.store.contract import Straggler
-from kvps.store.embedding import EmbeddingTable
-from kvps.store.handle import Ticket
+from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
-from kvps.store.local_coding import LocalCoding
-from kvps.store.local_embedding import LocalEmbedding
+from kvps.store.local import checkpoint as keeping
+from kvps.store.local.compression import LocalCoding
+from kvps.store.local.embedding import LocalEmbedding
+from kvps.store.local_optimizer import ServerRules
 from kvps.store.names import Kind
-from kvps.store.optimizers import Rules
+from kvps.store.optimizer_state import States
 from kvps.store.rows import Rows, taken
-from kvps.store.states import States
 from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
@@ -52,7 +52,7 @@ class LocalStore(KVStore):
         """By key, what is to be raised by its next pull."""
         self._rows_by_key: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._rules: Rules | None = None
+        self._rules: ServerRules | None = None
         self._coding = LocalCoding()
         self._local_tables: dict[str, LocalEmbedding] = {}
         """All that there are, also of a checkpoint and not asked for yet."""
@@ -302,13 +302,13 @@ class LocalStore(KVStore):
     def _lookup(self, names: tuple[str, ...], limit_s: float) -> dict[str, Spec]:
         return {}
 
-    def _set_optimizer(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_optimizer(self, hyper: HyperParams, limit_s: float) -> None:
         if self._rules is None:
-            self._rules = Rules(hyper)
+            self._rules = ServerRules(hyper)
         else:
             self._rules.change(hyper, self._rows_by_key)
 
-    def _set_rate(self, hyper: Hyper, limit_s: float) -> None:
+    def _set_rate(self, hyper: HyperParams, limit_s: float) -> None:
         assert self._rules is not None
         self._rules.set_rate(hyper)
 
@@ -337,7 +337,7 @@ class LocalStore(KVStore):
             return devices
         return self._coding.read(name, setting, self._versions[name], devices)
 
-    def _embedding(self, name: str, recipe: Recipe, limit_s: float) -> EmbeddingTable:
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
         if self._on_nonfinite != ACTIONS[0]:
             raise ConfigError(
                 f"store {self._name!r} looks whether gradients are finite, which tables do not; "

@@ -1,4 +1,4 @@
-"""The two stores through which the ranks of a job talk, and how calls to them begin.
+"""The two stores through which the ranks of a process group talk.
 
 *Sums* are keys of a synchronous store: what all ranks push in a round is added up on the servers. *Posts*
 are keys of a store without rounds whose rule is ``assign``: one rank writes, others read, bit for bit, as
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from kvps.core import calls
-from kvps.messages import Role
-from kvps.specs import Spec
+from kvps.core.worker import calls
+from kvps.dtypes import Spec
+from kvps.protocol.envelope import Role
+from kvps.runtime.ticket import Ticket
+from kvps.runtime.worker_session import WorkerSession
 from kvps.store.create import create_own
-from kvps.store.handle import Ticket
-from kvps.store.session import Session
 from kvps.tensors import NAMES
 
 OWNER = "torch.group"
@@ -38,7 +38,7 @@ class Board:
         self._sums = create_own("dist_sync", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
         self._posts = create_own("dist_async", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
         self._posts.set_optimizer("assign")
-        self._session: Session = self._sums.session
+        self._session: WorkerSession = self._sums.session
         self._made: set[str] = set()
         self._uses: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""How each collective is made of pushes and pulls; nothing here waits.
+"""Collectives as pushes and pulls; nothing here waits.
 
 Every method returns the track on which a collective goes and its steps. Three patterns are all:
 
@@ -7,7 +7,7 @@ once and pulls the sum, however many ranks there are.
 
 *A swap.* Every member writes posts for the others, and reads theirs.
 
-*A letter.* One member writes a post, and others read it (:mod:`kvps.torch.posts` has both).
+*A letter.* One member writes a post, and others read it (:mod:`kvps.torch.distributed.mailbox` has both).
 
 Groups of fewer ranks than the job make their reductions of swaps: rounds are of all ranks.
 """
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 import torch
 
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, WorkerLost
-from kvps.specs import Spec
 from kvps.tensors import NAMES
-from kvps.torch import posts
-from kvps.torch.board import Board
-from kvps.torch.rows import HALF, Staged, blank, check, fold, padded
-from kvps.torch.sizes import Sizes, class_of
-from kvps.torch.tracks import Steps
+from kvps.torch.distributed import mailbox
+from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, fold, padded
+from kvps.torch.distributed.ordered_executor import Steps
+from kvps.torch.distributed.size_classes import Sizes, class_of
 
 LETTERS_MAX = 4096
 """How many posts a process may use: ranks, tags and sizes multiply."""
@@ -70,7 +70,7 @@ class Collectives:
         Args:
             what: the operation, for errors.
             staged: the tensor; the result is delivered there.
-            op: one of :data:`kvps.torch.rows.FOLDS`.
+            op: one of :data:`kvps.torch.distributed.host_tensor.FOLDS`.
             dst: a rank of the group; None for all.
         """
         check(op, staged.row.dtype)
@@ -202,7 +202,7 @@ class Collectives:
             for index, rank in enumerate(self._ranks)
             if index != mine
         ]
-        yield from posts.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
+        yield from mailbox.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
         rows[mine].copy_(row)
 
     def all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Plan:
@@ -228,7 +228,7 @@ class Collectives:
                 continue
             mine.append((f"{track}/{me}>{rank}/{class_of(one.nbytes)}", one))
             theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
-        yield from posts.swap(self._board, self._timeout_s, mine, theirs)
+        yield from mailbox.swap(self._board, self._timeout_s, mine, theirs)
 
     # --- one to others --------------------------------------------------------------------------
 
@@ -291,10 +291,10 @@ class Collectives:
     # --- small things ---------------------------------------------------------------------------
 
     def _tell(self, told: Sequence[tuple[str, torch.Tensor]], readers: int) -> Steps:
-        return posts.tell(self._board, self._timeout_s, told, readers)
+        return mailbox.tell(self._board, self._timeout_s, told, readers)
 
     def _hear(self, heard: Sequence[tuple[str, int, Staged]]) -> Steps:
-        return posts.hear(self._board, self._timeout_s, heard)
+        return mailbox.hear(self._board, self._timeout_s, heard)
 
     def _track(self, what: str) -> str:
         return f"{self._name}/{what}"

@@ -1,4 +1,4 @@
-"""From the tensors of torch.distributed to rows, and back; and reductions that servers do not make.
+"""Staging of torch.distributed's tensors on the host, and reductions that servers lack.
 
 A row is a flat tensor on the CPU. Where the caller's tensor is one, it is used as it is, and a result is
 written there at once; else a copy stands for it, and a tensor of a GPU is copied through the CPU.

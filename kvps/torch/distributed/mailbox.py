@@ -1,4 +1,4 @@
-"""How posts are written and read so that nobody misses one: the two patterns beside rounds.
+"""The mailbox: keys that one rank writes and others read, without missing one.
 
 *A swap.* Every member writes posts, and reads those of the others. Behind each post are two keys in
 turns. Swaps of one track do not overlap on a rank, and each waits for every other member. So when a
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvps.torch.board import READ, Board
-from kvps.torch.rows import Staged, blank, octets, padded
-from kvps.torch.sizes import class_of
-from kvps.torch.tracks import Steps
+from kvps.torch.distributed.board import READ, Board
+from kvps.torch.distributed.host_tensor import Staged, blank, octets, padded
+from kvps.torch.distributed.ordered_executor import Steps
+from kvps.torch.distributed.size_classes import class_of
 
 
 def swap(

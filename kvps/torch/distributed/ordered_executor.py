@@ -1,4 +1,4 @@
-"""When which step of a collective is made: those of one track one behind the other.
+"""Ordered execution: collectives of one ordering key run one after another.
 
 A collective is a generator that yields the tickets of calls and is resumed when all of them are over.
 No key may be in two rounds at once, as the answer to the first might come with the values of the
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvps.store.handle import Ticket
-from kvps.torch.work import Work
+from kvps.runtime.ticket import Ticket
+from kvps.torch.distributed.work import Work
 
 Steps = Generator[Sequence[Ticket], None, None]
 
@@ -38,7 +38,7 @@ class _Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Tracks:
+class OrderedExecutor:
     """Carries the collectives of one process out."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """torch.distributed's process group "kvps": from torch's calls to collectives, and no more.
 
 Each method takes what torch gives (lists of lists, options), checks that the shapes fit together, and
-begins one collective. It returns at once; what comes of it is in the :class:`~kvps.torch.work.Work`.
+begins one collective. It returns at once; what comes of it is in the :class:`~kvps.torch.distributed.work.Work`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from kvps.errors import ConfigError, Mismatch
-from kvps.torch.collectives import Collectives, Plan
-from kvps.torch.rows import Staged
-from kvps.torch.tracks import Tracks
-from kvps.torch.work import Work
+from kvps.torch.distributed.collectives import Collectives, Plan
+from kvps.torch.distributed.host_tensor import Staged
+from kvps.torch.distributed.ordered_executor import OrderedExecutor
+from kvps.torch.distributed.work import Work
 
 NAME = "kvps"
 
@@ -36,7 +36,7 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         name: str,
         collectives: Collectives,
-        tracks: Tracks,
+        tracks: OrderedExecutor,
         size: int,
         on_shutdown: Callable[[], None],
     ) -> None:

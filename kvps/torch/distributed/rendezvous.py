@@ -1,4 +1,4 @@
-"""How ``init_process_group("kvps")`` finds its ranks: in the cluster, with nothing else to say.
+"""Rendezvous of ``init_process_group("kvps")``: the ranks are those of the cluster.
 
 torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and kvps-worker
 set them. A plain process of a cluster has none of these, and neither has a process without a cluster. So
@@ -25,13 +25,14 @@ from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no do
 
 from kvps import config
 from kvps.errors import ConfigError, KvpsError
-from kvps.store.cluster import LocalCluster
-from kvps.store.create import create_own, end_embedded, has_joined, join_as
-from kvps.store.roles import own_host
-from kvps.torch.board import Board
-from kvps.torch.collectives import Collectives
-from kvps.torch.group import NAME, ProcessGroup
-from kvps.torch.tracks import Tracks
+from kvps.runtime import process
+from kvps.runtime.local_cluster import LocalCluster
+from kvps.runtime.scheduler_process import own_host
+from kvps.store.create import create_own
+from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.collectives import Collectives
+from kvps.torch.distributed.ordered_executor import OrderedExecutor
+from kvps.torch.distributed.process_group import NAME, ProcessGroup
 
 log = logging.getLogger("kvps")
 ADDRESS_MAX = 256
@@ -42,7 +43,7 @@ ADDRESS_MAX = 256
 class _Shared:
     """What the groups of this process share, from init_process_group to destroy_process_group."""
 
-    world: tuple[Board, Tracks] | None = None
+    world: tuple[Board, OrderedExecutor] | None = None
     began: bool = False
     """The session began with the rendezvous, or with the first group."""
 
@@ -67,7 +68,7 @@ def register() -> None:
 
 def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     """Return torch's store, and the rank and number of workers of this process's cluster."""
-    _shared.began = not has_joined()
+    _shared.began = not process.has_joined()
     given = dict(one.split("=") for one in query.split("&") if one)
     rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
@@ -108,7 +109,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
 
 def _is_described() -> bool:
     """Whether this process is in a cluster, or is told of one."""
-    return has_joined() or LocalCluster.current is not None or config.cluster() is not None
+    return process.has_joined() or LocalCluster.current is not None or config.cluster() is not None
 
 
 def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
@@ -123,7 +124,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
             "kvps-scheduler and kvps-server, and set KVPS_SCHEDULER=tcp://HOST:PORT in every process; "
             "or start the script with kvps-launch"
         )
-    session = join_as(rank, timeout_s)
+    session = process.session(timeout_s, rank)
     welcome = session.core.member.welcome
     assert welcome is not None
     if size is not None and welcome.workers != size:
@@ -156,9 +157,9 @@ def _make(options: Any, more: Any) -> ProcessGroup:
                 f"new_group(backend={NAME!r}) of {len(members)} ranks needs the others, too, for its "
                 f"first group: call init_process_group({NAME!r}), or make a group of all ranks first"
             )
-        _shared.began = _shared.began or not has_joined()
+        _shared.began = _shared.began or not process.has_joined()
         _join(rank, size, timeout_s)
-        _shared.world = Board(timeout_s), Tracks()
+        _shared.world = Board(timeout_s), OrderedExecutor()
     board, tracks = _shared.world
     ranks = members or list(range(size))
     collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
@@ -182,4 +183,4 @@ def _close() -> None:
         log.warning("destroy_process_group: %s", error)
     tracks.close()
     if began:
-        end_embedded()
+        process.end_embedded()

@@ -1,4 +1,4 @@
-"""Of which size the key is through which so many values travel.
+"""Size classes: the key size that carries a tensor of a given length.
 
 A key has one size for ever, and scripts send tensors of many sizes (a pickled object has another one
 each time). The first sizes get keys that fit exactly, so that the buckets of a model travel without

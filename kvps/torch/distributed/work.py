@@ -1,4 +1,4 @@
-"""What a caller holds while a collective is under way: torch's ``Work``, with kvps's errors.
+"""Handles of collectives in flight: torch's ``Work``, with kvps's errors.
 
 torch asks in two ways. Python calls ``wait()``, which raises the error itself. C++ (the reducer of
 DistributedDataParallel, for one) takes a future. A Python future that was given an exception counts as a

@@ -1,4 +1,4 @@
-"""What becomes of a gradient when it is complete: it leaves for the store, and its weight is freed.
+"""Gradient hooks of a sharded model: a complete gradient leaves, and its weight is freed.
 
 A second gradient of a parameter in one step would be a second push, and so another round. So several
 passes make up a step only where that was asked for, and then gradients are added up here until the last.
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from kvps.errors import ConfigError, EpochChanged
-from kvps.torch.exchange import listed
-from kvps.torch.outgoing import Outgoing
-from kvps.torch.rule import Rule
+from kvps.torch.sharded.in_flight import GradientSender
+from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
+from kvps.torch.sync.gradient_sync import listed
 
 
-class Gradients:
+class GradientHooks:
     """The gradients of one step.
 
     Args:
@@ -30,8 +30,8 @@ class Gradients:
 
     def __init__(
         self,
-        rule: Rule,
-        outgoing: Outgoing,
+        rule: RemoteOptimizer,
+        outgoing: GradientSender,
         passes: int,
         free: Callable[[list[str]], None],
         go_on: Callable[[EpochChanged], None],

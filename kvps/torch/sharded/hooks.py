@@ -1,4 +1,4 @@
-"""When weights come and go: hooks around the forward and backward passes of blocks.
+"""Forward and backward hooks that unshard and reshard the weights of parameter groups.
 
 Theory of operation
 -------------------
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kvps.torch.blocks import REST, Block, Order
-from kvps.torch.weights import Weights
+from kvps.torch.sharded.param_groups import REST, ExecutionOrder, ParamGroup
+from kvps.torch.sharded.residency import Residency
 
 
 def graph_task() -> int:
@@ -35,7 +35,7 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-class Passes:
+class GroupHooks:
     """The forward and backward passes of a model whose weights come and go.
 
     Args:
@@ -49,9 +49,9 @@ class Passes:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[ParamGroup],
         params: Mapping[str, torch.Tensor],
-        weights: Weights,
+        weights: Residency,
         is_done: Callable[[str], bool],
         on_forward: Callable[[], None],
         on_end: Callable[[], None],
@@ -62,7 +62,7 @@ class Passes:
         self._is_done = is_done
         self._on_forward = on_forward
         self._on_end = on_end
-        self._order = Order(len(blocks))
+        self._order = ExecutionOrder(len(blocks))
         self._inside: list[tuple[int, bool]] = []
         """The blocks that compute now, outermost first, and whether each has begun to remember."""
         self._reached: int | None = None

@@ -1,4 +1,4 @@
-"""Gradients leave as soon as they are complete, and only so many are on their way at once.
+"""The sender of gradients: they leave as soon as complete, with a bound on how many are in flight.
 
 A gradient that has left is freed when the store has it. If the network is slower than backward, gradients
 would heap up here, as much as the whole model. So at most *limit* octets are under way: the next bucket
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kvps.torch.buckets import BUCKET_BYTES, Buckets
+from kvps.torch.sync.buckets import BUCKET_BYTES, Buckets
 
 if TYPE_CHECKING:
-    from kvps.store.handle import Handle
+    from kvps.runtime.ticket import Handle
 
 
-class Outgoing:
+class GradientSender:
     """The gradients of one worker on their way to a store.
 
     Args:

@@ -1,4 +1,4 @@
-"""How the first weights come to the servers: block by block, so that nobody needs room for the model.
+"""The initial upload of a model's weights, group by group, so that no worker needs room for all.
 
 A model that was built on the ``meta`` device has no values at all. Rank 0 makes those of one block at a time,
 has its modules set them, as they would have in their constructors, and sends them; the others only say what
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.blocks import Block
-from kvps.torch.weights import Weights
+from kvps.torch.sharded.param_groups import ParamGroup
+from kvps.torch.sharded.residency import Residency
 
 Init: TypeAlias = Callable[[torch.nn.Module], object]
 
 
-def check_init(blocks: Sequence[Block], init: Init | None) -> None:
+def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
     """Check that all values that are missing can be made.
 
     Raises:
@@ -43,9 +43,9 @@ def check_init(blocks: Sequence[Block], init: Init | None) -> None:
 
 def upload(
     kv: Any,
-    blocks: Sequence[Block],
+    blocks: Sequence[ParamGroup],
     params: Mapping[str, torch.Tensor],
-    weights: Weights,
+    weights: Residency,
     init: Init | None,
     device: torch.device,
 ) -> None:
@@ -79,10 +79,10 @@ def upload(
 
 
 def _make_real(
-    block: Block,
+    block: ParamGroup,
     bare: Sequence[torch.nn.Module],
     params: Mapping[str, torch.Tensor],
-    weights: Weights,
+    weights: Residency,
     device: torch.device,
     *,
     is_filled: bool,

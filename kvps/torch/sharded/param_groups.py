@@ -1,4 +1,4 @@
-"""Which modules come and go together, and which of them comes next.
+"""Parameter groups: modules whose weights come and go together, and their execution order.
 
 A *block* is a module whose weights are needed at the same time: those of the module, and of all inside it
 that are in no block of their own. Without a list from the user, blocks are the elements of every
@@ -23,7 +23,7 @@ _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class ParamGroup:
     """A module, and what it needs to compute.
 
     Attributes:
@@ -43,7 +43,7 @@ def cut(
     module: torch.nn.Module,
     params: Mapping[str, torch.Tensor],
     chosen: Iterable[torch.nn.Module] | None = None,
-) -> list[Block]:
+) -> list[ParamGroup]:
     """Return the blocks of a model, the rest first, the others as the model lists them.
 
     Args:
@@ -61,13 +61,13 @@ def cut(
     """
     heads = list(_repeated(module)) if chosen is None else _checked(module, chosen)
     names = {id(one): name for name, one in params.items()}
-    blocks = {id(module): Block("", module)}
+    blocks = {id(module): ParamGroup("", module)}
 
-    def walk(one: torch.nn.Module, path: str, block: Block) -> None:
+    def walk(one: torch.nn.Module, path: str, block: ParamGroup) -> None:
         if one in heads and one is not block.module:
             if id(one) in blocks:  # a module that is used in two places
                 return
-            block = blocks[id(one)] = Block(path, one)
+            block = blocks[id(one)] = ParamGroup(path, one)
         block.members.append((path, one))
         for param in one.parameters(recurse=False):
             name = names[id(param)]
@@ -118,7 +118,7 @@ def _checked(module: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list
     return heads
 
 
-class Order:
+class ExecutionOrder:
     """In which order blocks are computed with, as the last forward pass has shown it.
 
     Before there was one, that in which the model lists them.

@@ -1,4 +1,4 @@
-"""The rule by which the servers update a sharded model, kept as the script has it.
+"""The optimizer of a sharded model, which runs on the servers.
 
 The script says it by a torch optimizer, which is never run and whose numbers a scheduler may change; or by
 a name and numbers. What has changed is sent before the first gradient of a step leaves. By then this rank has
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from kvps.core.hyper import Hyper, resolve
-from kvps.core.torch_optim import describe
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError, EpochChanged, ServerLost
-from kvps.store.model import Model, check_groups
-from kvps.torch.exchange import listed
+from kvps.torch.sync.gradient_sync import listed
+from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
 
 
-class Rule(Model):
+class RemoteOptimizer(ParameterSync):
     """The optimizer in a store.
 
     Args:
@@ -57,7 +57,7 @@ class Rule(Model):
         check_groups(self._optimizer, params)
         self._given = self.wanted()
 
-    def wanted(self) -> Hyper:
+    def wanted(self) -> HyperParams:
         """Return what the script wants now."""
         if self._optimizer is None:
             return self._given

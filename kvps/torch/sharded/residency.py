@@ -1,4 +1,4 @@
-"""Which weights are here, which are coming, and what stands in the place of those that are not.
+"""Residency of weights: which are local, which are being prefetched, and the placeholders of the rest.
 
 Theory of operation
 -------------------
@@ -28,7 +28,7 @@ import torch
 from kvps.errors import EpochChanged
 
 if TYPE_CHECKING:
-    from kvps.store.handle import Handle
+    from kvps.runtime.ticket import Handle
 
 PRIORITY = 1 << 20
 """Of pulls, which somebody waits for: they overtake gradients."""
@@ -44,7 +44,7 @@ class Arrival(NamedTuple):
     values: dict[str, torch.Tensor]
 
 
-class Piece(NamedTuple):
+class SavedSlice(NamedTuple):
     """What autograd keeps of a weight: which one, and where in it."""
 
     name: str
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-class Weights:
+class Residency:
     """The weights of a model that lie in a store, and come here to be used.
 
     Args:
@@ -188,16 +188,16 @@ class Weights:
         outer = self._outer[-1]
         return saved if outer is None else (outer[1], outer[0](saved))
 
-    def _piece(self, saved: torch.Tensor) -> Piece | None:
+    def _piece(self, saved: torch.Tensor) -> SavedSlice | None:
         if saved.layout is not torch.strided:
             return None
         name = self._name_at.get(saved.untyped_storage().data_ptr())
         if name is None or saved.dtype != self._forms[name].dtype:
             return None
-        return Piece(name, saved.size(), saved.stride(), int(saved.storage_offset()))
+        return SavedSlice(name, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Piece):
+        if isinstance(packed, SavedSlice):
             self._check(packed.name)
             self.bring([packed.name])
             weight = self._params[packed.name].detach()

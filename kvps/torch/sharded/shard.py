@@ -4,9 +4,9 @@ Theory of operation
 -------------------
 Servers hold the weights and the optimizer's state, and update by the mean of all workers' gradients. Here
 
-* a block's weights come just before they are needed, and go when they were   (:mod:`kvps.torch.passes`)
-* what autograd saves of a weight is its name                                 (:mod:`kvps.torch.weights`)
-* a gradient leaves when it is complete, and is freed                         (:mod:`kvps.torch.gradients`)
+* a block's weights come just before they are needed, and go when they were   (:mod:`kvps.torch.sharded.hooks`)
+* what autograd saves of a weight is its name                                 (:mod:`kvps.torch.sharded.residency`)
+* a gradient leaves when it is complete, and is freed                         (:mod:`kvps.torch.sharded.gradient_sender`)
 
 So there is nothing that :meth:`Sharded.step` would wait for. It ends the step: the next pull of a key waits
 for the round that this rank's gradient is in, and returns exactly the version behind it, on every rank the
@@ -30,14 +30,14 @@ from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.net.heap import be_tight
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
-from kvps.store.model import carried, check_free, is_distributed, named, store_of
-from kvps.torch.blocks import cut
-from kvps.torch.gradients import Gradients
-from kvps.torch.outgoing import Outgoing
-from kvps.torch.passes import Passes, graph_task
-from kvps.torch.rule import Rule
-from kvps.torch.upload import Init, check_init, upload
-from kvps.torch.weights import Weights
+from kvps.torch.sharded.gradient_sender import GradientHooks
+from kvps.torch.sharded.hooks import GroupHooks, graph_task
+from kvps.torch.sharded.in_flight import GradientSender
+from kvps.torch.sharded.initial_upload import Init, check_init, upload
+from kvps.torch.sharded.param_groups import cut
+from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
+from kvps.torch.sharded.residency import Residency
+from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 
 
 def shard(
@@ -115,16 +115,16 @@ class Sharded:
         be_tight()
         check_free(kv, params, "sharded model")
         self._kv = kv
-        self._rule = Rule(kv, params, optimizer, hyper)
+        self._rule = RemoteOptimizer(kv, params, optimizer, hyper)
         self._forms = {name: torch.empty_like(one, device="meta") for name, one in params.items()}
-        self._weights = Weights(kv, params, self._forms, self._give_up, self._check)
+        self._weights = Residency(kv, params, self._forms, self._give_up, self._check)
         where = torch.get_default_device() if device is None else torch.device(device)
         upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
         sizes = {name: one.numel() * one.element_size() for name, one in params.items()}
         largest = max(sum(sizes[name] for name in one.names) for one in self._blocks)
-        self._gradients = Gradients(
+        self._gradients = GradientHooks(
             self._rule,
-            Outgoing(kv, sizes, largest),
+            GradientSender(kv, sizes, largest),
             passes,
             self._weights.free,
             self._rule.go_on,
@@ -132,7 +132,7 @@ class Sharded:
         self._side: Any = None
         """The store for buffers, if there are some."""
         self._steps = self._begin()
-        self._passes = Passes(
+        self._passes = GroupHooks(
             self._blocks,
             params,
             self._weights,

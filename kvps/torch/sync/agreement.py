@@ -1,4 +1,4 @@
-"""What all workers have to agree on before they go on: is anybody's gradient infinite, who used what.
+"""Flags that all workers agree on: whether any gradient is infinite, which parameters were used.
 
 A store whose optimizer updates weights cannot add up anything else, so these few numbers have a store of
 their own, without an optimizer. Alone, a worker agrees with itself.

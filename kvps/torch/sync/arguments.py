@@ -1,4 +1,4 @@
-"""What the arguments of DistributedOptimizer come down to."""
+"""The checked arguments of DistributedOptimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients leave together while backward is still running, and in what order they come back.
+"""Gradient buckets: which gradients leave together during backward, and their order.
 
 One message for each gradient would cost more than the gradient; one for all would not leave before the
 last is there. So they are collected in the order in which backward makes them, and leave as a *bucket*

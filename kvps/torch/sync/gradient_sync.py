@@ -1,18 +1,18 @@
-"""Gradients leave as soon as backward makes them, and their sums come back into ``.grad``.
+"""Gradient synchronisation: pushes during backward, and sums back into ``.grad``.
 
 Theory of operation
 -------------------
 A hook on each parameter is called when its gradient is complete (torch's post-accumulate hook). At the
-last of the passes that make up a step it hands the gradient to :class:`~kvps.torch.buckets.Buckets`, and
+last of the passes that make up a step it hands the gradient to :class:`~kvps.torch.sync.buckets.Buckets`, and
 whatever leaves is pushed and pulled in one call of the store, which goes on by itself. When backward is
 over, the rest leaves. So between two steps a gradient is in one of these states::
 
     here ---> collected ---> away ---> back
      |  hook             leaves   wait()
-     +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`Exchange.complete`
+     +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`GradientSync.complete`
 
 The store's answer is written where the gradient was, so that nothing is allocated, and it must not be
-touched while it is away. Where it is no sum but weights, it is in :attr:`Exchange.values`. A sparse gradient
+touched while it is away. Where it is no sum but weights, it is in :attr:`GradientSync.values`. A sparse gradient
 leaves as rows, where the store knows what changed: then rows of the sum come back, or those that are new of
 the weight, which are written when they are waited for. An error of the store does not end backward, whose caller could not know what to
 do about it: it is raised by the next :meth:`wait`.
@@ -30,14 +30,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.store.rows import has_rows
-from kvps.store.sparse_gradients import SparseGradients, sparse_of
-from kvps.torch.buckets import Buckets, bucket_bytes
+from kvps.torch.sync.buckets import Buckets, bucket_bytes
+from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvps.store.handle import Handle
-    from kvps.store.model import Model
+    from kvps.runtime.ticket import Handle
+    from kvps.torch.sync.parameter_sync import ParameterSync
 
 NAMED_MAX = 5
 """Parameters that one text names."""
@@ -45,7 +45,7 @@ _watched: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
 
 
-class Away(Protocol):
+class InFlight(Protocol):
     """Gradients that have left together, and what comes back in their place."""
 
     values: dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class Away(Protocol):
         """Return what came back, in the layout in which the gradient left."""
 
 
-class Bucket:
+class GradientBucket:
     """Gradients that have left as they are in memory, and come back there.
 
     Args:
@@ -133,7 +133,7 @@ class SparseBucket:
         return self._found
 
 
-class Exchange:
+class GradientSync:
     """The gradients of a model on their way through a store.
 
     Args:
@@ -148,7 +148,7 @@ class Exchange:
 
     def __init__(
         self,
-        model: Model,
+        model: ParameterSync,
         passes: int = 1,
         limit_bytes: int | None = None,
         *,
@@ -180,7 +180,7 @@ class Exchange:
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
         self._passes: dict[str, int] = {}
         """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
-        self._away: dict[str, Away] = {}
+        self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
         """By name, where the gradients that have left in this step were, and what came back is."""
         self._touched: dict[str, int] = {}
@@ -301,7 +301,9 @@ class Exchange:
                 torch._foreach_mul_(values, self.scale)
         handle = self._model.kv.pushpull(names, values, out=values, priority=number, async_op=True)
         by_name = dict(zip(names, values, strict=True))
-        bucket = Bucket(by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys())
+        bucket = GradientBucket(
+            by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys()
+        )
         for name in names:
             self._has_left(name, bucket)
 
@@ -316,7 +318,7 @@ class Exchange:
         wait = self._tables.begin(name, gradient, number, param)
         self._has_left(name, SparseBucket(name, value, wait, self._divisor))
 
-    def _has_left(self, name: str, away: Away) -> None:
+    def _has_left(self, name: str, away: InFlight) -> None:
         self._passes.pop(name, None)
         self._away[name] = away
         self._touched[name] = _touches(self._model.params[name])
@@ -410,7 +412,7 @@ class Exchange:
         if failure is not None:
             raise failure
 
-    def _deliver(self, bucket: Away) -> None:
+    def _deliver(self, bucket: InFlight) -> None:
         """Put what has come back where the optimizer looks for it."""
         if self._brings_weights:
             return
@@ -432,7 +434,7 @@ class Exchange:
             for name, weight in self.values.items():
                 bring(weight, self._model.params[name])
 
-    def release(self) -> dict[str, Away]:
+    def release(self) -> dict[str, InFlight]:
         """End the step, and let the caller wait for what is away.
 
         Returns:

@@ -1,4 +1,4 @@
-"""A model in a store: its tensors under their names, its optimizer, and what a return does to both.
+"""A model's parameters in a store: names, optimizer, and recovery from a rollback.
 
 A front end (the Trainer, DistributedOptimizer) gives each parameter one key, its name. Where the
 optimizer runs decides what the keys hold after the first round::
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvps.core.hyper import Hyper
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own
@@ -31,7 +31,7 @@ from kvps.tensors import NAMES
 log = logging.getLogger("kvps")
 
 
-class Model:
+class ParameterSync:
     """The parameters of a model in a store.
 
     Args:
@@ -48,7 +48,7 @@ class Model:
     ) -> None:
         self.kv = kv
         self.params = params
-        self.hyper: Hyper | None = None
+        self.hyper: HyperParams | None = None
         """Of the optimizer in the store, as last installed."""
         self.is_given_up = False
         """The gradients of the present step could not be summed; there is nothing to update by."""
@@ -61,7 +61,7 @@ class Model:
         """The names of the parameters that are trained."""
         return [name for name, one in self.params.items() if one.requires_grad]
 
-    def spread(self, buffers: Mapping[str, torch.Tensor], hyper: Hyper | None) -> None:
+    def spread(self, buffers: Mapping[str, torch.Tensor], hyper: HyperParams | None) -> None:
         """Give every worker rank 0's values, and the store its optimizer, if it has one.
 
         It makes the calls that all make at the beginning before it resumes: from there on a
@@ -105,7 +105,7 @@ class Model:
 
     # --- the optimizer in the store ---------------------------------------------------------------
 
-    def install(self, hyper: Hyper) -> None:
+    def install(self, hyper: HyperParams) -> None:
         """Have the store update by ``hyper``."""
         self.kv.set_optimizer(hyper.name, **hyper.to_wire())
         self.hyper = hyper
@@ -134,7 +134,7 @@ class Model:
                 raise
             log.debug("%s", error)  # this rank is one step apart from rank 0, whose rate counts
 
-    def want(self, new: Hyper) -> None:
+    def want(self, new: HyperParams) -> None:
         """Give the store what has changed since the last step: a rate alone costs less than a rule.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The stores that the functions of this package share, one for each purpose, made when first used.
+"""The stores that the functions of this package share, made when first used.
 
 Each has a reserved name, so that no store of the user can be the same. All workers call these functions
 in the same order, and so make their stores in the same order.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvps.errors import ConfigError
-from kvps.store.cluster import LocalCluster
+from kvps.runtime.local_cluster import LocalCluster
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 

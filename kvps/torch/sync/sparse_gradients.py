@@ -1,4 +1,4 @@
-"""Sparse gradients of a model's tables: pushed as rows, and what comes back are rows, too.
+"""Sparse gradients of a model's tables, pushed as rows; rows come back, too.
 
 Where the store has the optimizer, the weight is refreshed by the rows that anybody's gradient has moved. Where
 it has none, a key is the sum of the last round. What changed in it are the rows of that round and those of
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from kvps.store.kvstore import KVStore
-from kvps.store.refreshing import Changes, Holding
+from kvps.store.row_copies import Holding, RowChanges
 
 
 class SparseGradients:
@@ -62,7 +62,7 @@ class SparseGradients:
             if self._brings_weights:
                 self._held[name] = asked.wait()
                 return param
-            changes: Changes = asked.wait()
+            changes: RowChanges = asked.wait()
             self._held[name] = changes.held
             return sparse_of(changes.row_ids, changes.rows, param)
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from kvps.core.hyper import Hyper
-from kvps.core.updaters import NAdam, create
-from kvps.store.states import States
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.torch_rules import NAdam, create
+from kvps.store.optimizer_state import States
 
 DERIVED = ("step", "mu_product")
 """What torch has in a state, and servers need not be told."""
 
 
 def to_torch(
-    hyper: Hyper, found: States, params: Mapping[str, torch.Tensor]
+    hyper: HyperParams, found: States, params: Mapping[str, torch.Tensor]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """Return torch's state of each parameter that was updated.
 

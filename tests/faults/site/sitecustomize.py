@@ -134,9 +134,9 @@ def reach(name: str) -> None:
 
 def _wrap(armed: Armed) -> None:
     """Let the transport and the state file say what happens."""
-    from kvps.net.driver import Dropped
+    from kvps.net.driver import Disconnected
     from kvps.net.zeromq import ZmqTransport
-    from kvps.store.roles import StateFile
+    from kvps.runtime.scheduler_process import StateFile
 
     def names(verb: str, route: object, packet: Any) -> tuple[str, ...]:
         event = f"{verb}-{type(packet.message).__name__}"
@@ -156,7 +156,7 @@ def _wrap(armed: Armed) -> None:
 
     def polls(self: ZmqTransport, timeout_s: float | None) -> Iterator[tuple[Any, Any]]:
         for route, packet in poll(self, timeout_s):
-            if isinstance(packet, Dropped):
+            if isinstance(packet, Disconnected):
                 yield route, packet
                 continue
             armed.happens(*names("hearing", route, packet))

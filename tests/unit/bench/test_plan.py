@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvps.bench import namespaces, plan
+from kvps.bench import plan
+from kvps.bench.networks import namespaces
 from kvps.bench.plan import Plan, plan_of
 from kvps.bench.systems import NAMED_ONLY, SYSTEMS, chosen, version_of
 from kvps.cli.bench import _parser

@@ -11,8 +11,8 @@ import torch
 
 from kvps.bench import rounds
 from kvps.bench.rounds import PERIOD, WARM_UP, Row, Truth, demand, measure, noise, spread
-from kvps.codecs import decode, encode
-from kvps.codes import CODECS, Code
+from kvps.compression.codecs import decode, encode
+from kvps.compression.spec import CODECS, CodecSpec
 
 
 def rows_of(*sizes: int) -> list[Row]:
@@ -99,7 +99,7 @@ def test_the_truth_of_a_sum() -> None:
 @pytest.mark.parametrize("how", ["2bit", "1bit", "fp16"])
 def test_the_truth_of_a_codec_is_what_the_codec_says(how: str) -> None:
     """Two implementations that know nothing of each other."""
-    code = Code(CODECS[how], 0.5 if how.endswith("bit") else 0.0)
+    code = CodecSpec(CODECS[how], 0.5 if how.endswith("bit") else 0.0)
     truth = Truth(2, "sum", how)
     rests = [torch.zeros(PERIOD) for _ in range(3)]
 

@@ -13,17 +13,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from kvps.checkpoint import disk, perform
+from kvps.checkpoint import atomic_file, commands
+from kvps.checkpoint.directories import all_cuts, choose
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
-from kvps.checkpoint.shelf import Shelf
-from kvps.checkpoint.shelves import all_cuts, choose
 from kvps.cli import checkpoint
-from kvps.core.image import Image, KeyImage, Portion, StoreImage
 from kvps.core.placement import parts
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, StoreSnapshot
+from kvps.dtypes import Spec
 from kvps.errors import StorageError
-from kvps.specs import Spec
 from kvps.tensors import spec_of
-from tests import cuts
+from tests.support import snapshots
 
 EXIT_CONFIG = 78
 Output = pytest.CaptureFixture[str]
@@ -41,36 +41,38 @@ def called(*words: object) -> int:
 def apart(tmp_path: Path, cut: int, **more: object) -> list[Path]:
     """A cut of two servers that have a folder each."""
     folders = [tmp_path / str(server) for server in range(2)]
-    shelves = [Shelf(folder, server) for server, folder in enumerate(folders)]
-    some = [cuts.image(server, 2, **more) for server in range(2)]  # type: ignore[arg-type]
-    manifest = cuts.manifest_of(cut, shelves, some)
+    shelves = [CheckpointDirectory(folder, server) for server, folder in enumerate(folders)]
+    some = [snapshots.image(server, 2, **more) for server in range(2)]  # type: ignore[arg-type]
+    manifest = snapshots.manifest_of(cut, shelves, some)
     for shelf in shelves:
         shelf.commit(manifest)
     return folders
 
 
-def model_image(model: nn.Module, server: int, servers: int, name: str = "default") -> Image:
+def model_image(model: nn.Module, server: int, servers: int, name: str = "default") -> Snapshot:
     """What a server would hold of a model whose state_dict was pushed."""
     keys = []
     for key, value in model.state_dict().items():
         spec = spec_of(value)
-        for part in parts(key, spec.count, servers, cuts.BOUND, spec.width):
+        for part in parts(key, spec.count, servers, snapshots.BOUND, spec.width):
             if part.server == server:
                 flat = value.flatten()[part.start : part.start + part.size]
                 keys.append(
-                    KeyImage(key, spec, 0, (Portion(part.start, cuts.history(), flat, {}),))
+                    KeySnapshot(
+                        key, spec, 0, (SnapshotPart(part.start, snapshots.history(), flat, {}),)
+                    )
                 )
-    store = StoreImage(cuts.opened(name), None, None, 0.0, 0, 0, tuple(keys))
-    return Image(server, servers, (store,))
+    store = StoreSnapshot(snapshots.opened(name), None, None, 0.0, 0, 0, tuple(keys))
+    return Snapshot(server, servers, (store,))
 
 
 # --- list -------------------------------------------------------------------------------------
 
 
 def test_the_table(tmp_path: Path, capsys: Output) -> None:
-    size = disk.shown(cuts.put(tmp_path, 1, tag="best[1]").size)
-    cuts.put(tmp_path, 2, servers=3)
-    Shelf(tmp_path, 0).write(3, cuts.image(0, 3))
+    size = atomic_file.shown(snapshots.put(tmp_path, 1, tag="best[1]").size)
+    snapshots.put(tmp_path, 2, servers=3)
+    CheckpointDirectory(tmp_path, 0).write(3, snapshots.image(0, 3))
     assert called("list", tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     header, first, second, third = (line for line in lines if line.startswith(("┃", "│")))
@@ -105,7 +107,7 @@ def test_folders_of_each_server(tmp_path: Path, capsys: Output) -> None:
 
 def test_folders_of_two_jobs(tmp_path: Path, capsys: Output) -> None:
     folders = apart(tmp_path, 7)
-    shelf = Shelf(folders[1])
+    shelf = CheckpointDirectory(folders[1])
     text = replace(shelf.manifest(7), job=bytes(16)).to_json()
     (folders[1] / "cut-00000007" / NAME).write_text(text)
     assert called("verify", *folders) == 1
@@ -115,7 +117,7 @@ def test_folders_of_two_jobs(tmp_path: Path, capsys: Output) -> None:
 def test_the_variable_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    cuts.put(tmp_path, 12)
+    snapshots.put(tmp_path, 12)
     monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
     assert called("verify") == 0
     assert "the newest good one is 12" in capsys.readouterr().out
@@ -128,8 +130,8 @@ def test_the_variable_says_where(
 
 def test_good_ones(tmp_path: Path, capsys: Output) -> None:
     for cut in (1, 2):
-        size = disk.shown(cuts.put(tmp_path, cut).size)
-    Shelf(tmp_path, 0).write(3, cuts.image(0, 2))
+        size = atomic_file.shown(snapshots.put(tmp_path, cut).size)
+    CheckpointDirectory(tmp_path, 0).write(3, snapshots.image(0, 2))
     assert called("verify", tmp_path) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"checkpoint 1 is good: 2 images, {size}",
@@ -143,8 +145,8 @@ def test_good_ones(tmp_path: Path, capsys: Output) -> None:
 
 @pytest.mark.parametrize("place", [9, 200, -1])
 def test_a_damaged_one(tmp_path: Path, capsys: Output, place: int) -> None:
-    cuts.put(tmp_path, 1, tag="best")
-    cuts.put(tmp_path, 2)
+    snapshots.put(tmp_path, 1, tag="best")
+    snapshots.put(tmp_path, 2)
     path = tmp_path / "cut-00000002" / image_name(1, 2)
     octets = bytearray(path.read_bytes())
     octets[place] ^= 1
@@ -163,7 +165,7 @@ def test_a_damaged_one(tmp_path: Path, capsys: Output, place: int) -> None:
 
 
 def test_a_manifest_that_is_none_is_damage(tmp_path: Path, capsys: Output) -> None:
-    cuts.put(tmp_path, 1)
+    snapshots.put(tmp_path, 1)
     (tmp_path / "cut-00000001" / NAME).write_text("{}")
     assert called("verify", tmp_path) == 1
     assert "checkpoint 1 is damaged:\n  cannot read the manifest" in capsys.readouterr().out
@@ -173,20 +175,20 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, capsys: Output) -> No
 
 def test_images_that_disagree_are_damage(tmp_path: Path, capsys: Output) -> None:
     """Each file is as it was written; together they are no cut."""
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
-    one, other = (cuts.image(server, 2) for server in range(2))
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
+    one, other = (snapshots.image(server, 2) for server in range(2))
     other = replace(other, stores=(replace(other.stores[0], rate_calls=9), other.stores[1]))
-    shelves[0].commit(cuts.manifest_of(1, shelves, [one, other]))
+    shelves[0].commit(snapshots.manifest_of(1, shelves, [one, other]))
     assert called("verify", tmp_path) == 1
     assert "rate_calls is 3 on server 0 and 9 on server 1" in capsys.readouterr().out
 
 
 def test_progress_is_shown_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuts.put(tmp_path, 1)
+    snapshots.put(tmp_path, 1)
     out = StringIO()
     terminal = Console(file=out, force_terminal=True, width=100)
-    monkeypatch.setattr(perform, "_screen", lambda _: terminal)
-    assert perform.verify([str(tmp_path)], None, None, out) == 0
+    monkeypatch.setattr(commands, "_screen", lambda _: terminal)
+    assert commands.verify([str(tmp_path)], None, None, out) == 0
     assert "━━━━" in out.getvalue()
 
 
@@ -203,8 +205,10 @@ def test_a_model_comes_out_as_it_was(tmp_path: Path, capsys: Output) -> None:
 
     model, other = made(), made()
     images = torch.rand(4, 3, 8, 8)
-    shelves = [Shelf(tmp_path, server) for server in range(3)]
-    manifest = cuts.manifest_of(4, shelves, [model_image(model, n, 3) for n in range(3)], "best")
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(3)]
+    manifest = snapshots.manifest_of(
+        4, shelves, [model_image(model, n, 3) for n in range(3)], "best"
+    )
     shelves[0].commit(manifest)
     assert not torch.equal(model(images), other(images))
     file = tmp_path / "model.safetensors"
@@ -222,24 +226,24 @@ def test_a_model_comes_out_as_it_was(tmp_path: Path, capsys: Output) -> None:
 
 
 def test_every_element_type_comes_out(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, servers=3)
+    snapshots.put(tmp_path, 1, servers=3)
     assert called("export", tmp_path, tmp_path / "all") == 0  # the other store has no keys
     found = load_file(tmp_path / "all")
-    assert {name: spec_of(tensor) for name, tensor in found.items()} == cuts.KEYS
+    assert {name: spec_of(tensor) for name, tensor in found.items()} == snapshots.KEYS
     for name, tensor in found.items():
-        assert torch.equal(tensor.flatten(), cuts.values(cuts.KEYS[name]))
+        assert torch.equal(tensor.flatten(), snapshots.values(snapshots.KEYS[name]))
 
 
 def test_several_stores_must_be_told_apart(tmp_path: Path, capsys: Output) -> None:
     both = []
     for server in range(2):
         (left, _), (right, _) = (
-            cuts.image(server, 2, store=name, version=version).stores
+            snapshots.image(server, 2, store=name, version=version).stores
             for name, version in (("default", 5), ("second", 6))
         )
-        both.append(Image(server, 2, (left, right)))
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
-    shelves[0].commit(cuts.manifest_of(1, shelves, both))
+        both.append(Snapshot(server, 2, (left, right)))
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
+    shelves[0].commit(snapshots.manifest_of(1, shelves, both))
     file = tmp_path / "model"
     assert called("export", tmp_path, file) == EXIT_CONFIG
     assert "name one of the stores with --store NAME; there is: default, second" in (
@@ -248,13 +252,13 @@ def test_several_stores_must_be_told_apart(tmp_path: Path, capsys: Output) -> No
     assert called("export", tmp_path, file, "--store", "third") == EXIT_CONFIG
     assert "--store='third'" in capsys.readouterr().err
     assert called("export", tmp_path, file, "--store", "second") == 0
-    assert load_file(file).keys() == cuts.KEYS.keys()
+    assert load_file(file).keys() == snapshots.KEYS.keys()
     assert called("list", tmp_path) == 0
     assert "│ second " in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_written_leaves_the_older_one(tmp_path: Path, capsys: Output) -> None:
-    cuts.put(tmp_path / "ckpt", 1)
+    snapshots.put(tmp_path / "ckpt", 1)
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -265,7 +269,7 @@ def test_a_file_that_cannot_be_written_leaves_the_older_one(tmp_path: Path, caps
 
 
 def test_a_key_that_safetensors_cannot_name(tmp_path: Path, capsys: Output) -> None:
-    cuts.put(tmp_path, 1, keys={"__metadata__": Spec("int8", (3,))})
+    snapshots.put(tmp_path, 1, keys={"__metadata__": Spec("int8", (3,))})
     assert called("export", tmp_path, tmp_path / "model") == 1
     assert "'__metadata__'" in capsys.readouterr().err
 
@@ -296,9 +300,9 @@ def test_a_wrong_flag_is_named(words: list[str], says: str, capsys: Output) -> N
 
 
 def test_what_is_chosen(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, tag="best")
-    cuts.put(tmp_path, 2)
-    cuts.put(tmp_path, 3)
+    snapshots.put(tmp_path, 1, tag="best")
+    snapshots.put(tmp_path, 2)
+    snapshots.put(tmp_path, 3)
     (tmp_path / "cut-00000003" / image_name(0, 2)).write_bytes(b"")
     found = all_cuts([tmp_path])
     assert choose(found).number == 2

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvps.checkpoint import disk
+from kvps.checkpoint import atomic_file
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest, image_name
-from kvps.checkpoint.proof import verified
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.regroup import regroup
+from kvps.checkpoint.reshard import regroup
+from kvps.checkpoint.verify import verified
 from kvps.errors import StorageError
-from tests import cuts
+from tests.support import snapshots
 
 FIRST, SECOND = image_name(0, 2), image_name(1, 2)
 
@@ -40,32 +40,32 @@ def files(folder: Path) -> set[str]:
 
 def test_a_cut_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "ckpt"
-    manifest = cuts.put(folder, 12)
+    manifest = snapshots.put(folder, 12)
     assert files(folder) == {f"cut-00000012/{name}" for name in (FIRST, SECOND, NAME)}
     for server in range(2):
-        shelf = Shelf(folder, server)
+        shelf = CheckpointDirectory(folder, server)
         assert shelf.complete() == [manifest]
-        assert cuts.same(shelf.load(manifest, server, 2), cuts.image(server, 2))
-    assert Shelf(folder).highest() == 12
-    assert Shelf(folder).manifest(12) == manifest
+        assert snapshots.same(shelf.load(manifest, server, 2), snapshots.image(server, 2))
+    assert CheckpointDirectory(folder).highest() == 12
+    assert CheckpointDirectory(folder).manifest(12) == manifest
 
 
 def test_for_another_number_of_servers_all_files_are_read(tmp_path: Path) -> None:
-    manifest = cuts.put(tmp_path, 1)
-    some = [cuts.image(server, 2) for server in range(2)]
+    manifest = snapshots.put(tmp_path, 1)
+    some = [snapshots.image(server, 2) for server in range(2)]
     for server in range(3):
-        got = Shelf(tmp_path).load(manifest, server, 3)
-        assert cuts.same(got, regroup(some, server, 3))
+        got = CheckpointDirectory(tmp_path).load(manifest, server, 3)
+        assert snapshots.same(got, regroup(some, server, 3))
     (tmp_path / "cut-00000001" / SECOND).unlink()
-    assert cuts.same(Shelf(tmp_path).load(manifest, 0, 2), some[0])
+    assert snapshots.same(CheckpointDirectory(tmp_path).load(manifest, 0, 2), some[0])
     with pytest.raises(StorageError, match=SECOND):
-        Shelf(tmp_path).load(manifest, 0, 3)
+        CheckpointDirectory(tmp_path).load(manifest, 0, 3)
     with pytest.raises(ValueError, match="no server 2 of 2"):
-        Shelf(tmp_path).load(manifest, 2, 2)
+        CheckpointDirectory(tmp_path).load(manifest, 2, 2)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "none", 0)
+    shelf = CheckpointDirectory(tmp_path / "none", 0)
     assert shelf.complete() == []
     assert shelf.highest() == 0
     shelf.drop(3)
@@ -74,8 +74,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_without_a_manifest_a_cut_is_not_complete(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, 0)
-    shelf.write(7, cuts.image(0, 2))
+    shelf = CheckpointDirectory(tmp_path, 0)
+    shelf.write(7, snapshots.image(0, 2))
     assert shelf.complete() == []
     assert shelf.highest() == 7
 
@@ -84,109 +84,111 @@ def test_folders_of_other_names_are_none_of_ours(tmp_path: Path) -> None:
     for name in ("cut-1", "cut-000000012", "cut-0000000x", "tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "cut-00000099.txt").touch()
-    assert Shelf(tmp_path).numbers() == []
-    cuts.put(tmp_path, 123_456_789)
-    assert Shelf(tmp_path).highest() == 123_456_789
+    assert CheckpointDirectory(tmp_path).numbers() == []
+    snapshots.put(tmp_path, 123_456_789)
+    assert CheckpointDirectory(tmp_path).highest() == 123_456_789
 
 
 def test_the_two_newest_and_those_with_a_tag_are_kept(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, tag="best")
+    snapshots.put(tmp_path, 1, tag="best")
     for cut in range(2, 6):
-        cuts.put(tmp_path, cut)
-    assert numbers(Shelf(tmp_path).complete()) == [1, 4, 5]
-    assert Shelf(tmp_path).numbers() == [1, 4, 5]
+        snapshots.put(tmp_path, cut)
+    assert numbers(CheckpointDirectory(tmp_path).complete()) == [1, 4, 5]
+    assert CheckpointDirectory(tmp_path).numbers() == [1, 4, 5]
 
 
 def test_incomplete_cuts_go_when_a_newer_one_is_complete(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, 0)
-    shelf.write(1, cuts.image(0, 2))
-    shelf.write(3, cuts.image(0, 2))
-    cuts.put(tmp_path, 2)
+    shelf = CheckpointDirectory(tmp_path, 0)
+    shelf.write(1, snapshots.image(0, 2))
+    shelf.write(3, snapshots.image(0, 2))
+    snapshots.put(tmp_path, 2)
     assert shelf.numbers() == [2, 3]
     stranger = tmp_path / "cut-00000003" / "notes.txt"
     stranger.touch()
-    cuts.put(tmp_path, 4)
+    snapshots.put(tmp_path, 4)
     assert files(tmp_path / "cut-00000003") == {"notes.txt"}
 
 
 def test_what_is_found(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, tag="best")
-    cuts.put(tmp_path, 2, tag="best")
-    newest = cuts.put(tmp_path, 3)
-    shelf = Shelf(tmp_path)
+    snapshots.put(tmp_path, 1, tag="best")
+    snapshots.put(tmp_path, 2, tag="best")
+    newest = snapshots.put(tmp_path, 3)
+    shelf = CheckpointDirectory(tmp_path)
     assert shelf.find() == newest
     assert shelf.find("best").cut == 2
     with pytest.raises(StorageError, match=r"the tag 'worst'.*: 1 \(best\), 2 \(best\), 3"):
         shelf.find("worst")
-    assert numbers(shelf.complete(cuts.JOB)) == [1, 2, 3]
+    assert numbers(shelf.complete(snapshots.JOB)) == [1, 2, 3]
     assert shelf.complete(bytes(16)) == []
 
 
 def test_each_server_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
-    shelves = [Shelf(tmp_path / str(server), server) for server in range(2)]
+    shelves = [CheckpointDirectory(tmp_path / str(server), server) for server in range(2)]
     for cut in (1, 2, 3):
-        some = [cuts.image(server, 2) for server in range(2)]
-        manifest = cuts.manifest_of(cut, shelves, some)
+        some = [snapshots.image(server, 2) for server in range(2)]
+        manifest = snapshots.manifest_of(cut, shelves, some)
         for shelf in shelves:
             shelf.commit(manifest)
     for server, shelf in enumerate(shelves):
-        assert numbers(shelf.complete(cuts.JOB, server)) == [2, 3]
+        assert numbers(shelf.complete(snapshots.JOB, server)) == [2, 3]
         assert numbers(shelf.complete(server=server, servers=2)) == [2, 3]
         assert shelf.complete(server=1 - server) == []
         assert shelf.complete(server=0, servers=1) == []  # both images would be needed
         assert shelf.complete(server=5) == []
         assert numbers(shelf.complete()) == [2, 3]
         assert shelf.here(manifest) == {server}
-        assert cuts.same(shelf.load(manifest, server, 2), some[server])
+        assert snapshots.same(shelf.load(manifest, server, 2), some[server])
         with pytest.raises(StorageError, match=image_name(1 - server, 2)):
             shelf.load(manifest, 0, 1)
 
 
 def test_more_servers_go_on_in_the_same_folder(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1)
-    cuts.put(tmp_path, 2, servers=3)
-    assert numbers(Shelf(tmp_path).complete(server=2)) == [1, 2]
-    cuts.put(tmp_path, 3, servers=3)
-    assert Shelf(tmp_path).numbers() == [2, 3]
+    snapshots.put(tmp_path, 1)
+    snapshots.put(tmp_path, 2, servers=3)
+    assert numbers(CheckpointDirectory(tmp_path).complete(server=2)) == [1, 2]
+    snapshots.put(tmp_path, 3, servers=3)
+    assert CheckpointDirectory(tmp_path).numbers() == [2, 3]
 
 
 def test_a_cut_that_is_given_up(tmp_path: Path) -> None:
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
     for server, shelf in enumerate(shelves):
-        shelf.write(4, cuts.image(server, 2))
+        shelf.write(4, snapshots.image(server, 2))
     shelves[0].drop(4)
     assert files(tmp_path) == {f"cut-00000004/{SECOND}"}
     shelves[1].drop(4)
     assert list(tmp_path.iterdir()) == []
-    manifest = cuts.put(tmp_path, 5)
+    manifest = snapshots.put(tmp_path, 5)
     shelves[0].drop(5)  # too late: it is complete
     assert shelves[0].complete() == [manifest]
 
 
 def test_servers_1_and_10_are_two(tmp_path: Path) -> None:
-    Shelf(tmp_path, 10).write(1, cuts.image(10, 11))
-    Shelf(tmp_path, 1).write(1, cuts.image(1, 11))
+    CheckpointDirectory(tmp_path, 10).write(1, snapshots.image(10, 11))
+    CheckpointDirectory(tmp_path, 1).write(1, snapshots.image(1, 11))
     (tmp_path / "cut-00000001" / "server-10.0abc.tmp").touch()
-    Shelf(tmp_path, 1).write(2, cuts.image(1, 11))
-    Shelf(tmp_path, 1).drop(1)
+    CheckpointDirectory(tmp_path, 1).write(2, snapshots.image(1, 11))
+    CheckpointDirectory(tmp_path, 1).drop(1)
     assert files(tmp_path / "cut-00000001") == {image_name(10, 11), "server-10.0abc.tmp"}
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1)
+    snapshots.put(tmp_path, 1)
     left = [tmp_path / "cut-00000001" / f"server-{server}.0123abcd.tmp" for server in range(2)]
     for path in left:
         path.write_bytes(b"half")
-    Shelf(tmp_path, 0).write(2, cuts.image(0, 2))
+    CheckpointDirectory(tmp_path, 0).write(2, snapshots.image(0, 2))
     assert [path.exists() for path in left] == [False, True]
-    cuts.put(tmp_path, 3)
+    snapshots.put(tmp_path, 3)
     assert not left[1].exists()
 
 
 def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     """A shelf that commits one cut while it writes the next."""
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
-    manifest = cuts.manifest_of(1, shelves, [cuts.image(server, 2) for server in range(2)])
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
+    manifest = snapshots.manifest_of(
+        1, shelves, [snapshots.image(server, 2) for server in range(2)]
+    )
     target = tmp_path / "cut-00000001" / "other"
     shelves[0]._put(target, lambda sink: shelves[0].commit(manifest))
     assert target.exists()
@@ -194,12 +196,14 @@ def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
 
 def test_a_shelf_of_nobody_is_for_reading(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="for reading"):
-        Shelf(tmp_path).write(1, cuts.image(0, 2))
+        CheckpointDirectory(tmp_path).write(1, snapshots.image(0, 2))
 
 
 def test_no_manifest_without_the_image(tmp_path: Path) -> None:
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
-    manifest = cuts.manifest_of(1, shelves, [cuts.image(server, 2) for server in range(2)])
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
+    manifest = snapshots.manifest_of(
+        1, shelves, [snapshots.image(server, 2) for server in range(2)]
+    )
     (tmp_path / "cut-00000001" / FIRST).write_bytes(b"short")
     with pytest.raises(StorageError, match="checkpoint 1 not completed: the image of server 0"):
         shelves[0].commit(manifest)
@@ -210,7 +214,7 @@ def test_no_manifest_without_the_image(tmp_path: Path) -> None:
 
 
 def damaged(tmp_path: Path, harm: Callable[[bytes], bytes]) -> Manifest:
-    manifest = cuts.put(tmp_path, 1)
+    manifest = snapshots.put(tmp_path, 1)
     path = tmp_path / "cut-00000001" / SECOND
     path.write_bytes(harm(path.read_bytes()))
     return manifest
@@ -219,7 +223,7 @@ def damaged(tmp_path: Path, harm: Callable[[bytes], bytes]) -> Manifest:
 @pytest.mark.parametrize("count", [0, 1, 100, -1])
 def test_a_file_that_was_cut_short_is_not_complete(tmp_path: Path, count: int) -> None:
     manifest = damaged(tmp_path, lambda octets: octets[:count])
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointDirectory(tmp_path)
     assert shelf.complete() == []
     assert shelf.complete(server=1) == []
     assert shelf.complete(server=0) == [manifest]
@@ -238,23 +242,23 @@ def test_one_flipped_bit_is_found(tmp_path: Path, region: str) -> None:
 
     manifest = damaged(tmp_path, flip)
     with pytest.raises(StorageError, match=f"{SECOND} is not what was written: its SHA-256 is"):
-        Shelf(tmp_path).load(manifest, 1, 2)
+        CheckpointDirectory(tmp_path).load(manifest, 1, 2)
     with pytest.raises(StorageError, match=SECOND):
-        Shelf(tmp_path).load(manifest, 0, 1)
+        CheckpointDirectory(tmp_path).load(manifest, 0, 1)
 
 
 def test_images_of_two_cuts_do_not_mix(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, version=5)
-    manifest = cuts.put(tmp_path, 2, version=6)
+    snapshots.put(tmp_path, 1, version=5)
+    manifest = snapshots.put(tmp_path, 2, version=6)
     old, new = (tmp_path / f"cut-0000000{cut}" / SECOND for cut in (1, 2))
     assert old.stat().st_size == new.stat().st_size
     shutil.copy(old, new)
     with pytest.raises(StorageError, match="is not what was written"):
-        Shelf(tmp_path).load(manifest, 1, 2)
+        CheckpointDirectory(tmp_path).load(manifest, 1, 2)
 
 
 def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
-    manifest = cuts.put(tmp_path, 1)
+    manifest = snapshots.put(tmp_path, 1)
     for images in (manifest.images[:1], (*manifest.images, manifest.images[1])):
         count = len(images)
         other = replace(
@@ -264,57 +268,57 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
             ),
         )
         (tmp_path / "cut-00000001" / NAME).write_text(other.to_json())
-        assert Shelf(tmp_path).complete() == []
+        assert CheckpointDirectory(tmp_path).complete() == []
         with pytest.raises(StorageError, match=image_name(0, count)):
-            Shelf(tmp_path).load(other, 0, count)
+            CheckpointDirectory(tmp_path).load(other, 0, count)
         # Even where somebody renamed the files.
         for one, renamed in zip(images, other.images, strict=True):
             shutil.copy(tmp_path / "cut-00000001" / one.name, tmp_path / renamed.name)
             shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
         with pytest.raises(StorageError, match=f"image of server 0 of 2, and .* of 0 of {count}"):
-            Shelf(tmp_path).load(other, 0, count)
+            CheckpointDirectory(tmp_path).load(other, 0, count)
 
 
 def test_an_image_must_hold_what_belongs_there(tmp_path: Path) -> None:
-    shelves = [Shelf(tmp_path, server) for server in range(2)]
-    some = [cuts.image(server, 2) for server in range(2)]
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
+    some = [snapshots.image(server, 2) for server in range(2)]
     some[0] = replace(some[1], server=0)
-    manifest = cuts.manifest_of(1, shelves, some)
+    manifest = snapshots.manifest_of(1, shelves, some)
     with pytest.raises(StorageError, match=rf"{FIRST}: key '.*' of store 'default'"):
         shelves[0].load(manifest, 0, 2)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[]", b" " * (64 << 20) + b"{}"])
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, text: bytes) -> None:
-    cuts.put(tmp_path, 1)
+    snapshots.put(tmp_path, 1)
     path = tmp_path / "cut-00000001" / NAME
     path.write_bytes(text)
-    assert Shelf(tmp_path).complete() == []
+    assert CheckpointDirectory(tmp_path).complete() == []
     with pytest.raises(StorageError, match=f"cannot read the manifest {path}"):
-        Shelf(tmp_path).manifest(1)
+        CheckpointDirectory(tmp_path).manifest(1)
 
 
 def test_a_manifest_in_the_folder_of_another_cut(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1)
+    snapshots.put(tmp_path, 1)
     (tmp_path / "cut-00000001").rename(tmp_path / "cut-00000002")
-    assert Shelf(tmp_path).complete() == []
+    assert CheckpointDirectory(tmp_path).complete() == []
     with pytest.raises(StorageError, match="of cut 1, and lies in the folder of 2"):
-        Shelf(tmp_path).manifest(2)
+        CheckpointDirectory(tmp_path).manifest(2)
 
 
 def test_a_damaged_cut_with_a_tag_is_not_removed(tmp_path: Path) -> None:
-    cuts.put(tmp_path, 1, tag="best")
+    snapshots.put(tmp_path, 1, tag="best")
     (tmp_path / "cut-00000001" / FIRST).write_bytes(b"")
     for cut in (2, 3, 4):
-        cuts.put(tmp_path, cut)
-    assert Shelf(tmp_path).numbers() == [1, 3, 4]
+        snapshots.put(tmp_path, cut)
+    assert CheckpointDirectory(tmp_path).numbers() == [1, 3, 4]
 
 
 # --- a fault at each step ---------------------------------------------------------------------
 
 
 class Broken:
-    """``os`` for :mod:`kvps.checkpoint.disk`, with one call that fails."""
+    """``os`` for :mod:`kvps.checkpoint.atomic_file`, with one call that fails."""
 
     def __init__(self, name: str, number: int, error: BaseException) -> None:
         self.name, self.left, self.error = name, number, error
@@ -345,7 +349,7 @@ STEPS = ("open", "write", "fsync", "close", "replace")
 def steps_of(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     watching = Broken("none", 0, OSError())
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "os", watching)
+        patch.setattr(atomic_file, "os", watching)
         action()
     return watching.steps
 
@@ -358,41 +362,43 @@ class Killed(BaseException):
 def test_a_fault_at_each_step_of_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    image = cuts.image(0, 2)
-    cuts.put(tmp_path / "probe", 11)
-    steps = steps_of(lambda: Shelf(tmp_path / "probe", 0).write(12, image), monkeypatch)
+    image = snapshots.image(0, 2)
+    snapshots.put(tmp_path / "probe", 11)
+    steps = steps_of(
+        lambda: CheckpointDirectory(tmp_path / "probe", 0).write(12, image), monkeypatch
+    )
     assert set(STEPS) <= set(steps)
     for index, name in enumerate(steps):
         folder = tmp_path / str(index)
-        older = cuts.put(folder, 11)
+        older = snapshots.put(folder, 11)
         broken = Broken(name, steps[:index].count(name), error)
         expected = StorageError if isinstance(error, OSError) else Killed
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "os", broken)
+            patch.setattr(atomic_file, "os", broken)
             with pytest.raises(expected) as caught:
                 # As a killed process leaves it: the cut's folder may be there or not.
-                Shelf(folder, 0).write(12, image)
+                CheckpointDirectory(folder, 0).write(12, image)
         if expected is StorageError:
             assert "checkpoint 12 not written: Input/output error (need " in str(caught.value)
             assert "The last complete one is 11; training goes on" in str(caught.value)
-        assert Shelf(folder).complete() == [older]
+        assert CheckpointDirectory(folder).complete() == [older]
         assert not [one for one in files(folder) if one.endswith(".tmp")]
-        newer = cuts.put(folder, 13)
-        assert Shelf(folder).complete() == [older, newer]
-        assert Shelf(folder).numbers() == [11, 13]
+        newer = snapshots.put(folder, 13)
+        assert CheckpointDirectory(folder).complete() == [older, newer]
+        assert CheckpointDirectory(folder).numbers() == [11, 13]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), Killed()])
 def test_a_fault_at_each_step_of_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    some = [cuts.image(server, 2) for server in range(2)]
+    some = [snapshots.image(server, 2) for server in range(2)]
 
-    def prepared(folder: Path) -> tuple[Shelf, Manifest]:
-        shelves = [Shelf(folder, server) for server in range(2)]
+    def prepared(folder: Path) -> tuple[CheckpointDirectory, Manifest]:
+        shelves = [CheckpointDirectory(folder, server) for server in range(2)]
         for cut in (9, 10, 11):
-            cuts.put(folder, cut)
-        return shelves[0], cuts.manifest_of(12, shelves, some)
+            snapshots.put(folder, cut)
+        return shelves[0], snapshots.manifest_of(12, shelves, some)
 
     probe, manifest = prepared(tmp_path / "probe")
     steps = steps_of(lambda: probe.commit(manifest), monkeypatch)
@@ -401,42 +407,42 @@ def test_a_fault_at_each_step_of_a_commit(
         shelf, manifest = prepared(folder)
         broken = Broken(name, steps[:index].count(name), error)
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "os", broken)
+            patch.setattr(atomic_file, "os", broken)
             try:
                 shelf.commit(manifest)
             except (StorageError, Killed):
                 was_raised = True
             else:
                 was_raised = False  # only the removal of older cuts failed
-        complete = Shelf(folder).complete()
+        complete = CheckpointDirectory(folder).complete()
         assert numbers(complete) in ([10, 11], [10, 11, 12], [11, 12]), (index, name)
         assert was_raised or manifest in complete
         for one in complete:
             for server in range(2):
-                Shelf(folder).load(one, server, 2)
-        cuts.put(folder, 13)
-        assert numbers(Shelf(folder).complete())[-1] == 13
+                CheckpointDirectory(folder).load(one, server, 2)
+        snapshots.put(folder, 13)
+        assert numbers(CheckpointDirectory(folder).complete())[-1] == 13
 
 
 def test_a_writer_that_is_killed_for_good(tmp_path: Path) -> None:
     """No clean-up of any kind runs; the temporary file stays until the next writer comes."""
-    older = cuts.put(tmp_path, 11)
+    older = snapshots.put(tmp_path, 11)
     code = (
-        "import os, sys; from kvps.checkpoint import disk; from kvps.checkpoint.shelf import Shelf;"
-        "from tests import cuts;"
+        "import os, sys; import kvps.checkpoint.atomic_file as disk; from kvps.checkpoint.directory import CheckpointDirectory;"
+        "import tests.support.snapshots as cuts;"
         "disk.os = type('Os', (), {'__getattr__': lambda _, name: "
         "getattr(os, name) if name != 'replace' else lambda *a: os._exit(9)})();"
-        "Shelf(sys.argv[1], 0).write(12, cuts.image(0, 2))"
+        "CheckpointDirectory(sys.argv[1], 0).write(12, cuts.image(0, 2))"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     env = {**os.environ, "PYTHONPATH": str(root)}
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
     assert ended.returncode == 9
     assert [one for one in files(tmp_path) if one.endswith(".tmp")]
-    assert Shelf(tmp_path).complete() == [older]
-    cuts.put(tmp_path, 13)
+    assert CheckpointDirectory(tmp_path).complete() == [older]
+    snapshots.put(tmp_path, 13)
     assert not [one for one in files(tmp_path) if one.endswith(".tmp")]
-    assert Shelf(tmp_path).numbers() == [11, 13]
+    assert CheckpointDirectory(tmp_path).numbers() == [11, 13]
 
 
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,41 +451,41 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     patched = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
     patched.write = few
-    monkeypatch.setattr(disk, "os", patched)
-    manifest = cuts.put(tmp_path, 1)
-    assert cuts.same(Shelf(tmp_path).load(manifest, 0, 2), cuts.image(0, 2))
+    monkeypatch.setattr(atomic_file, "os", patched)
+    manifest = snapshots.put(tmp_path, 1)
+    assert snapshots.same(CheckpointDirectory(tmp_path).load(manifest, 0, 2), snapshots.image(0, 2))
     patched.write = lambda file, octets: 0
     with pytest.raises(StorageError, match="takes nothing more"):
-        Shelf(tmp_path, 0).write(2, cuts.image(0, 2))
+        CheckpointDirectory(tmp_path, 0).write(2, snapshots.image(0, 2))
 
 
 def test_old_cuts_that_cannot_be_removed_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for cut in (1, 2):
-        cuts.put(tmp_path, cut)
+        snapshots.put(tmp_path, cut)
 
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(disk, "remove", refuse)
-    cuts.put(tmp_path, 3)
+    monkeypatch.setattr(atomic_file, "remove", refuse)
+    snapshots.put(tmp_path, 3)
     assert "could not be removed: [Errno 13]" in caplog.text
-    assert numbers(Shelf(tmp_path).complete()) == [1, 2, 3]
+    assert numbers(CheckpointDirectory(tmp_path).complete()) == [1, 2, 3]
     (tmp_path / "cut-00000004").mkdir()
     (tmp_path / "cut-00000004" / FIRST).touch()
     with pytest.raises(StorageError, match="checkpoint 4, which was given up"):
-        Shelf(tmp_path, 0).drop(4)
+        CheckpointDirectory(tmp_path, 0).drop(4)
 
 
 def test_a_place_where_nothing_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"checkpoint 1 not written: .*cannot be read"):
-        Shelf(tmp_path / "file", 0).write(1, cuts.image(0, 2))
+        CheckpointDirectory(tmp_path / "file", 0).write(1, snapshots.image(0, 2))
 
 
 def test_a_file_that_shrinks_between(tmp_path: Path) -> None:
-    manifest = cuts.put(tmp_path, 1)
+    manifest = snapshots.put(tmp_path, 1)
     with pytest.raises(StorageError, match="cannot read"):
         list(verified(tmp_path / "none", manifest.images[0]))
 
@@ -489,16 +495,16 @@ def test_a_file_that_shrinks_between(tmp_path: Path) -> None:
 
 def test_servers_commit_and_tidy_one_folder_at_once(tmp_path: Path) -> None:
     servers, rounds = 4, 6
-    shelves = [Shelf(tmp_path, server) for server in range(servers)]
+    shelves = [CheckpointDirectory(tmp_path, server) for server in range(servers)]
     manifests = []
     for cut in range(1, rounds + 1):
-        some = [cuts.image(server, servers, version=cut) for server in range(servers)]
-        manifests.append(cuts.manifest_of(cut, shelves, some))
+        some = [snapshots.image(server, servers, version=cut) for server in range(servers)]
+        manifests.append(snapshots.manifest_of(cut, shelves, some))
         wrong: list[BaseException] = []
         start = threading.Barrier(servers)
 
         def commit(
-            shelf: Shelf,
+            shelf: CheckpointDirectory,
             manifest: Manifest = manifests[-1],
             start: threading.Barrier = start,
             wrong: list[BaseException] = wrong,
@@ -516,20 +522,20 @@ def test_servers_commit_and_tidy_one_folder_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
-        assert Shelf(tmp_path).complete() == manifests[-2:]
-    assert Shelf(tmp_path).numbers() == [rounds - 1, rounds]
+        assert CheckpointDirectory(tmp_path).complete() == manifests[-2:]
+    assert CheckpointDirectory(tmp_path).numbers() == [rounds - 1, rounds]
 
 
 def test_what_another_server_has_just_done_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk.force_if_there(tmp_path / "none")
-    disk.remove(tmp_path / "none")
-    disk.remove_empty(tmp_path / "none")
-    assert disk.files(tmp_path / "none") == []
+    atomic_file.force_if_there(tmp_path / "none")
+    atomic_file.remove(tmp_path / "none")
+    atomic_file.remove_empty(tmp_path / "none")
+    assert atomic_file.files(tmp_path / "none") == []
     (tmp_path / "cut" / "new").mkdir(parents=True)
-    monkeypatch.setattr(disk, "files", lambda folder: [])  # as it was a moment ago
-    disk.remove_empty(tmp_path / "cut")
+    monkeypatch.setattr(atomic_file, "files", lambda folder: [])  # as it was a moment ago
+    atomic_file.remove_empty(tmp_path / "cut")
     assert (tmp_path / "cut" / "new").exists()
 
 
@@ -558,21 +564,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path) -> None:
-    older = cuts.put(small_disk, 11)
+    older = snapshots.put(small_disk, 11)
     (small_disk / "ballast").write_bytes(bytes(200 << 10))
     free = shutil.disk_usage(small_disk).free
-    big = cuts.image(0, 2, keys={**cuts.KEYS, "big": replace(cuts.KEYS["i8"], shape=(1 << 20,))})
+    big = snapshots.image(
+        0, 2, keys={**snapshots.KEYS, "big": replace(snapshots.KEYS["i8"], shape=(1 << 20,))}
+    )
     with pytest.raises(StorageError) as caught:
-        Shelf(small_disk, 0).write(12, big)
+        CheckpointDirectory(small_disk, 0).write(12, big)
     text = str(caught.value)
     assert text.startswith("checkpoint 12 not written: No space left on device (need 5")
-    assert f" KiB, free {disk.shown(free)} on {small_disk}). " in text
+    assert f" KiB, free {atomic_file.shown(free)} on {small_disk}). " in text
     assert text.endswith("The last complete one is 11; training goes on")
-    assert Shelf(small_disk).complete() == [older]
-    Shelf(small_disk, 0).drop(12)
+    assert CheckpointDirectory(small_disk).complete() == [older]
+    CheckpointDirectory(small_disk, 0).drop(12)
     assert shutil.disk_usage(small_disk).free == free
     (small_disk / "ballast").unlink()
-    assert Shelf(small_disk).complete() == [older]
+    assert CheckpointDirectory(small_disk).complete() == [older]
 
 
 @pytest.mark.parametrize(
@@ -587,4 +595,4 @@ def test_a_full_disk(small_disk: Path) -> None:
     ],
 )
 def test_sizes_for_people(size: int, says: str) -> None:
-    assert disk.shown(size) == says
+    assert atomic_file.shown(size) == says

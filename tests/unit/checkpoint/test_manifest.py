@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from kvps.checkpoint.manifest import (
-    Holding,
     ImageFile,
     Manifest,
+    StoreVersions,
     holdings,
     image_name,
     together,
 )
-from kvps.core.image import Image
-from tests import cuts
+from kvps.core.server.snapshot.model import Snapshot
+from tests.support import snapshots
 
 MANIFEST = Manifest(
     cut=12,
-    job=cuts.JOB,
+    job=snapshots.JOB,
     epoch=3,
     workers=4,
     version="0.1.0",
     images=tuple(ImageFile(image_name(server, 2), 1000 + server, "ab" * 32) for server in (0, 1)),
-    stores={"default": Holding(161, 499, 500), "größe": Holding(0, 0, 0)},
+    stores={"default": StoreVersions(161, 499, 500), "größe": StoreVersions(0, 0, 0)},
     tag="epoch 3",
     written="2026-11-21 12:00",
 )
@@ -93,7 +93,7 @@ def test_text_that_is_none(text: str) -> None:
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
 def test_what_all_servers_hold(servers: int) -> None:
-    some = [holdings(cuts.image(server, servers)) for server in range(servers)]
-    assert together(some) == {"default": Holding(len(cuts.KEYS), 5, 7)}
-    assert together([*some, holdings(Image(0, 1, ()))]) == together(reversed(some))
+    some = [holdings(snapshots.image(server, servers)) for server in range(servers)]
+    assert together(some) == {"default": StoreVersions(len(snapshots.KEYS), 5, 7)}
+    assert together([*some, holdings(Snapshot(0, 1, ()))]) == together(reversed(some))
     assert together([]) == {}

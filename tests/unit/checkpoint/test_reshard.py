@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvps.core.hyper import resolve
-from kvps.core.image import Image, KeyImage, StoreImage
+from kvps.checkpoint.reshard import demand_own, gathered, merged, regroup
+from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
-from kvps.core.regroup import demand_own, gathered, merged, regroup
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, StoreSnapshot
+from kvps.dtypes import Spec
 from kvps.errors import StorageError
-from kvps.specs import Spec
-from tests import cuts
+from tests.support import snapshots
 
 
-def cut_of(servers: int, **more: object) -> list[Image]:
-    return [cuts.image(server, servers, **more) for server in range(servers)]  # type: ignore[arg-type]
+def cut_of(servers: int, **more: object) -> list[Snapshot]:
+    return [snapshots.image(server, servers, **more) for server in range(servers)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 7)])
@@ -28,12 +28,12 @@ def test_every_element_is_where_it_belongs(before: int, after: int) -> None:
     old = cut_of(before)
     new = [regroup(old, server, after) for server in range(after)]
     assert [(one.server, one.servers) for one in new] == [(n, after) for n in range(after)]
-    assert cuts.elements(new) == cuts.elements(old)
+    assert snapshots.elements(new) == snapshots.elements(old)
     for one in new:
         demand_own(one)
         assert [store.opened for store in one.stores] == [s.opened for s in old[0].stores]
     back = [regroup(new, server, before) for server in range(before)]
-    assert cuts.elements(back) == cuts.elements(old)
+    assert snapshots.elements(back) == snapshots.elements(old)
 
 
 @given(
@@ -53,8 +53,8 @@ def test_there_and_back_is_the_same(
     old = cut_of(before, keys=keys, bound=bound, cuts=sorted(inner))
     new = [regroup(old, server, after) for server in range(after)]
     back = [regroup(new, server, before) for server in range(before)]
-    expected = cuts.elements(old)
-    assert cuts.elements(new) == cuts.elements(back) == expected
+    expected = snapshots.elements(old)
+    assert snapshots.elements(new) == snapshots.elements(back) == expected
     for name, count in counts.items():
         assert [row[0] for row in expected["default", name]] == list(range(count))  # type: ignore[index]
         placed = {part.server: part for part in parts(name, count, after, bound)}
@@ -88,17 +88,17 @@ def test_the_whole_weights() -> None:
     for servers in (1, 3):
         found = merged(cut_of(servers), "default")
         assert {name: tuple(one.shape) for name, one in found.items()} == {
-            name: spec.shape for name, spec in cuts.KEYS.items()
+            name: spec.shape for name, spec in snapshots.KEYS.items()
         }
-        for name, spec in cuts.KEYS.items():
-            assert torch.equal(found[name], cuts.values(spec).view(spec.shape))
+        for name, spec in snapshots.KEYS.items():
+            assert torch.equal(found[name], snapshots.values(spec).view(spec.shape))
     assert merged(cut_of(3), "plain") == {}
 
 
 def test_a_key_of_nothing_may_have_no_portions() -> None:
-    key = KeyImage("nothing", Spec("int8", (3, 0)), 0, ())
-    store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, (key,))
-    found = merged([Image(0, 1, (store,))], "default")["nothing"]
+    key = KeySnapshot("nothing", Spec("int8", (3, 0)), 0, ())
+    store = StoreSnapshot(snapshots.opened(), None, None, 0.0, 0, 0, (key,))
+    found = merged([Snapshot(0, 1, (store,))], "default")["nothing"]
     assert (found.dtype, tuple(found.shape)) == (torch.int8, (3, 0))
 
 
@@ -106,7 +106,7 @@ def test_a_store_that_is_not_there() -> None:
     with pytest.raises(StorageError, match=r"no store 'other'.*'default', 'plain'"):
         merged(cut_of(2), "other")
     with pytest.raises(StorageError, match="there is none"):
-        merged([Image(0, 1, ())], "other")
+        merged([Snapshot(0, 1, ())], "other")
 
 
 # --- cuts that are none -----------------------------------------------------------------------
@@ -121,15 +121,15 @@ def test_a_store_that_is_not_there() -> None:
         ([cut_of(2)[0], cut_of(3)[1]], "0 of 2, 1 of 3"),
     ],
 )
-def test_one_image_of_each_server_is_needed(images: list[Image], says: str) -> None:
+def test_one_image_of_each_server_is_needed(images: list[Snapshot], says: str) -> None:
     with pytest.raises(StorageError, match=says):
         regroup(images, 0, 1)
 
 
-Change = Callable[[StoreImage], StoreImage]
+Change = Callable[[StoreSnapshot], StoreSnapshot]
 
 
-def changed(change: Change, server: int = 1) -> list[Image]:
+def changed(change: Change, server: int = 1) -> list[Snapshot]:
     """A cut of two, of which one differs in its first store."""
     old = cut_of(2)
     first, *others = old[server].stores
@@ -145,7 +145,7 @@ def changed(change: Change, server: int = 1) -> list[Image]:
         (lambda store: replace(store, sent_lr=9.0), "sent_lr"),
         (lambda store: replace(store, hyper=None), "hyper is"),
         (lambda store: replace(store, sent_hyper=resolve("sgd", {})), "sent_hyper"),
-        (lambda store: replace(store, opened=cuts.opened(bound=65)), "bigarray_bound"),
+        (lambda store: replace(store, opened=snapshots.opened(bound=65)), "bigarray_bound"),
     ],
 )
 def test_servers_must_know_the_same_of_a_store(change: Change, says: str) -> None:
@@ -156,13 +156,13 @@ def test_servers_must_know_the_same_of_a_store(change: Change, says: str) -> Non
 def test_chunks_may_differ() -> None:
     """The first OPEN decides, and that may be another worker's on another server."""
     old = changed(lambda store: replace(store, opened=replace(store.opened, chunk_bytes=1 << 16)))
-    assert cuts.elements([regroup(old, 0, 1)]) == cuts.elements(old)
+    assert snapshots.elements([regroup(old, 0, 1)]) == snapshots.elements(old)
 
 
 def cut_key(**changes: object) -> Change:
     """Change the image of the key that is on both servers."""
 
-    def change(store: StoreImage) -> StoreImage:
+    def change(store: StoreSnapshot) -> StoreSnapshot:
         keys = (
             replace(key, **changes) if key.name == "layer1.weight" else key  # type: ignore[arg-type]
             for key in store.keys
@@ -177,7 +177,7 @@ def without(name: str) -> Change:
 
 
 PORTIONS = next(
-    key.portions for key in cuts.image(1, 2).stores[0].keys if key.name == "layer1.weight"
+    key.portions for key in snapshots.image(1, 2).stores[0].keys if key.name == "layer1.weight"
 )
 """Of elements 60 to 119: 48 to 74, and 75 to 119."""
 
@@ -214,7 +214,7 @@ def test_an_image_must_hold_what_belongs_there() -> None:
     for image in cut_of(3):
         demand_own(image)
     misplaced = replace(cut_of(3)[1], server=0)
-    only = next(key for key in misplaced.stores[0].keys if key.spec.count < cuts.BOUND)
+    only = next(key for key in misplaced.stores[0].keys if key.spec.count < snapshots.BOUND)
     alone = replace(misplaced.stores[0], keys=(only,))
     with pytest.raises(StorageError, match=r"of store 'default' does not belong on server 0 of 3"):
         demand_own(replace(misplaced, stores=(alone,)))

@@ -18,27 +18,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvps.checkpoint import disk, images
-from kvps.checkpoint.stream import HEADER_MAX, TITLES, Column, stream_of
-from kvps.core.hyper import resolve
-from kvps.core.image import History, Image, KeyImage, Portion, StoreImage
+from kvps.checkpoint import atomic_file, snapshot_writer
+from kvps.checkpoint.safetensors_writer import HEADER_MAX, TITLES, Column, stream_of
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.server.snapshot.model import (
+    KeySnapshot,
+    Snapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+)
+from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import StorageError
-from kvps.specs import BY_NAME, Spec
-from tests import cuts
+from tests.support import snapshots
 
 
-def written(path: Path, image: Image) -> disk.Written:
-    return disk.put(path, path.with_suffix(".aside"), images.stream(image).write)
+def written(path: Path, image: Snapshot) -> atomic_file.Written:
+    return atomic_file.put(path, path.with_suffix(".aside"), snapshot_writer.stream(image).write)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     for server in range(2):
-        image = cuts.image(server, 2)
+        image = snapshots.image(server, 2)
         path = tmp_path / f"{server}.safetensors"
         size, _ = written(path, image)
-        assert image.size_bytes < size == images.stream(image).size
-        back = images.read(path)
-        assert cuts.same(back, image)
+        assert image.size_bytes < size == snapshot_writer.stream(image).size
+        back = snapshot_writer.read(path)
+        assert snapshots.same(back, image)
         assert size == path.stat().st_size
         assert back.size_bytes == image.size_bytes
     (history,) = {id(p.history): p.history for p in back.stores[0].keys[1].portions}.values()
@@ -47,25 +53,25 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    got = written(path, cuts.image(0, 1))
+    got = written(path, snapshots.image(0, 1))
     assert got.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_an_image_of_nothing_comes_back(tmp_path: Path) -> None:
-    image = Image(2, 3, ())
+    image = Snapshot(2, 3, ())
     written(tmp_path / "image", image)
-    assert images.read(tmp_path / "image") == image
+    assert snapshot_writer.read(tmp_path / "image") == image
 
 
 def test_keys_of_nothing_come_back(tmp_path: Path) -> None:
-    nothing = Portion(0, cuts.history(), torch.empty(0, dtype=torch.int16), {})
+    nothing = SnapshotPart(0, snapshots.history(), torch.empty(0, dtype=torch.int16), {})
     keys = (
-        KeyImage("none", Spec("int8", (0,)), 0, ()),
-        KeyImage("empty", Spec("int16", (2, 0)), 0, (nothing,)),
+        KeySnapshot("none", Spec("int8", (0,)), 0, ()),
+        KeySnapshot("empty", Spec("int16", (2, 0)), 0, (nothing,)),
     )
-    store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, keys)
-    written(tmp_path / "image", Image(0, 1, (store,)))
-    assert cuts.same(images.read(tmp_path / "image"), Image(0, 1, (store,)))
+    store = StoreSnapshot(snapshots.opened(), None, None, 0.0, 0, 0, keys)
+    written(tmp_path / "image", Snapshot(0, 1, (store,)))
+    assert snapshots.same(snapshot_writer.read(tmp_path / "image"), Snapshot(0, 1, (store,)))
 
 
 def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
@@ -75,11 +81,11 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
     assert not strided.is_contiguous()
     asking = torch.ones(3, requires_grad=True)
     keys = tuple(
-        KeyImage(
+        KeySnapshot(
             name,
             Spec("float32", (len(one),)),
             0,
-            (Portion(0, cuts.history(), one, {}),),
+            (SnapshotPart(0, snapshots.history(), one, {}),),
         )
         for name, one in {
             "e": big[:0],
@@ -90,23 +96,23 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
             "d": big[:7],
         }.items()
     )
-    store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, keys)
-    written(tmp_path / "image", Image(0, 1, (store,)))
-    assert cuts.same(images.read(tmp_path / "image"), Image(0, 1, (store,)))
+    store = StoreSnapshot(snapshots.opened(), None, None, 0.0, 0, 0, keys)
+    written(tmp_path / "image", Snapshot(0, 1, (store,)))
+    assert snapshots.same(snapshot_writer.read(tmp_path / "image"), Snapshot(0, 1, (store,)))
 
 
 def test_what_is_read_may_be_written_to_and_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    written(path, cuts.image(0, 1))
+    written(path, snapshots.image(0, 1))
     before = path.read_bytes()
-    for tensor in images.read(path).tensors():
+    for tensor in snapshot_writer.read(path).tensors():
         tensor.zero_()
     assert path.read_bytes() == before
 
 
 def test_safetensors_opens_the_file(tmp_path: Path) -> None:
     path = tmp_path / "image.safetensors"
-    image = cuts.image(0, 1)
+    image = snapshots.image(0, 1)
     written(path, image)
     found = load_file(path)
     keys = {key.name: key for key in image.stores[0].keys}
@@ -119,37 +125,37 @@ def test_safetensors_opens_the_file(tmp_path: Path) -> None:
 
 def test_equal_histories_are_stored_once(tmp_path: Path) -> None:
     keys = tuple(
-        KeyImage(
+        KeySnapshot(
             str(number),
             Spec("float32", (2,)),
             0,
-            (Portion(0, cuts.history(number % 3), torch.zeros(2), {}),),
+            (SnapshotPart(0, snapshots.history(number % 3), torch.zeros(2), {}),),
         )
         for number in range(30)
     )
-    store = StoreImage(cuts.opened(), None, None, 0.0, 0, 0, keys)
-    written(tmp_path / "image", Image(0, 1, (store,)))
+    store = StoreSnapshot(snapshots.opened(), None, None, 0.0, 0, 0, keys)
+    written(tmp_path / "image", Snapshot(0, 1, (store,)))
     row = header_of((tmp_path / "image").read_bytes())[0]
     assert len(image_row(row)["stores"][0]["histories"]) == 3
-    assert cuts.same(images.read(tmp_path / "image"), Image(0, 1, (store,)))
+    assert snapshots.same(snapshot_writer.read(tmp_path / "image"), Snapshot(0, 1, (store,)))
 
 
 def test_a_hundred_thousand_keys_are_no_matter(tmp_path: Path) -> None:
     spec = Spec("float32", (8,))
     keys = tuple(
-        KeyImage(
+        KeySnapshot(
             f"layer{number}.weight",
             spec,
             0,
-            (Portion(0, cuts.history(number % 5), torch.zeros(8), {"m": torch.ones(8)}),),
+            (SnapshotPart(0, snapshots.history(number % 5), torch.zeros(8), {"m": torch.ones(8)}),),
         )
         for number in range(100_000)
     )
     hyper = resolve("sgd", {})
-    store = StoreImage(cuts.opened(), hyper, hyper, 0.1, 1, 0, keys)
+    store = StoreSnapshot(snapshots.opened(), hyper, hyper, 0.1, 1, 0, keys)
     began = time.thread_time()
-    written(tmp_path / "image", Image(0, 1, (store,)))
-    back = images.read(tmp_path / "image")
+    written(tmp_path / "image", Snapshot(0, 1, (store,)))
+    back = snapshot_writer.read(tmp_path / "image")
     took_s = time.thread_time() - began
     assert [key.name for key in back.stores[0].keys] == [key.name for key in keys]
     assert took_s < 5  # 1.5 where nothing else runs
@@ -164,31 +170,33 @@ def test_a_header_that_no_reader_takes_is_refused() -> None:
 # --- images that contradict themselves --------------------------------------------------------
 
 
-def with_portion(portion: Portion) -> Image:
-    key = KeyImage("w", Spec("float32", (4,)), 0, (portion,))
-    return Image(0, 1, (StoreImage(cuts.opened(), None, None, 0.0, 0, 0, (key,)),))
+def with_portion(portion: SnapshotPart) -> Snapshot:
+    key = KeySnapshot("w", Spec("float32", (4,)), 0, (portion,))
+    return Snapshot(0, 1, (StoreSnapshot(snapshots.opened(), None, None, 0.0, 0, 0, (key,)),))
 
 
 @pytest.mark.parametrize(
     "portion",
     [
-        Portion(0, cuts.history(), torch.zeros(4, dtype=torch.float64), {}),
-        Portion(0, cuts.history(), torch.zeros(2, 2), {}),
-        Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(3)}),
-        Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(2, 2)}),
-        Portion(0, cuts.history(), torch.zeros(4), {"m": torch.zeros(4, dtype=torch.bool)}),
+        SnapshotPart(0, snapshots.history(), torch.zeros(4, dtype=torch.float64), {}),
+        SnapshotPart(0, snapshots.history(), torch.zeros(2, 2), {}),
+        SnapshotPart(0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(3)}),
+        SnapshotPart(0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(2, 2)}),
+        SnapshotPart(
+            0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(4, dtype=torch.bool)}
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_are_not_written(portion: Portion) -> None:
+def test_tensors_that_do_not_fit_are_not_written(portion: SnapshotPart) -> None:
     with pytest.raises(StorageError, match="key 'w' at element 0"):
-        images.stream(with_portion(portion))
+        snapshot_writer.stream(with_portion(portion))
 
 
 def test_nan_is_not_written() -> None:
-    image = with_portion(Portion(0, cuts.history(), torch.zeros(4), {}))
+    image = with_portion(SnapshotPart(0, snapshots.history(), torch.zeros(4), {}))
     store = replace(image.stores[0], sent_lr=float("nan"))
     with pytest.raises(StorageError, match="server 0"):
-        images.stream(replace(image, stores=(store,)))
+        snapshot_writer.stream(replace(image, stores=(store,)))
 
 
 # --- files that lie ---------------------------------------------------------------------------
@@ -200,7 +208,7 @@ def header_of(octets: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def image_row(header: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = json.loads(header["__metadata__"][images.ENTRY])
+    row: dict[str, Any] = json.loads(header["__metadata__"][snapshot_writer.ENTRY])
     return row
 
 
@@ -209,7 +217,7 @@ def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     header, tensors = header_of(path.read_bytes())
     row = image_row(header)
     change(row)
-    header["__metadata__"][images.ENTRY] = json.dumps(row)
+    header["__metadata__"][snapshot_writer.ENTRY] = json.dumps(row)
     pack(path, header, tensors)
 
 
@@ -312,66 +320,66 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_file_that_lies(tmp_path: Path, lie: str) -> None:
     path = tmp_path / "image.safetensors"
-    written(path, cuts.image(0, 2))
+    written(path, snapshots.image(0, 2))
     change, says = LIES[lie]
     forged(path, change)
     with pytest.raises(StorageError, match=says) as caught:
-        images.read(path)
+        snapshot_writer.read(path)
     assert str(path) in str(caught.value)
 
 
 def test_an_older_writer_did_not_know_every_option(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    written(path, cuts.image(0, 2))
+    written(path, snapshots.image(0, 2))
     forged(path, drop("stores", 0, "open", "bundles"))
-    assert cuts.same(images.read(path), cuts.image(0, 2))
+    assert snapshots.same(snapshot_writer.read(path), snapshots.image(0, 2))
 
 
 def test_tensors_and_json_must_agree(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    written(path, cuts.image(0, 2))
+    written(path, snapshots.image(0, 2))
     whole = path.read_bytes()
     header, tensors = header_of(whole)
     name = "0/weight/float32"
     pack(path, {("x" if one == name else one): row for one, row in header.items()}, tensors)
     with pytest.raises(StorageError, match=f"'{name}' is missing"):
-        images.read(path)
+        snapshot_writer.read(path)
     pack(path, {**header, "__metadata__": {}}, tensors)
     with pytest.raises(StorageError, match="no image of a kvps server"):
-        images.read(path)
+        snapshot_writer.read(path)
     end = max(row["data_offsets"][1] for one, row in header.items() if one != "__metadata__")
     header["9/weight/uint8"] = {"dtype": "U8", "shape": [1], "data_offsets": [end, end + 1]}
     pack(path, header, tensors + b"x")
     with pytest.raises(StorageError, match="belongs to no key"):
-        images.read(path)
+        snapshot_writer.read(path)
     header["9/weight/uint8"]["dtype"] = "Q7"
     pack(path, header, tensors + b"x")
     with pytest.raises(StorageError, match="cannot read the image"):
-        images.read(path)
+        snapshot_writer.read(path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[1e999]", "Infinity", "", "null", '"x"'])
 def test_json_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "image"
-    pack(path, {"__metadata__": {images.ENTRY: text}}, b"")
+    pack(path, {"__metadata__": {snapshot_writer.ENTRY: text}}, b"")
     with pytest.raises(StorageError, match="cannot read the image"):
-        images.read(path)
+        snapshot_writer.read(path)
 
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(StorageError, match="cannot read the image"):
-            images.read(path)
+            snapshot_writer.read(path)
 
 
 def test_every_truncation_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    written(path, cuts.image(0, 2))
+    written(path, snapshots.image(0, 2))
     whole = path.read_bytes()
     for length in {*range(0, 64), *range(64, len(whole), 97), len(whole) - 1}:
         path.write_bytes(whole[:length])
         with pytest.raises(StorageError, match="cannot read the image"):
-            images.read(path)
+            snapshot_writer.read(path)
 
 
 @settings(
@@ -381,19 +389,19 @@ def test_every_truncation_is_found_out(tmp_path: Path) -> None:
 def test_no_damage_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever the header says, it is an image or a StorageError."""
     path = tmp_path / "image"
-    written(path, cuts.image(0, 2))
+    written(path, snapshots.image(0, 2))
     octets = bytearray(path.read_bytes())
     (length,) = struct.unpack("<Q", octets[:8])
     for _ in range(data.draw(st.integers(1, 4))):
         octets[data.draw(st.integers(0, length + 7))] = data.draw(st.integers(0, 255))
     path.write_bytes(octets)
     with suppress(StorageError):
-        assert isinstance(images.read(path), Image)
+        assert isinstance(snapshot_writer.read(path), Snapshot)
 
 
 def test_histories_of_equal_portions_are_one_object(tmp_path: Path) -> None:
-    written(tmp_path / "image", cuts.image(0, 1))
-    (store, _) = images.read(tmp_path / "image").stores
+    written(tmp_path / "image", snapshots.image(0, 1))
+    (store, _) = snapshot_writer.read(tmp_path / "image").stores
     found = [portion.history for key in store.keys for portion in key.portions]
-    assert all(type(one) is History for one in found)
+    assert all(type(one) is SpanHistory for one in found)
     assert len({id(one) for one in found}) == 3

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import BinaryIO
 
 import pytest
 
-from kvps.cli.leash import kill
-from kvps.cli.screen import LINE_MAX, Lines, Screen
+from kvps.cli.output import LINE_MAX, LineBuffer, OutputMux
+from kvps.cli.reaper import kill
 
 
 class Terminal(BytesIO):
@@ -24,7 +25,7 @@ class Terminal(BytesIO):
 
 class TestLines:
     def test_a_line_is_whole_or_not_there(self) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         assert lines.feed(b"one\ntw") == [b"one"]
         assert lines.unfinished == b"tw"
         assert lines.feed(b"o\n\nthree") == [b"two", b""]
@@ -32,25 +33,25 @@ class TestLines:
         assert lines.end() == []
 
     def test_windows_ends(self) -> None:
-        assert Lines().feed(b"one\r\ntwo\r\n") == [b"one", b"two"]
+        assert LineBuffer().feed(b"one\r\ntwo\r\n") == [b"one", b"two"]
 
     @pytest.mark.parametrize(
         "parts", [[b"\r10 %", b"\r20", b" %", b"\n"], [b"10 %\r", b"20 %\r", b"\n"]]
     )
     def test_what_is_written_over_is_not_kept(self, parts: list[bytes]) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         seen = [(lines.feed(part), lines.unfinished) for part in parts]
         assert seen[0] == ([], b"10 %")
         assert seen[-1] == ([b"20 %"], b"")
 
     def test_a_bar_that_never_ends_takes_no_memory(self) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         for step in range(1000):
             assert lines.feed(b"\r%d" % step * 100) == []
             assert len(lines._rest) < 1000
 
     def test_a_line_that_never_ends_is_ended(self) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         assert lines.feed(b"x" * (LINE_MAX + 1)) == [b"x" * LINE_MAX]
         assert lines.end() == [b"x"]
 
@@ -58,7 +59,7 @@ class TestLines:
 class TestScreen:
     def test_lines_have_a_name(self) -> None:
         out, error = BytesIO(), BytesIO()
-        screen = Screen(out, error, colour=True)
+        screen = OutputMux(out, error, colour=True)
         screen.write(0, screen.prefix("worker 0", 0, 0), [b"one", b"two"], b"thr")
         screen.write(1, screen.prefix("server 1", 3, 1), [b"bad"])
         screen.close()
@@ -71,13 +72,13 @@ class TestScreen:
             (False, Terminal(), False),
             (True, BytesIO(), False),
         ):
-            prefix = Screen(out, BytesIO(), colour).prefix("worker 0", 0, 0)
+            prefix = OutputMux(out, BytesIO(), colour).prefix("worker 0", 0, 0)
             assert (b"\x1b[" in prefix) == has_colour
             assert b"[worker 0]" in prefix
 
     def test_a_bar_stands_below_the_lines(self) -> None:
         out = Terminal()
-        screen = Screen(out, BytesIO(), colour=False)
+        screen = OutputMux(out, BytesIO(), colour=False)
         clear = b"\r\x1b[2K"
         for lines, unfinished, shown in (
             ([], b"10 %", b"[a] 10 %"),
@@ -98,7 +99,7 @@ class TestScreen:
     def test_a_bar_is_no_wider_than_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "10")
         out = Terminal()
-        screen = Screen(out, BytesIO(), colour=False)
+        screen = OutputMux(out, BytesIO(), colour=False)
         screen.write(0, b"[a] ", [], b"x" * 20)
         assert out.getvalue() == b"[a] xxxxx"
 
@@ -107,7 +108,7 @@ class TestScreen:
         os.close(reader)
         sink: BinaryIO
         with os.fdopen(writer, "wb") as sink:
-            screen = Screen(sink, BytesIO(), colour=False)
+            screen = OutputMux(sink, BytesIO(), colour=False)
             with pytest.raises(BrokenPipeError):
                 screen.write(0, b"", [b"line"])
             screen.write(0, b"", [b"line"])
@@ -130,8 +131,8 @@ def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
 OWNER = """
 import os, subprocess, sys
-from kvps.cli.leash import Leash
-leash = Leash()
+from kvps.cli.reaper import Reaper
+leash = Reaper()
 for _ in range(2):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     leash.hold(child.pid)
@@ -141,7 +142,45 @@ os.kill(os.getpid(), 9)
 """
 
 
+KILLED_TOGETHER = """
+import os, subprocess, sys
+from kvps.cli.reaper import Reaper
+leash = Reaper()
+subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=leash.hold_me)
+os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), 9)
+os.kill(os.getpid(), 9)
+"""
+FOLDER = """
+import os, sys
+from kvps.cli.reaper import Reaper
+leash = Reaper()
+leash.hold_folder(sys.argv[1])
+if len(sys.argv) > 2: leash.close()
+print(os.path.exists(sys.argv[1]), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
 class TestLeash:
+    def test_the_kernel_takes_along_what_it_holds_if_the_leash_is_killed_too(self) -> None:
+        code = [sys.executable, "-c", KILLED_TOGETHER]
+        with subprocess.Popen(code, stdout=subprocess.PIPE) as owner:
+            assert owner.communicate(timeout=10)[0] == b"", "until nobody has the pipe"
+            assert owner.wait() == -signal.SIGKILL
+
+    @pytest.mark.parametrize("more", [[], ["close"]])
+    def test_folders_are_removed_at_the_end(self, tmp_path: Path, more: list[str]) -> None:
+        folder = tmp_path / "a folder"
+        folder.mkdir()
+        (folder / "file").touch()
+        code = [sys.executable, "-c", FOLDER, str(folder), *more]
+        with subprocess.Popen(code, stdout=subprocess.PIPE) as owner:
+            assert owner.communicate(timeout=10)[0] == (b"False\n" if more else b"True\n")
+        deadline = time.monotonic() + 10
+        while folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def test_an_owner_that_is_killed_takes_what_it_holds_along(self, tmp_path: Path) -> None:
         script = tmp_path / "owner.py"
         script.write_text(OWNER)

@@ -6,26 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from kvps import codecs
-from kvps.codecs import decode, drawn, encode
-from kvps.codes import BF16, BIT1, BIT2, BLOCK, CODECS, FP16, INT8, RANDOMK, TOPK, Code, size
+from kvps.compression import codecs
+from kvps.compression.codecs import decode, drawn, encode
+from kvps.compression.spec import (
+    BF16,
+    BIT1,
+    BIT2,
+    BLOCK,
+    CODECS,
+    FP16,
+    INT8,
+    RANDOMK,
+    TOPK,
+    CodecSpec,
+    size,
+)
 from kvps.errors import ProtocolError
 
 COUNTS = [1, 7, 8, 255, 256, 257, 1000, BLOCK, BLOCK + 1, 3 * BLOCK + 300]
 CODES = [
-    Code(FP16),
-    Code(BF16),
-    Code(BIT1, 0.0),
-    Code(BIT1, 0.5, 0.1),
-    Code(BIT2, 0.5),
-    Code(BIT2, 0.5, 0.1),
-    Code(INT8),
-    Code(TOPK, 0.1),
-    Code(RANDOMK, 0.1, 1.0, 5),
+    CodecSpec(FP16),
+    CodecSpec(BF16),
+    CodecSpec(BIT1, 0.0),
+    CodecSpec(BIT1, 0.5, 0.1),
+    CodecSpec(BIT2, 0.5),
+    CodecSpec(BIT2, 0.5, 0.1),
+    CodecSpec(INT8),
+    CodecSpec(TOPK, 0.1),
+    CodecSpec(RANDOMK, 0.1, 1.0, 5),
 ]
 
 
-def names_of(code: Code) -> str:
+def names_of(code: CodecSpec) -> str:
     return f"{next(name for name, one in CODECS.items() if one == code.codec)}-{code.scale}"
 
 
@@ -33,13 +45,13 @@ def random(count: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def read(code: Code, octets: torch.Tensor, count: int) -> torch.Tensor:
+def read(code: CodecSpec, octets: torch.Tensor, count: int) -> torch.Tensor:
     return decode(code, octets, torch.full((count,), torch.nan))
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_what_is_written_and_what_is_left_are_what_was_there(code: Code, count: int) -> None:
+def test_what_is_written_and_what_is_left_are_what_was_there(code: CodecSpec, count: int) -> None:
     rest, gradient = random(count, 1, 0.1), random(count, 2)
     whole = rest + gradient
     octets = encode(code, rest, gradient)
@@ -49,14 +61,14 @@ def test_what_is_written_and_what_is_left_are_what_was_there(code: Code, count: 
 
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_the_rest_alone_is_written_as_a_gradient_of_zeros_is(code: Code) -> None:
+def test_the_rest_alone_is_written_as_a_gradient_of_zeros_is(code: CodecSpec) -> None:
     one, other = random(1000, 3), random(1000, 3)
     assert torch.equal(encode(code, one), encode(code, other, torch.zeros(1000)))
     assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_what_is_pushed_again_and_again_arrives(code: Code) -> None:
+def test_what_is_pushed_again_and_again_arrives(code: CodecSpec) -> None:
     """The rest stays bounded: after many pushes all but that has arrived."""
     gradient = random(500, 4, 0.01)
     rest, arrived = torch.zeros(500), torch.zeros(500)
@@ -91,7 +103,7 @@ def mxnet_2bit(rest: np.ndarray, gradient: np.ndarray, threshold: float) -> np.n
 @pytest.mark.parametrize(("codec", "rule"), [(BIT1, mxnet_1bit), (BIT2, mxnet_2bit)])
 def test_the_bits_follow_mxnets_rules(codec, rule, threshold, shape) -> None:  # type: ignore[no-untyped-def]
     count = shape[0] * shape[1]
-    code = Code(codec, threshold)
+    code = CodecSpec(codec, threshold)
     rest, expected_rest = torch.zeros(count), np.zeros(count, np.float32)
     for step in range(4):
         gradient = random(count, step, 0.4)
@@ -105,20 +117,20 @@ def test_the_bits_follow_mxnets_rules(codec, rule, threshold, shape) -> None:  #
 
 def test_a_scale_multiplies_thresholds_and_what_is_said() -> None:
     values = torch.tensor([0.06, 0.04, -0.06, -0.04])
-    assert read(Code(BIT2, 0.5, 0.1), encode(Code(BIT2, 0.5, 0.1), values.clone()), 4).tolist() == (
-        pytest.approx([0.05, 0.0, -0.05, 0.0])
-    )
-    assert read(Code(BIT1, 0.5, 0.1), encode(Code(BIT1, 0.5, 0.1), values.clone()), 4).tolist() == (
-        pytest.approx([0.1, -0.1, -0.1, -0.1])
-    )
+    assert read(
+        CodecSpec(BIT2, 0.5, 0.1), encode(CodecSpec(BIT2, 0.5, 0.1), values.clone()), 4
+    ).tolist() == (pytest.approx([0.05, 0.0, -0.05, 0.0]))
+    assert read(
+        CodecSpec(BIT1, 0.5, 0.1), encode(CodecSpec(BIT1, 0.5, 0.1), values.clone()), 4
+    ).tolist() == (pytest.approx([0.1, -0.1, -0.1, -0.1]))
 
 
 @pytest.mark.spec("R152")
 def test_the_octets_of_bits() -> None:
     """As docs/protocol.md says: the first of eight is the highest; of 2bit first those over."""
     values = torch.tensor([1.0, -1.0, 0.0, 1.0, 1.0, 0.0, 0.0, -1.0, 1.0])
-    assert encode(Code(BIT1), values.clone()).tolist() == [0b10011000, 0b10000000]
-    assert encode(Code(BIT2, 1.0), values.clone()).tolist() == [
+    assert encode(CodecSpec(BIT1), values.clone()).tolist() == [0b10011000, 0b10000000]
+    assert encode(CodecSpec(BIT2, 1.0), values.clone()).tolist() == [
         *(0b10011000, 0b10000000),
         *(0b01000001, 0b00000000),
     ]
@@ -135,7 +147,7 @@ def test_integer_arithmetic_packs_as_numpy_does(count: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_a_gpu_writes_and_reads_as_the_cpu_does(code: Code) -> None:
+def test_a_gpu_writes_and_reads_as_the_cpu_does(code: CodecSpec) -> None:
     rest, gradient = random(BLOCK + 300, 1, 0.1), random(BLOCK + 300, 2)
     rest_there = rest.cuda()
     there, here = encode(code, rest_there, gradient.cuda()), encode(code, rest, gradient)
@@ -149,9 +161,9 @@ def test_a_gpu_writes_and_reads_as_the_cpu_does(code: Code) -> None:
 
 @pytest.mark.parametrize(
     ("code", "largest"),
-    [(Code(FP16), 65504.0), (Code(BF16), torch.finfo(torch.bfloat16).max)],
+    [(CodecSpec(FP16), 65504.0), (CodecSpec(BF16), torch.finfo(torch.bfloat16).max)],
 )
-def test_what_is_over_the_largest_half_stays_in_the_rest(code: Code, largest: float) -> None:
+def test_what_is_over_the_largest_half_stays_in_the_rest(code: CodecSpec, largest: float) -> None:
     top = torch.finfo(torch.float32).max
     rest = torch.tensor([1e5, -1e5, 1.0] if code.codec == FP16 else [top, -top, 1.0])
     before = rest.clone()
@@ -166,7 +178,7 @@ def test_what_is_over_the_largest_half_stays_in_the_rest(code: Code, largest: fl
 
 def test_each_group_of_int8_has_its_own_scale() -> None:
     values = torch.cat([random(256, 1, 1e-3), random(256, 2, 1e3), random(3, 3)])
-    sent = read(Code(INT8), encode(Code(INT8), values.clone()), len(values))
+    sent = read(CodecSpec(INT8), encode(CodecSpec(INT8), values.clone()), len(values))
     for part in (slice(0, 256), slice(256, 512), slice(512, None)):
         most = values[part].abs().max()
         assert (sent[part] - values[part]).abs().max() <= most / 254 * 1.001
@@ -176,7 +188,7 @@ def test_each_group_of_int8_has_its_own_scale() -> None:
 @pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-39])
 def test_a_group_whose_scale_has_no_inverse_is_left_whole(tiny: float) -> None:
     values = torch.full((300,), tiny)
-    sent = read(Code(INT8), encode(Code(INT8), values), 300)
+    sent = read(CodecSpec(INT8), encode(CodecSpec(INT8), values), 300)
     assert sent.tolist() == [0.0] * 300
     assert torch.equal(values, torch.full((300,), tiny))
 
@@ -186,7 +198,7 @@ def test_a_group_whose_scale_has_no_inverse_is_left_whole(tiny: float) -> None:
 
 def test_topk_sends_the_largest() -> None:
     values = torch.tensor([0.1, -5.0, 0.2, 3.0, -0.3])
-    sent = read(Code(TOPK, 0.4), encode(Code(TOPK, 0.4), values), 5)
+    sent = read(CodecSpec(TOPK, 0.4), encode(CodecSpec(TOPK, 0.4), values), 5)
     assert sent.tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
     assert values.tolist() == pytest.approx([0.1, 0.0, 0.2, 0.0, -0.3])
 
@@ -201,7 +213,7 @@ def test_indices_that_cannot_be(indices: list[int]) -> None:
         ]
     )
     with pytest.raises(ProtocolError, match="out of order, or beyond the 5"):
-        decode(Code(TOPK, 0.4), octets, torch.empty(5))
+        decode(CodecSpec(TOPK, 0.4), octets, torch.empty(5))
 
 
 @pytest.mark.parametrize(("count", "total"), [(1, 1), (1, 10), (10, 10), (100, 12_345)])
@@ -228,7 +240,7 @@ def test_what_is_drawn_is_the_same_for_ever() -> None:
 
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_octets_may_lie_anywhere(code: Code) -> None:
+def test_octets_may_lie_anywhere(code: CodecSpec) -> None:
     """A small frame shares its memory with a head."""
     octets = encode(code, random(1000, 6))
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), octets])[1:]

@@ -6,39 +6,39 @@ import math
 
 import pytest
 
-from kvps.codes import BIT1, BIT2, FP16, INT8, RANDOMK, TOPK, Code
-from kvps.compression import MIN_BYTES, OFF, rules_of
+from kvps.compression.policy import MIN_BYTES, OFF, rules_of
+from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, TOPK, CodecSpec
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.specs import Spec
 
 LARGE = Spec("float32", (1000, 1000))
 SMALL = Spec("float32", (10,))
 
 
-def code_of(params: object, key: str = "w", spec: Spec = LARGE) -> Code | None:
+def code_of(params: object, key: str = "w", spec: Spec = LARGE) -> CodecSpec | None:
     setting = rules_of(params).setting_of(key, spec)  # type: ignore[arg-type]
     return None if setting is None else setting.code
 
 
 def test_a_type_alone_and_its_defaults() -> None:
-    assert code_of("fp16") == code_of({"type": "fp16"}) == Code(FP16)
-    assert code_of("2bit") == Code(BIT2, 0.5)
-    assert code_of("1bit") == Code(BIT1, 0.5)
-    assert code_of("topk") == Code(TOPK, 0.01)
-    assert code_of("randomk") == Code(RANDOMK, 0.01)
+    assert code_of("fp16") == code_of({"type": "fp16"}) == CodecSpec(FP16)
+    assert code_of("2bit") == CodecSpec(BIT2, 0.5)
+    assert code_of("1bit") == CodecSpec(BIT1, 0.5)
+    assert code_of("topk") == CodecSpec(TOPK, 0.01)
+    assert code_of("randomk") == CodecSpec(RANDOMK, 0.01)
 
 
 def test_parameters() -> None:
-    assert code_of({"type": "2bit", "threshold": 1}) == Code(BIT2, 1.0)
-    assert code_of({"type": "1bit", "threshold": 0}) == Code(BIT1, 0.0)
-    assert code_of({"type": "topk", "ratio": 1}) == Code(TOPK, 1.0)
-    assert code_of({"type": "randomk", "ratio": 0.1, "seed": 9}) == Code(RANDOMK, 0.1, 1.0, 9)
+    assert code_of({"type": "2bit", "threshold": 1}) == CodecSpec(BIT2, 1.0)
+    assert code_of({"type": "1bit", "threshold": 0}) == CodecSpec(BIT1, 0.0)
+    assert code_of({"type": "topk", "ratio": 1}) == CodecSpec(TOPK, 1.0)
+    assert code_of({"type": "randomk", "ratio": 0.1, "seed": 9}) == CodecSpec(RANDOMK, 0.1, 1.0, 9)
 
 
 def test_only_large_float32_is_compressed() -> None:
     assert code_of("int8", spec=SMALL) is None
-    assert code_of({"type": "int8", "min_bytes": 0}, spec=SMALL) == Code(INT8)
-    assert code_of("int8", spec=Spec("float32", (MIN_BYTES // 4,))) == Code(INT8)
+    assert code_of({"type": "int8", "min_bytes": 0}, spec=SMALL) == CodecSpec(INT8)
+    assert code_of("int8", spec=Spec("float32", (MIN_BYTES // 4,))) == CodecSpec(INT8)
     assert code_of("int8", spec=Spec("float32", (MIN_BYTES // 4 - 1,))) is None
     for dtype in ("float64", "float16", "int32"):
         assert code_of("int8", spec=Spec(dtype, (1000, 1000))) is None
@@ -51,15 +51,15 @@ def test_none_compresses_nothing() -> None:
 
 
 def test_the_way_back() -> None:
-    def back(params: dict[str, object]) -> Code | None:
+    def back(params: dict[str, object]) -> CodecSpec | None:
         setting = rules_of(params).setting_of("w", LARGE)
         assert setting is not None
         return setting.back
 
     assert back({"type": "2bit"}) is None
     assert back({"type": "2bit", "pull": False}) is None
-    assert back({"type": "2bit", "threshold": 0.1, "pull": True}) == Code(BIT2, 0.1)
-    assert back({"type": "2bit", "pull": {"type": "fp16"}}) == Code(FP16)
+    assert back({"type": "2bit", "threshold": 0.1, "pull": True}) == CodecSpec(BIT2, 0.1)
+    assert back({"type": "2bit", "pull": {"type": "fp16"}}) == CodecSpec(FP16)
     assert back({"type": "2bit", "pull": {"type": "none"}}) is None
 
 
@@ -80,18 +80,18 @@ def test_the_first_rule_that_matches_decides() -> None:
     found = {key: rules.setting_of(key, SMALL) for key in ("a.bias", "embed.w", "head", "fc")}
     assert found["a.bias"] is None
     assert found["embed.w"] is not None
-    assert (found["embed.w"].code, found["embed.w"].back) == (Code(TOPK, 0.1), None)
+    assert (found["embed.w"].code, found["embed.w"].back) == (CodecSpec(TOPK, 0.1), None)
     assert found["head"] is None  # it has 40 bytes
     assert found["fc"] is not None
-    assert (found["fc"].code, found["fc"].back) == (Code(BIT2, 0.5), Code(BIT2, 0.5))
+    assert (found["fc"].code, found["fc"].back) == (CodecSpec(BIT2, 0.5), CodecSpec(BIT2, 0.5))
     head = rules.setting_of("head", LARGE)
     assert head is not None
-    assert head.back == Code(BIT1, 0.5)
+    assert head.back == CodecSpec(BIT1, 0.5)
 
 
 def test_rules_alone_leave_other_keys_as_they_are() -> None:
     params = {"rules": [{"pattern": "a", "type": "fp16"}]}
-    assert code_of(params, "a") == Code(FP16)
+    assert code_of(params, "a") == CodecSpec(FP16)
     assert code_of(params, "b") is None
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvps.codes import (
+from kvps.compression.spec import (
     BF16,
     BIT1,
     BIT2,
@@ -16,7 +16,7 @@ from kvps.codes import (
     NAMES,
     RANDOMK,
     TOPK,
-    Code,
+    CodecSpec,
     check,
     kept,
     seeded,
@@ -28,28 +28,28 @@ from kvps.errors import ProtocolError
 @pytest.mark.parametrize(
     ("code", "count", "octets"),
     [
-        (Code(FP16), 1_000_001, 2_000_002),
-        (Code(BF16), 3, 6),
-        (Code(BIT1, 0.5), 8, 1),
-        (Code(BIT1, 0.5), 9, 2),
-        (Code(BIT2, 0.5), 8, 2),
-        (Code(BIT2, 0.5), 9, 4),
-        (Code(INT8), 256, 260),
-        (Code(INT8), 257, 265),
-        (Code(TOPK, 0.01), 1, 8),
-        (Code(TOPK, 0.01), 101, 16),
-        (Code(RANDOMK, 0.01), 101, 8),
-        (Code(RANDOMK, 1.0), 7, 28),
+        (CodecSpec(FP16), 1_000_001, 2_000_002),
+        (CodecSpec(BF16), 3, 6),
+        (CodecSpec(BIT1, 0.5), 8, 1),
+        (CodecSpec(BIT1, 0.5), 9, 2),
+        (CodecSpec(BIT2, 0.5), 8, 2),
+        (CodecSpec(BIT2, 0.5), 9, 4),
+        (CodecSpec(INT8), 256, 260),
+        (CodecSpec(INT8), 257, 265),
+        (CodecSpec(TOPK, 0.01), 1, 8),
+        (CodecSpec(TOPK, 0.01), 101, 16),
+        (CodecSpec(RANDOMK, 0.01), 101, 8),
+        (CodecSpec(RANDOMK, 1.0), 7, 28),
     ],
 )
-def test_octets_of_so_many_elements(code: Code, count: int, octets: int) -> None:
+def test_octets_of_so_many_elements(code: CodecSpec, count: int, octets: int) -> None:
     assert size(code, count) == octets
 
 
 def test_at_least_one_element_is_kept_and_no_more_than_there_are() -> None:
-    assert kept(Code(TOPK, 1e-9), 5) == 1
-    assert kept(Code(TOPK, 1.0), 5) == 5
-    assert kept(Code(TOPK, 0.3), 10) == math.ceil(0.3 * 10)
+    assert kept(CodecSpec(TOPK, 1e-9), 5) == 1
+    assert kept(CodecSpec(TOPK, 1.0), 5) == 5
+    assert kept(CodecSpec(TOPK, 0.3), 10) == math.ceil(0.3 * 10)
 
 
 @pytest.mark.parametrize(
@@ -57,46 +57,46 @@ def test_at_least_one_element_is_kept_and_no_more_than_there_are() -> None:
     [("2bit", 1 / 15), ("1bit", 1 / 30), ("int8", 0.27), ("fp16", 0.5), ("bf16", 0.5)],
 )
 def test_how_much_less_than_float32(name: str, ratio: float) -> None:
-    assert size(Code(CODECS[name], 0.5), 98_304) / (4 * 98_304) <= ratio
+    assert size(CodecSpec(CODECS[name], 0.5), 98_304) / (4 * 98_304) <= ratio
 
 
 @pytest.mark.spec("R153")
 @pytest.mark.parametrize(
     ("code", "match"),
     [
-        (Code(0), "no codec has number 0"),
-        (Code(8), "no codec has number 8; there are 1 to 7"),
-        (Code(FP16, scale=0.0), "scale 0.0"),
-        (Code(BIT1, 0.5, -1.0), "scale -1.0"),
-        (Code(BIT1, math.nan), "1bit with number nan"),
-        (Code(BIT1, 0.5, math.inf), "scale inf"),
-        (Code(BIT2, 0.0), "2bit with number 0.0 and scale 1.0"),
-        (Code(BIT2, -0.5), "2bit with number -0.5"),
-        (Code(BIT2, 1e300), "2bit with number 1e"),
-        (Code(BIT2, 1e30, 1e30), "2bit with number 1e"),
-        (Code(BIT2, 1e-30, 1e-30), "2bit with number 1e-30 and scale 1e-30"),
-        (Code(BIT1, 0.5, 1e300), "1bit with number 0.5 and scale 1e"),
-        (Code(BIT1, 0.5, 1e-40), "scale 1e-40"),
-        (Code(TOPK, 0.0), "topk has a ratio over 0 and up to 1, not 0.0"),
-        (Code(RANDOMK, 1.5), "randomk has a ratio"),
+        (CodecSpec(0), "no codec has number 0"),
+        (CodecSpec(8), "no codec has number 8; there are 1 to 7"),
+        (CodecSpec(FP16, scale=0.0), "scale 0.0"),
+        (CodecSpec(BIT1, 0.5, -1.0), "scale -1.0"),
+        (CodecSpec(BIT1, math.nan), "1bit with number nan"),
+        (CodecSpec(BIT1, 0.5, math.inf), "scale inf"),
+        (CodecSpec(BIT2, 0.0), "2bit with number 0.0 and scale 1.0"),
+        (CodecSpec(BIT2, -0.5), "2bit with number -0.5"),
+        (CodecSpec(BIT2, 1e300), "2bit with number 1e"),
+        (CodecSpec(BIT2, 1e30, 1e30), "2bit with number 1e"),
+        (CodecSpec(BIT2, 1e-30, 1e-30), "2bit with number 1e-30 and scale 1e-30"),
+        (CodecSpec(BIT1, 0.5, 1e300), "1bit with number 0.5 and scale 1e"),
+        (CodecSpec(BIT1, 0.5, 1e-40), "scale 1e-40"),
+        (CodecSpec(TOPK, 0.0), "topk has a ratio over 0 and up to 1, not 0.0"),
+        (CodecSpec(RANDOMK, 1.5), "randomk has a ratio"),
     ],
 )
-def test_what_no_code_may_say(code: Code, match: str) -> None:
+def test_what_no_code_may_say(code: CodecSpec, match: str) -> None:
     with pytest.raises(ProtocolError, match=match):
         check(code)
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_what_each_may_say(name: str) -> None:
-    code = Code(CODECS[name], 0.5, 0.1, 7)
+    code = CodecSpec(CODECS[name], 0.5, 0.1, 7)
     assert check(code) is code
     assert NAMES[code.codec] == name
 
 
 def test_seeds_do_not_leave_their_range() -> None:
-    assert seeded(Code(RANDOMK, 0.1, 1.0, 2**63 - 1), 3).seed == 2
+    assert seeded(CodecSpec(RANDOMK, 0.1, 1.0, 2**63 - 1), 3).seed == 2
 
 
 def test_a_threshold_of_1bit_may_be_anything_finite() -> None:
     for threshold in (-1.0, 0.0, 0.5):
-        check(Code(BIT1, threshold))
+        check(CodecSpec(BIT1, threshold))

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.strip import Strip, Sum
+from kvps.core.gradients import DenseGradient, GradientSum
 
 
-def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> Strip:
-    return Strip([torch.tensor(one, dtype=dtype) for one in pieces])
+def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> DenseGradient:
+    return DenseGradient([torch.tensor(one, dtype=dtype) for one in pieces])
 
 
 def test_elements_are_counted_over_all_pieces() -> None:
@@ -24,7 +24,7 @@ def test_elements_are_counted_over_all_pieces() -> None:
 
 def test_what_is_in_one_piece_is_not_copied() -> None:
     piece = torch.arange(4.0)
-    one = Strip([piece])
+    one = DenseGradient([piece])
     assert one.joined() is piece
     assert one.within(0, 4) is piece
     assert one.part(0, 4) is one
@@ -54,22 +54,26 @@ def test_half_types_are_added_up_in_float32(dtype: torch.dtype) -> None:
     # big + 1 is big in this type.
     big = 2048.0 if dtype is torch.float16 else 256.0
     parts = [strip([big], [big], dtype=dtype), strip([1, 1], dtype=dtype)]
-    total = Sum((*parts, parts[1]))
+    total = GradientSum((*parts, parts[1]))
     assert total.whole().dtype is torch.float32
     assert total.whole().tolist() == [big + 2] * 2
-    begun = Sum((Strip([torch.full((2,), big)]), parts[1]))  # what is added up so far is wide
+    begun = GradientSum(
+        (DenseGradient([torch.full((2,), big)]), parts[1])
+    )  # what is added up so far is wide
     assert begun.whole().tolist() == [big + 1] * 2
 
 
 def test_a_sum_is_taken_in_the_order_of_its_parts() -> None:
     values = ([1e8], [1.0], [-1e8])
-    assert Sum(tuple(strip(one) for one in values)).whole().tolist() == [0.0]
-    assert Sum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [1.0]
+    assert GradientSum(tuple(strip(one) for one in values)).whole().tolist() == [0.0]
+    assert GradientSum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [
+        1.0
+    ]
 
 
 def test_the_sum_of_one_is_a_copy() -> None:
     piece = torch.arange(3.0)
-    total = Sum((Strip([piece]),)).whole()
+    total = GradientSum((DenseGradient([piece]),)).whole()
     total.fill_(7)
     assert piece.tolist() == [0, 1, 2]
 
@@ -83,15 +87,17 @@ def test_where_the_edges_are_makes_no_difference(
 ) -> None:
     """A sum is that of the elements, in any range, cut anywhere, and its parts are only read."""
     rows = [torch.arange(20) * 10**index for index in range(len(cuts))]
-    strips = [Strip(torch.tensor_split(row, at)) for row, at in zip(rows, cuts, strict=True)]
+    strips = [
+        DenseGradient(torch.tensor_split(row, at)) for row, at in zip(rows, cuts, strict=True)
+    ]
     expected = torch.stack(rows).sum(0)
     start = data.draw(st.integers(0, 19))
     stop = data.draw(st.integers(start + 1, 20))
     out = torch.full((22,), -1)
-    Sum(tuple(strips)).into(out[1 : 1 + stop - start], start, stop)
+    GradientSum(tuple(strips)).into(out[1 : 1 + stop - start], start, stop)
     assert out.tolist() == [-1, *expected[start:stop].tolist(), *[-1] * (21 - stop + start)]
     at = data.draw(st.integers(1, 19))
-    left, right = Sum(tuple(strips)).cut(at)
+    left, right = GradientSum(tuple(strips)).cut(at)
     assert (len(left), len(right)) == (at, 20 - at)
     assert left.whole().tolist() + right.whole().tolist() == expected.tolist()
     assert all(row.equal(torch.arange(20) * 10**index) for index, row in enumerate(rows))

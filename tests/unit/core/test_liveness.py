@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core.presence import QUIET_AFTER_S, Progress, quiet_in_words, ranks_in_words
+from kvps.core.liveness import QUIET_AFTER_S, Progress, quiet_in_words, ranks_in_words
 
 
 def test_one_rank_and_many_are_named_with_what_is_known_of_them() -> None:

@@ -7,27 +7,24 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvps.core.effects import Connect, Effect, Effects, Exit, Note
-from kvps.core.member import Identity, Membership
+from kvps.core.membership_client import Identity, MembershipClient
 from kvps.core.quorum import Quorum
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, SchedulerLost, WorkerLost
-from kvps.messages import (
-    PROTOCOL,
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import (
+    Alive,
     Beat,
-    Envelope,
+    Challenge,
     Error,
     Hello,
     Leave,
     Left,
-    Message,
-    Node,
-    Packet,
     Released,
-    Role,
     Stop,
     View,
     Welcome,
 )
-from tests.workbench import JOB, M, member, sends
+from tests.support.worker_harness import JOB, M, member, sends
 
 NEXT_JOB = bytes(reversed(range(16)))
 WORKERS = [Node(Role.WORKER, rank) for rank in range(5)]
@@ -45,7 +42,7 @@ class Talk:
     now: float = 100.0
 
     def __post_init__(self) -> None:
-        self.member = Membership(self.identity, self.now)
+        self.member = MembershipClient(self.identity, self.now)
         self.effects: list[Effect] = []
         self.take(self.member.start(self.now))
 
@@ -215,6 +212,24 @@ class TestLiving:
         assert isinstance(talk.member.error, Fenced)
         assert talk.exits() == [Exit(1, "stop")]
         assert talk.member.deadline() is None
+
+    @pytest.mark.spec("R217")
+    @pytest.mark.parametrize("guardian", [False, True])
+    def test_a_challenge_is_answered_at_once(self, guardian: bool) -> None:
+        talk = Talk(Identity(Role.WORKER, "s", "here", 7, "kvps", 3, guardian=guardian))
+        talk.hear(Challenge(7))
+        assert talk.said(Alive) == [Alive(7, guardian)], "also before the WELCOME has come"
+
+    @pytest.mark.spec("R217")
+    @pytest.mark.parametrize("end", ["leaves", "stopped", "fenced"])
+    def test_one_that_ends_is_not_alive(self, end: str) -> None:
+        talk = joined()
+        if end == "leaves":
+            talk.take(talk.member.leave(False, 3, replaceable=True, reason=""))
+        else:
+            talk.hear(Stop(1, "over") if end == "stopped" else Error(0, Fenced.code, "stop"))
+        talk.hear(Challenge(7))
+        assert talk.said(Alive) == []
 
     def test_what_is_not_about_membership_is_logged(self) -> None:
         talk = joined()

@@ -17,7 +17,7 @@ from kvps.core.placement import (
     lies_by_rows,
     parts,
 )
-from kvps.specs import Spec
+from kvps.dtypes import Spec
 
 
 def test_a_small_key_lives_on_its_home() -> None:

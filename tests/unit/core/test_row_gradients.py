@@ -7,17 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.sparse import Sparse, added, coalesce, numbered
+from kvps.core.row_gradients import RowGradient, added, coalesce, numbered
 
 
-def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32) -> Sparse:
+def sparse(
+    rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32
+) -> RowGradient:
     width = len(next(iter(rows.values()), [0.0, 0.0]))
     ids = torch.tensor(sorted(rows), dtype=torch.int64)
     values = torch.tensor([rows[one] for one in sorted(rows)], dtype=dtype).view(-1, width)
-    return Sparse(ids, values, count)
+    return RowGradient(ids, values, count)
 
 
-def dense(one: Sparse) -> torch.Tensor:
+def dense(one: RowGradient) -> torch.Tensor:
     out = torch.zeros(len(one) // one.width, one.width, dtype=one.dtype)
     return out.index_copy_(0, one.ids, one.rows).view(-1)
 
@@ -44,7 +46,7 @@ def test_any_range_of_elements_is_added_to(data: st.DataObject) -> None:
     ids = data.draw(st.sets(st.integers(0, count - 1)))
     one = sparse({row: [float(row * width + at + 1) for at in range(width)] for row in ids}, count)
     if not ids:
-        one = Sparse(one.ids, one.rows[:, :1].expand(0, width), count)
+        one = RowGradient(one.ids, one.rows[:, :1].expand(0, width), count)
     start = data.draw(st.integers(0, count * width))
     stop = data.draw(st.integers(start, count * width))
     out = torch.full((stop - start,), 0.5)
@@ -107,7 +109,7 @@ def test_numbers_are_sorted_and_found_again(given_ids: list[int]) -> None:
 EDGES = (0, 2, 3, 5)
 
 
-def three(*rows: dict[int, list[float]]) -> list[list[Sparse]]:
+def three(*rows: dict[int, list[float]]) -> list[list[RowGradient]]:
     """Gradients, each cut at the same places."""
     return [sparse(one, 5).cut(EDGES) for one in rows]
 

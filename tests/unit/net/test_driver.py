@@ -23,13 +23,25 @@ from kvps.core.effects import (
     Save,
     Send,
 )
-from kvps.errors import ProtocolError
-from kvps.messages import Beat, Envelope, Packet, Role
-from kvps.net.driver import DROPPED, LOOK_EVERY_S, Dropped, Inbox, Silent, drive
+from kvps.errors import ConfigError, ProtocolError
+from kvps.net.driver import (
+    DROPPED,
+    KINDS_MAX,
+    LOOK_EVERY_S,
+    Demanded,
+    Disconnected,
+    Inbox,
+    Net,
+    NullListener,
+    Unserved,
+    drive,
+)
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Beat
 
 END = Exit(3, "enough")
 PACKET = Packet(Envelope(bytes(16), 0, Role.WORKER, 0, 1, 0), Beat(1))
-Event = tuple[Route, Packet | Dropped] | Exception | float
+Event = tuple[Route, Packet | Disconnected] | Exception | float
 """What one poll brings; a number is time that passes."""
 
 
@@ -55,7 +67,7 @@ class Script:
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         self.diary.append(("send", route, packet, hold))
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         self.waited.append(timeout_s)
         left = deque(self.events.pop(0))
         while left:
@@ -82,6 +94,9 @@ class Script:
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         return self._step(f"packet of {route!r} at {now:g}")
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        return self._step(f"failure of {route!r} at {now:g}: {error}")
 
     def on_drop(self, route: Route, now: float) -> Effects:
         return self._step(f"drop of {route!r} at {now:g}")
@@ -140,7 +155,7 @@ def test_a_core_without_calls_needs_no_listener() -> None:
     script = Script([[(b"a", DROPPED)]], answers={"drop of b'a' at 0": effects})
     assert run(script, listens=False) == END
     assert script.diary == ["drop of b'a' at 0"]
-    assert Silent()
+    assert NullListener()
 
 
 def test_the_wait_ends_at_the_deadline() -> None:
@@ -199,8 +214,123 @@ def test_an_error_of_the_core_is_not_taken_for_bad_bytes() -> None:
         def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
             raise ProtocolError("the core's own")
 
-    with pytest.raises(ProtocolError, match="the core's own"):
-        run(Broken([[("a", PACKET)], []]))
+    script = Broken([[("a", PACKET)]], answers={"failure of 'a' at 0: the core's own": [END]})
+    assert run(script) == END
+
+
+class TestNet:
+    """What a peer's packet leads to ends no process."""
+
+    @pytest.mark.spec("R200")
+    def test_an_error_is_logged_whole_once_then_counted_and_each_is_answered(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Broken(Script):
+            def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+                raise ValueError("nobody foresaw this")
+
+        said = "failure of 'a' at {}: nobody foresaw this"
+        answers: dict[str, list[Effect]] = {said.format(0): [Send("a", PACKET)]}
+        script = Broken(
+            [[("a", PACKET), ("a", PACKET), 11.0, ("a", PACKET)]],
+            answers=answers | {said.format(11): [END]},
+        )
+        assert run(script) == END
+        assert script.diary.count(("send", "a", PACKET, None)) == 2
+        first, second = caplog.records
+        assert first.exc_info is not None
+        assert "a packet of worker 0 failed" in first.getMessage()
+        assert second.exc_info is None
+        assert "3 times in all, and 2 of this kind since" in second.getMessage()
+
+    @pytest.mark.spec("R200")
+    def test_an_error_on_the_way_through_the_effects(self) -> None:
+        class Broken(Script):
+            def _step(self, what: str) -> Effects:
+                yield from super()._step(what)
+                if what.startswith("packet"):
+                    raise KeyError("half-way")
+
+        told = "failure of 'a' at 0: 'half-way'"
+        script = Broken(
+            [[("a", PACKET)]],
+            answers={"packet of 'a' at 0": [Send("b", PACKET)], told: [END]},
+        )
+        assert run(script) == END
+        assert ("send", "b", PACKET, None) in script.diary
+
+    @pytest.mark.spec("R200")
+    def test_an_effect_that_fails_does_not_hold_up_the_others(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Deaf(Script):
+            def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+                raise ConfigError("'x' is no address")
+
+        effects: list[Effect] = [Connect("server 1", "x"), Send("b", PACKET), END]
+        script = Deaf([[("a", PACKET)]], answers={"packet of 'a' at 0": effects})
+        assert run(script) == END
+        assert ("send", "b", PACKET, None) in script.diary
+        assert caplog.messages == ["Connect because of a packet of worker 0: 'x' is no address"]
+
+    @pytest.mark.spec("R200")
+    @pytest.mark.parametrize("effect", [Listen("ipc://x"), Save(b"")])
+    def test_what_is_its_own_doing_ends_it(self, effect: Effect) -> None:
+        class Busy(Script):
+            def listen(self, endpoint: str) -> None:
+                raise ConfigError("another listens there")
+
+            def save(self, state: bytes) -> None:
+                raise ConfigError("another listens there")
+
+        with pytest.raises(ConfigError, match="another listens"):
+            run(Busy([[("a", PACKET)]], answers={"packet of 'a' at 0": [effect]}))
+
+    @pytest.mark.spec("R200")
+    def test_so_does_what_its_operator_demands_and_what_the_time_brings(self) -> None:
+        class Far(Script):
+            def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+                raise Demanded("shared memory")
+
+            def on_timer(self, now: float) -> Effects:
+                raise AssertionError("an invariant")
+
+        effects: list[Effect] = [Connect("server 1", "tcp://h:1")]
+        with pytest.raises(ConfigError, match="shared memory") as caught:
+            run(Far([[("a", PACKET)]], answers={"packet of 'a' at 0": effects}))
+        assert type(caught.value) is ConfigError
+        with pytest.raises(ConfigError, match="also by what it hears"):
+            run(Script([[Demanded("also by what it hears")]]))
+        with pytest.raises(AssertionError, match="an invariant"):
+            run(Far([[]], due=0.0))
+
+    @pytest.mark.spec("R200")
+    def test_a_core_may_refuse_to_go_on(self) -> None:
+        class Broken(Script):
+            def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+                raise ValueError("an answer to a call")
+
+            def on_failure(
+                self, route: Route, envelope: Envelope, error: Exception, now: float
+            ) -> Effects:
+                raise error
+
+        with pytest.raises(ValueError, match="an answer to a call"):
+            run(Broken([[("a", PACKET)]]))
+
+    @pytest.mark.spec("R200")
+    def test_an_error_of_the_transport(self) -> None:
+        error = Unserved("a", PACKET.envelope)
+        error.__cause__ = OSError("of its memory")
+        script = Script([[error]], answers={"failure of 'a' at 0: of its memory": [END]})
+        assert run(script) == END
+
+    def test_very_many_kinds_are_not_told_apart(self, caplog: pytest.LogCaptureFixture) -> None:
+        net = Net(lambda: 0.0)
+        for number in range(KINDS_MAX + 5):
+            net.caught(type(f"Error{number}", (Exception,), {})(), "a packet")
+        assert len(caplog.records) == KINDS_MAX + 1
+        assert net.count == KINDS_MAX + 5
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])

@@ -10,7 +10,7 @@ import pytest
 
 from kvps.net import locality
 from kvps.net.locality import machine
-from kvps.store.roles import own_machine
+from kvps.runtime.scheduler_process import own_machine
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import threading
 import pytest
 import torch
 
-from kvps.core.slab import Buffer
+from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Beat, Done, Envelope, Message, Packet, Push, Role, Run
-from kvps.net.driver import DROPPED, Dropped
-from kvps.net.memory import MemoryNetwork, MemoryTransport
+from kvps.net.driver import DROPPED, Disconnected
+from kvps.net.loopback import MemoryNetwork, MemoryTransport
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Beat, Done
+from kvps.protocol.values import Push, Run
 
 
 def packet(message: Message, *payload: memoryview) -> Packet:
@@ -30,8 +32,8 @@ def ends(network: MemoryNetwork) -> tuple[MemoryTransport, MemoryTransport]:
     return server, client
 
 
-def heard(end: MemoryTransport) -> list[Message | Dropped]:
-    return [one if isinstance(one, Dropped) else one.message for _, one in end.poll(0)]
+def heard(end: MemoryTransport) -> list[Message | Disconnected]:
+    return [one if isinstance(one, Disconnected) else one.message for _, one in end.poll(0)]
 
 
 def test_packets_travel_both_ways(network: MemoryNetwork) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvps.net import stitching
-from kvps.net.segment import PAGE_BYTES, Block, Mapping, Segment
-from kvps.net.stitching import Stitches
+from kvps.net import page_remap
+from kvps.net.page_remap import PageRemapper
+from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment
 
 PAGES = 32
 
@@ -44,8 +44,8 @@ def lent() -> Iterator[list[Lent]]:
         one.segment.close()
 
 
-def stitches(lent: list[Lent]) -> Stitches:
-    return Stitches(lambda: [one.mapping for one in lent])
+def stitches(lent: list[Lent]) -> PageRemapper:
+    return PageRemapper(lambda: [one.mapping for one in lent])
 
 
 def numbers(block: Block | None) -> list[int]:
@@ -162,7 +162,7 @@ def test_pages_of_those_who_are_gone_are_not_kept() -> None:
 
 
 def test_few_places_are_kept(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stitching, "KEPT_MAX", 5)
+    monkeypatch.setattr(page_remap, "KEPT_MAX", 5)
     first, second = lent
     one = stitches(lent)
     ranges = [first.put(1), second.put(2), first.put(3)]
@@ -179,12 +179,12 @@ def test_no_room_is_no_view(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -
     first, second = lent
     ranges = [first.put(1), second.put(2)]
     calls = iter([True, False])
-    mmap = stitching._libc.mmap
+    mmap = page_remap._libc.mmap
 
     def fail(*arguments: object) -> object:
-        return mmap(*arguments) if next(calls) else stitching._FAILED
+        return mmap(*arguments) if next(calls) else page_remap._FAILED
 
-    monkeypatch.setattr(stitching._libc, "mmap", fail)
+    monkeypatch.setattr(page_remap._libc, "mmap", fail)
     before = mapped()
     descriptors = len(os.listdir("/proc/self/fd"))
     assert stitches(lent).beside(ranges, None) is None

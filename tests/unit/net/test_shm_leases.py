@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvps.messages import Envelope, Packet, Release, Role
-from kvps.net import leases
-from kvps.net.leases import Borrowed, Lease, Lent
-from kvps.wire import decode, encode
+from kvps.net import shm_leases
+from kvps.net.shm_leases import Borrowed, Lease, Lent
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.shared_memory import Release
+from kvps.protocol.wire import decode, encode
 
 
 class Memory:
@@ -156,7 +157,7 @@ def test_they_may_come_in_any_order() -> None:
 
 def test_one_release_names_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes beyond that is told when there is room for it."""
-    monkeypatch.setattr(leases, "NAMED_MAX", 2)
+    monkeypatch.setattr(shm_leases, "NAMED_MAX", 2)
     taken = Borrowed()
     held = {number: taken.take(number) for number in range(1, 7)}
     del held[6], held[1]
@@ -173,7 +174,7 @@ def test_the_longest_release_travels() -> None:
     del held[0]
     message = taken.release()
     assert message is not None
-    assert len(message.but) == leases.NAMED_MAX
+    assert len(message.but) == shm_leases.NAMED_MAX
     packet = Packet(Envelope(bytes(16), 1, Role.WORKER, 0, 1, 0), message)
     assert decode(encode(packet)) == packet
 
@@ -256,14 +257,14 @@ def limited(machine: type[Reading]) -> Callable[[], None]:
     class Few(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self.named_max = leases.NAMED_MAX
-            leases.NAMED_MAX = 2
+            self.named_max = shm_leases.NAMED_MAX
+            shm_leases.NAMED_MAX = 2
 
         def teardown(self) -> None:
             try:
                 super().teardown()
             finally:
-                leases.NAMED_MAX = self.named_max
+                shm_leases.NAMED_MAX = self.named_max
 
     return Few.TestCase
 

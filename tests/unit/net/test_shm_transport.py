@@ -7,22 +7,24 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kvps import messages as m
+from kvps import protocol as m
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import Envelope, Loan, Message, Offer, Packet, Role
-from kvps.net import sharing
-from kvps.net.driver import DROPPED, Dropped
-from kvps.net.memory import MemoryNetwork
-from kvps.net.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
-from kvps.net.sharing import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
+from kvps.net import shm_transport
+from kvps.net.driver import DROPPED, Demanded, Disconnected, Unserved
+from kvps.net.loopback import MemoryNetwork
+from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
+from kvps.net.shm_transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
+from kvps.protocol.envelope import Envelope, Loan, Message, Packet, Role
+from kvps.protocol.shared_memory import Offer
 from kvps.tensors import to_frame
-from tests.server_stage import ServerStage, opening, refusal
+from tests.support.server_harness import ServerStage, opening, refusal
 
 MIB = 1 << 20
 JOB = bytes(range(16))
@@ -83,7 +85,7 @@ class Process:
             insist=insist,
             clock=self.clock,
         )
-        self.heard: list[tuple[Route, Packet | Dropped]] = []
+        self.heard: list[tuple[Route, Packet | Disconnected]] = []
         self.refused: list[str] = []
 
     def say(
@@ -91,7 +93,7 @@ class Process:
     ) -> None:
         self.transport.send(route, Packet(self.envelope, message, payload), hold)
 
-    def listen(self) -> list[Message | Dropped]:
+    def listen(self) -> list[Message | Disconnected]:
         """Take all that came; return the messages of this time."""
         before = len(self.heard)
         arrivals = self.transport.poll(0.0)
@@ -99,7 +101,9 @@ class Process:
             self.heard += arrivals
         except ProtocolError as error:
             self.refused.append(str(error))
-        return [one if isinstance(one, Dropped) else one.message for _, one in self.heard[before:]]
+        return [
+            one if isinstance(one, Disconnected) else one.message for _, one in self.heard[before:]
+        ]
 
     def idle(self) -> None:
         """Have nothing to do for a moment: what was given back is told."""
@@ -336,14 +340,14 @@ def test_a_busy_reader_tells_of_several_at_once(
 ) -> None:
     server, worker, _ = pair(network)
     block = worker.take(PAGE_BYTES)
-    for count in range(1, sharing.RELEASE_EVERY + 1):
+    for count in range(1, shm_transport.RELEASE_EVERY + 1):
         worker.say("server 0", push(PAGE_BYTES), block.data)
         server.listen()
         server.forget()
         assert not any(isinstance(one.message, m.Release) for one in carried), count
     worker.say("server 0", push(PAGE_BYTES), block.data)
     server.listen()
-    assert carried[-1].message == m.Release(sharing.RELEASE_EVERY + 1, ())
+    assert carried[-1].message == m.Release(shm_transport.RELEASE_EVERY + 1, ())
 
 
 @pytest.mark.spec("R86")
@@ -594,24 +598,44 @@ def test_who_insists_does_not_speak_to_another_machine(network: MemoryNetwork) -
 
 @pytest.mark.spec("R90")
 @pytest.mark.parametrize("insists", ["server", "worker"])
-def test_who_insists_ends_with_the_reason(
-    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, insists: str
+def test_who_insists_ends_with_the_reason_if_it_is_he_who_came(
+    network: MemoryNetwork,
+    monkeypatch: pytest.MonkeyPatch,
+    insists: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(offer: Offer) -> Mapping:
         raise Unshared("as the test wants it")
 
-    monkeypatch.setattr(sharing, "Mapping", refuse)
+    monkeypatch.setattr(shm_transport, "Mapping", refuse)
     server = Process(network, SERVER, "mem://s", insist=insists == "server")
     worker = Process(network, WORKER, insist=insists == "worker")
-    with pytest.raises(ConfigError, match=r"KVPS_TRANSPORT=shm.*as the test wants.*as one user"):
+    says = r"KVPS_TRANSPORT=shm.*as the test wants.*as one user"
+    with pytest.raises(Demanded, match=says) if insists == "worker" else nullcontext():
         greet(server, worker)
+    if insists == "server":  # anybody may come to it, and offer nonsense
+        assert any("as the test wants it" in one for one in caplog.messages)
+
+
+@pytest.mark.spec("R200")
+def test_an_error_that_nobody_foresaw_names_the_packet(
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(offer: Offer) -> Mapping:
+        raise IndexError("of a mapping")
+
+    monkeypatch.setattr(shm_transport, "Mapping", fail)
+    server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
+    with pytest.raises(Unserved) as caught:
+        greet(server, worker)
+    assert isinstance(caught.value.__cause__, IndexError)
 
 
 class Script:
     """An inner transport that yields what it is told to, and notes what is sent."""
 
     def __init__(self) -> None:
-        self.arrivals: deque[tuple[Route, Packet | Dropped]] = deque()
+        self.arrivals: deque[tuple[Route, Packet | Disconnected]] = deque()
         self.sent: list[tuple[Route, Packet, Hold | None]] = []
         self.waits: list[float | None] = []
         self.listens: list[str] = []
@@ -628,7 +652,7 @@ class Script:
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         self.sent.append((route, packet, hold))
 
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Dropped]]:
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         self.waits.append(timeout_s)
         self.on_poll()
         while self.arrivals:
@@ -658,7 +682,7 @@ class Lone:
         """Let the peer say this along its route; return what the core hears."""
         return self.arrive(b"w", Packet(envelope, message, (), loans))
 
-    def arrive(self, route: Route, packet: Packet | Dropped) -> list[Packet]:
+    def arrive(self, route: Route, packet: Packet | Disconnected) -> list[Packet]:
         self.inner.arrivals.append((route, packet))
         return [one for _, one in self.transport.poll(0.0) if isinstance(one, Packet)]
 
@@ -784,7 +808,7 @@ def test_it_listens_where_it_is_told(lone: Lone) -> None:
 
 def test_freed_memory_is_kept_once_frames_come(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[None] = []
-    monkeypatch.setattr(sharing, "keep_freed_memory", lambda: kept.append(None))
+    monkeypatch.setattr(shm_transport, "keep_freed_memory", lambda: kept.append(None))
     lone.share()
     lone.hear(push(PAGE_BYTES), lone.loan(1))
     assert kept == []

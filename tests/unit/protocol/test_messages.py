@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from kvps import messages as m
-from kvps.messages import MESSAGES, Envelope, Message, Node, Role
+from kvps import protocol as m
+from kvps.protocol.envelope import MESSAGES, Envelope, Message, Node, Role
 
 TAGS = {
     **{1: "Hello", 2: "Welcome", 3: "View", 4: "Beat", 5: "Leave", 6: "Left", 7: "Barrier"},
@@ -25,6 +25,7 @@ TAGS = {
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
     **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
     **{104: "Export", 105: "Exported", 106: "TableRate"},
+    **{113: "Challenge", 114: "Alive"},
 }
 """Written down once more: a tag that was given is for ever."""
 
@@ -37,7 +38,7 @@ def test_tags_are_for_ever() -> None:
 
 def test_a_tag_is_given_once() -> None:
     with pytest.raises(AssertionError, match="tag 1 is taken"):
-        m._tag(1)(Message)
+        m.tag(1)(Message)
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=lambda cls: cls.__name__)
@@ -93,7 +94,7 @@ def test_rows_follow_their_numbers_in_frames_of_whole_rows(monkeypatch: pytest.M
 
     assert pushed(3, 0) == ()
     assert pushed(3, 2) == (16, 24)
-    monkeypatch.setattr(m, "ROWS_FRAME_BYTES", 24)
+    monkeypatch.setattr("kvps.protocol.values.ROWS_FRAME_BYTES", 24)
     assert [m.rows_in_frame(1, width) for width in (1, 3, 4, 7)] == [6, 2, 1, 1]
     assert pushed(3, 4) == (32, 24, 24)
     assert pushed(3, 5) == (40, 24, 24, 12)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-from kvps import messages
+from kvps import protocol as messages
+from kvps.dtypes import DTYPES
 from kvps.errors import BY_CODE
-from kvps.messages import ENTRIES_MAX, KEY_MAX, MESSAGES, RUNS_MAX, TEXT_MAX, Hello
-from kvps.specs import DTYPES
-from kvps.tensors import from_frame
-from kvps.wire import (
+from kvps.protocol.envelope import ENTRIES_MAX, KEY_MAX, MESSAGES, RUNS_MAX, TEXT_MAX
+from kvps.protocol.membership import Hello
+from kvps.protocol.wire import (
     ARRAY_MAX,
     FRAME_BYTES_MAX,
     HEAD_BYTES_MAX,
@@ -24,9 +24,10 @@ from kvps.wire import (
     decode,
     encode,
 )
+from kvps.tensors import from_frame
 from tests.vectors.packets import PACKETS, name_of
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 VECTORS = json.loads((TESTS / "vectors" / "packets.json").read_text(encoding="utf-8"))
 WITH_CHECKSUMS = json.loads((TESTS / "vectors" / "checked.json").read_text(encoding="utf-8"))
 FRAMES = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in VECTORS}

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvps import messages as m
-from kvps import wire
+from kvps import protocol as m
 from kvps.errors import ProtocolError
-from kvps.messages import MESSAGES, Message, Packet
-from kvps.wire import HEAD, HEAD_BYTES_MAX, Damaged, decode, encode
+from kvps.protocol import wire
+from kvps.protocol.envelope import MESSAGES, Message, Packet
+from kvps.protocol.wire import HEAD, HEAD_BYTES_MAX, Damaged, decode, encode
 from tests.vectors.packets import PACKETS, WORKER, floats
 
 Frames = list[bytes]
@@ -270,7 +270,7 @@ def test_loans_come_through_in_place_of_payload(name: str, loans: tuple[m.Loan, 
 @pytest.mark.spec("R4", "R5", "R14")
 def test_the_octets_of_a_loan() -> None:
     """As docs/protocol.md shows them."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text("utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text("utf-8")
     shown = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[-1]
     assert "".join(re.sub(r"#.*|\s", "", shown)) == lent("PUSH", *LENT)[0].hex()
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.store.staging import PageLocks, Staging, bring_back
+from kvps.runtime.cuda_staging import PageLocks, Staging, bring_back
 
 
 class Cuda:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvps.errors import KvpsError, Timeout
-from kvps.store import endings as module
-from kvps.store.endings import AtExit, Endings
+from kvps.runtime import open_stores as module
+from kvps.runtime.open_stores import AtExit, OpenStores
 
 
 class Store:
@@ -27,7 +27,7 @@ class Store:
 
 
 def test_stores_are_closed_if_all_went_well():
-    endings = Endings()
+    endings = OpenStores()
     one, two = Store("one", endings), Store("two", endings)
     assert endings.names == {"one", "two"}
     endings.end(is_done=True)
@@ -39,14 +39,14 @@ def test_stores_are_closed_if_all_went_well():
 
 
 def test_else_nothing_is_waited_for():
-    endings = Endings()
+    endings = OpenStores()
     one = Store("one", endings)
     endings.end(is_done=False)
     assert one.did == ["abandon"]
 
 
 def test_one_that_cannot_be_flushed_does_not_keep_the_others():
-    endings = Endings()
+    endings = OpenStores()
     one, two = Store("one", endings, Timeout("late")), Store("two", endings)
     with pytest.raises(Timeout, match="late"):
         endings.end(is_done=True)

@@ -10,22 +10,22 @@ from collections.abc import Iterator
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.store import leaving
-from kvps.store.leaving import Asked, Step, leave_at_sigterm, leave_if_wished
+from kvps.runtime import preemption
+from kvps.runtime.preemption import PreemptionFlag, RoundTracker, leave_at_sigterm, leave_if_wished
 
 
 @pytest.fixture
-def wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+def wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreemptionFlag]:
     """What this process was asked; SIGTERM is afterwards as it was."""
-    before, fresh = signal.getsignal(signal.SIGTERM), Asked()
-    monkeypatch.setattr(leaving, "asked", fresh)
+    before, fresh = signal.getsignal(signal.SIGTERM), PreemptionFlag()
+    monkeypatch.setattr(preemption, "asked", fresh)
     yield fresh
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_round_that_it_is_in_is_finished(wish: Asked) -> None:
+def test_the_round_that_it_is_in_is_finished(wish: PreemptionFlag) -> None:
     wish.listen()
-    step = Step("kv", wish)
+    step = RoundTracker("kv", wish)
     step.push(["a"])
     os.kill(os.getpid(), signal.SIGTERM)
     assert wish.is_asked
@@ -36,9 +36,9 @@ def test_the_round_that_it_is_in_is_finished(wish: Asked) -> None:
     assert end.value.code == 0
 
 
-def test_rounds_are_told_by_the_first_key_that_comes_again(wish: Asked) -> None:
+def test_rounds_are_told_by_the_first_key_that_comes_again(wish: PreemptionFlag) -> None:
     wish.listen()
-    step = Step("kv", wish)
+    step = RoundTracker("kv", wish)
     for key in ("a", "b", "b"):  # b alone begins the second round
         step.push([key])
     wish.is_asked = True
@@ -47,38 +47,38 @@ def test_rounds_are_told_by_the_first_key_that_comes_again(wish: Asked) -> None:
         step.push(["a"])
 
 
-def test_one_that_has_pushed_nothing_begins_no_round(wish: Asked) -> None:
+def test_one_that_has_pushed_nothing_begins_no_round(wish: PreemptionFlag) -> None:
     wish.listen()
     wish.is_asked = True
     with pytest.raises(SystemExit):
-        Step("kv", wish).push(["a"])
+        RoundTracker("kv", wish).push(["a"])
 
 
-def test_each_store_has_its_own_rounds(wish: Asked) -> None:
+def test_each_store_has_its_own_rounds(wish: PreemptionFlag) -> None:
     wish.listen()
-    one, other = Step("one", wish), Step("other", wish)
+    one, other = RoundTracker("one", wish), RoundTracker("other", wish)
     one.push(["w"])
     wish.is_asked = True
     with pytest.raises(SystemExit):
         other.push(["w"])
 
 
-def test_nobody_leaves_who_did_not_want_to(wish: Asked) -> None:
-    step = Step("kv", wish)
+def test_nobody_leaves_who_did_not_want_to(wish: PreemptionFlag) -> None:
+    step = RoundTracker("kv", wish)
     for _ in range(3):
         step.push(["a"])
     wish.is_asked = True  # by whom? nothing listens
     step.push(["a"])
 
 
-def test_another_thread_goes_on(wish: Asked) -> None:
+def test_another_thread_goes_on(wish: PreemptionFlag) -> None:
     wish.listen()
     wish.is_asked = True
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            Step("kv", wish).push(["a"])
+            RoundTracker("kv", wish).push(["a"])
             leave_if_wished(True)
             leave_at_sigterm()
         except BaseException as error:
@@ -92,19 +92,19 @@ def test_another_thread_goes_on(wish: Asked) -> None:
     assert "call it there" in str(error)
 
 
-def test_the_second_signal_ends_at_once(wish: Asked) -> None:
+def test_the_second_signal_ends_at_once(wish: PreemptionFlag) -> None:
     leave_at_sigterm()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert leaving.asked.is_asked
+    assert preemption.asked.is_asked
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_script_with_its_own_way_keeps_it(wish: Asked) -> None:
+def test_a_script_with_its_own_way_keeps_it(wish: PreemptionFlag) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     leave_if_wished(True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     leave_if_wished(False)
-    assert not leaving.asked.is_heeded
+    assert not preemption.asked.is_heeded
     leave_if_wished(True)
-    assert leaving.asked.is_heeded
+    assert preemption.asked.is_heeded

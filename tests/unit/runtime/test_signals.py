@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvps.cli.stopping import stopped_by_signals
+from kvps.runtime.signals import stopped_by_signals
 
 LIMIT_S = 10.0
 

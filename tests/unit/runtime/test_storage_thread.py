@@ -9,35 +9,35 @@ from pathlib import Path
 import pytest
 
 from kvps import __version__
-from kvps.checkpoint import disk
+from kvps.checkpoint import atomic_file
+from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.disk import (
+from kvps.core.effects import Disk
+from kvps.core.server.snapshot.storage import (
     Answer,
     Complete,
     Completed,
-    Found,
+    FindCuts,
+    FoundCuts,
     Loaded,
-    Look,
     Order,
     Read,
     Remove,
+    SnapshotWritten,
     Write,
-    Written,
 )
-from kvps.core.effects import Disk
 from kvps.errors import StorageError
-from kvps.messages import Commit, ImageSum, StoreSum
-from kvps.store.archive import Archive, carry_out, manifest_of
-from tests import cuts
+from kvps.protocol.checkpoint import Commit, ImageSum, StoreSum
+from kvps.runtime.storage_thread import StorageThread, carry_out, manifest_of
+from tests.support import snapshots
 
 
 def write(folder: Path, cut: int = 5, servers: int = 2) -> list[ImageSum]:
     """Let all servers write their images of a cut."""
     sums = []
     for server in range(servers):
-        written = carry_out(str(folder), Write(cut, cuts.image(server, servers)))
-        assert isinstance(written, Written)
+        written = carry_out(str(folder), Write(cut, snapshots.image(server, servers)))
+        assert isinstance(written, SnapshotWritten)
         assert written.error is None
         sums.append(ImageSum(written.size, written.sha256))
     return sums
@@ -45,7 +45,7 @@ def write(folder: Path, cut: int = 5, servers: int = 2) -> list[ImageSum]:
 
 def order_of(sums: list[ImageSum], cut: int = 5, tag: str = "best", server: int = 0) -> Complete:
     commit = Commit(cut, tag, 3, tuple(sums), (StoreSum("default", 12, 5, 6),))
-    return Complete(cuts.JOB, server, 4, commit)
+    return Complete(snapshots.JOB, server, 4, commit)
 
 
 def complete(folder: Path, cut: int = 5, tag: str = "best", servers: int = 2) -> None:
@@ -58,21 +58,21 @@ def no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, octets: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk.os, "write", refuse)
+    monkeypatch.setattr(atomic_file.os, "write", refuse)
 
 
 def test_a_cut_is_complete_when_every_server_has_ordered_it(tmp_path: Path) -> None:
     sums = write(tmp_path)
-    look = Look(0, 2, cuts.JOB, for_whom="me")
-    assert carry_out(str(tmp_path), look) == Found((), 5, "me")
+    look = FindCuts(0, 2, snapshots.JOB, for_whom="me")
+    assert carry_out(str(tmp_path), look) == FoundCuts((), 5, "me")
     assert carry_out(str(tmp_path), order_of(sums)) == Completed(5)
-    assert carry_out(str(tmp_path), look) == Found((5,), 5, "me")
+    assert carry_out(str(tmp_path), look) == FoundCuts((5,), 5, "me")
 
 
 def test_what_the_manifest_says(tmp_path: Path) -> None:
     manifest = manifest_of(order_of(write(tmp_path)))
     assert (manifest.cut, manifest.tag, manifest.epoch, manifest.workers) == (5, "best", 3, 4)
-    assert (manifest.job, manifest.version) == (cuts.JOB, __version__)
+    assert (manifest.job, manifest.version) == (snapshots.JOB, __version__)
     assert [one.name for one in manifest.images] == [image_name(0, 2), image_name(1, 2)]
     assert manifest.stores["default"].lowest == 5
 
@@ -83,7 +83,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert isinstance(loaded, Loaded)
     assert loaded.image is not None
     assert loaded.for_whom == "me"
-    assert cuts.same(loaded.image, cuts.image(1, 2))
+    assert snapshots.same(loaded.image, snapshots.image(1, 2))
 
 
 def test_another_number_of_servers_reads_its_share(tmp_path: Path) -> None:
@@ -91,18 +91,20 @@ def test_another_number_of_servers_reads_its_share(tmp_path: Path) -> None:
     loaded = carry_out(str(tmp_path), Read(0, 1, 5, None))
     assert isinstance(loaded, Loaded)
     assert loaded.image is not None
-    assert cuts.elements([loaded.image]) == cuts.elements([cuts.image(0, 2), cuts.image(1, 2)])
+    assert snapshots.elements([loaded.image]) == snapshots.elements(
+        [snapshots.image(0, 2), snapshots.image(1, 2)]
+    )
 
 
 def test_cuts_are_found_by_job_and_by_tag(tmp_path: Path) -> None:
     complete(tmp_path, 5)
     complete(tmp_path, 6, tag="")
     for look, found in (
-        (Look(0, 2, cuts.JOB), (5, 6)),
-        (Look(0, 2, None, "best"), (5,)),
-        (Look(0, 2, bytes(16)), ()),
+        (FindCuts(0, 2, snapshots.JOB), (5, 6)),
+        (FindCuts(0, 2, None, "best"), (5,)),
+        (FindCuts(0, 2, bytes(16)), ()),
     ):
-        assert carry_out(str(tmp_path), look) == Found(found, 6)
+        assert carry_out(str(tmp_path), look) == FoundCuts(found, 6)
 
 
 def test_one_that_was_given_up_is_removed(tmp_path: Path) -> None:
@@ -116,8 +118,8 @@ def test_the_cut_that_all_servers_have_stays_while_others_fail(tmp_path: Path) -
     for cut in (1, 2, 3, 4):
         sums = write(tmp_path, cut, servers=1)
         commit = Commit(cut, "", 0, tuple(sums), (), kept=1)
-        assert carry_out(str(tmp_path), Complete(cuts.JOB, 0, 4, commit)) == Completed(cut)
-    assert carry_out(str(tmp_path), Look(0, 1)) == Found((1, 3, 4), 4)
+        assert carry_out(str(tmp_path), Complete(snapshots.JOB, 0, 4, commit)) == Completed(cut)
+    assert carry_out(str(tmp_path), FindCuts(0, 1)) == FoundCuts((1, 3, 4), 4)
 
 
 class TestFailure:
@@ -126,8 +128,8 @@ class TestFailure:
     ) -> None:
         sums = write(tmp_path)
         no_space(monkeypatch)
-        written = carry_out(str(tmp_path), Write(6, cuts.image(0, 2)))
-        assert isinstance(written, Written)
+        written = carry_out(str(tmp_path), Write(6, snapshots.image(0, 2)))
+        assert isinstance(written, SnapshotWritten)
         assert (written.size, written.sha256) == (0, "")
         assert "checkpoint 6 not written: No space left on device" in str(written.error)
         completed = carry_out(str(tmp_path), order_of(sums))
@@ -137,7 +139,7 @@ class TestFailure:
 
     def test_a_damaged_file_is_the_answer(self, tmp_path: Path) -> None:
         complete(tmp_path)
-        path = Shelf(tmp_path).cut_folder(5) / image_name(0, 2)
+        path = CheckpointDirectory(tmp_path).cut_folder(5) / image_name(0, 2)
         octets = bytearray(path.read_bytes())
         octets[-1] ^= 1
         path.write_bytes(octets)
@@ -153,8 +155,8 @@ class TestFailure:
 
     def test_a_folder_that_cannot_be_read_is_the_answer(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("no folder")
-        found = carry_out(str(tmp_path / "file"), Look(0, 1, for_whom="me"))
-        assert isinstance(found, Found)
+        found = carry_out(str(tmp_path / "file"), FindCuts(0, 1, for_whom="me"))
+        assert isinstance(found, FoundCuts)
         assert (found.cuts, found.highest, found.for_whom) == ((), 0, "me")
         assert isinstance(found.error, StorageError)
 
@@ -166,7 +168,7 @@ class TestFailure:
         def refuse(path: Path) -> None:
             raise OSError(errno.EACCES, "not yours")
 
-        monkeypatch.setattr(disk, "remove", refuse)
+        monkeypatch.setattr(atomic_file, "remove", refuse)
         assert carry_out(str(tmp_path), Remove(5, 0)) is None
         assert "cannot be removed" in caplog.text
 
@@ -187,16 +189,20 @@ class Letters:
 
 def test_orders_are_carried_out_in_turn_and_all_of_them_before_the_end(tmp_path: Path) -> None:
     loop = Letters()
-    archive = Archive(str(tmp_path), loop)  # type: ignore[arg-type]
+    archive = StorageThread(str(tmp_path), loop)  # type: ignore[arg-type]
     orders: list[Order] = [
-        Write(1, cuts.image(0, 1)),
+        Write(1, snapshots.image(0, 1)),
         Remove(1, 0),
-        Write(2, cuts.image(0, 1)),
-        Look(0, 1),
+        Write(2, snapshots.image(0, 1)),
+        FindCuts(0, 1),
     ]
     for order in orders:
         archive.order(Disk(order))
     archive.close()
-    assert [type(answer) for answer in loop.answers] == [Written, Written, Found]
-    assert loop.answers[-1] == Found((), 2)
+    assert [type(answer) for answer in loop.answers] == [
+        SnapshotWritten,
+        SnapshotWritten,
+        FoundCuts,
+    ]
+    assert loop.answers[-1] == FoundCuts((), 2)
     assert not archive._thread.is_alive()

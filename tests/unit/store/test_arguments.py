@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
-from kvps.specs import Spec
 from kvps.store.arguments import (
     Form,
     as_list,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.messages import Open
-from tests.server_cluster import Cluster, gradient
-from tests.server_stage import ServerStage, opening, refusal
+from kvps.protocol.stores import Open
+from tests.support.server_cluster import Cluster, gradient
+from tests.support.server_harness import ServerStage, opening, refusal
 
 pytestmark = pytest.mark.spec("R150")
 

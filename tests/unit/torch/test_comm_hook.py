@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 import kvps
-from kvps.store.handle import Handle, Ticket
+from kvps.runtime.ticket import Handle, Ticket
 from kvps.torch import comm_hook
 
 LIMIT_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvps.torch.ahead import Ahead
+from kvps.torch.forward_overlap import ForwardOverlap
 
 
 class Net(torch.nn.Module):
@@ -32,9 +32,9 @@ class Inner(torch.nn.Module):
 X = torch.ones(1, 2)
 
 
-def ahead(model: torch.nn.Module) -> tuple[Ahead, list[str]]:
+def ahead(model: torch.nn.Module) -> tuple[ForwardOverlap, list[str]]:
     updated: list[str] = []
-    one = Ahead(model, dict(model.named_parameters()), updated.extend)
+    one = ForwardOverlap(model, dict(model.named_parameters()), updated.extend)
     model(X)
     one.learn()
     return one, updated
@@ -60,7 +60,7 @@ def test_what_no_module_would_wait_for_is_updated_at_once() -> None:
     """The model itself is never called, only parts of it."""
     model = Net()
     updated: list[str] = []
-    one = Ahead(model, dict(model.named_parameters()), updated.extend)
+    one = ForwardOverlap(model, dict(model.named_parameters()), updated.extend)
     model.body["first"](X)
     one.learn()
     one.put_off(["body.first.weight", "spare.weight"])

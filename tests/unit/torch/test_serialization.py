@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError, ProtocolError
-from kvps.torch import objects
-from kvps.torch.objects import pack, unpack
+from kvps.torch import serialization
+from kvps.torch.serialization import pack, unpack
 
 VALUES = [
     None,
@@ -133,13 +133,15 @@ def test_put_aside_tensors_are_made_blank_and_filled_in_place():
         b"\xc1",
         pickle.dumps([1]),
         msgpack.packb(msgpack.ExtType(99, b"")),
-        msgpack.packb(msgpack.ExtType(objects.TENSOR, msgpack.packb(["float32", [3], b"1234"]))),
-        msgpack.packb(msgpack.ExtType(objects.TENSOR, msgpack.packb(["nn", [1], b"1234"]))),
-        msgpack.packb(msgpack.ExtType(objects.TENSOR, msgpack.packb(["nowhere", [1], b""]))),
-        msgpack.packb(msgpack.ExtType(objects.ARRAY, msgpack.packb(["O", [1], b"12345678"]))),
-        msgpack.packb(msgpack.ExtType(objects.ARRAY, msgpack.packb(["f4", [9], b"1234"]))),
-        msgpack.packb(msgpack.ExtType(objects.ASIDE, msgpack.packb(["float32", [1]]))),
-        msgpack.packb(msgpack.ExtType(objects.SET, msgpack.packb([[1]]))),
+        msgpack.packb(
+            msgpack.ExtType(serialization.TENSOR, msgpack.packb(["float32", [3], b"1234"]))
+        ),
+        msgpack.packb(msgpack.ExtType(serialization.TENSOR, msgpack.packb(["nn", [1], b"1234"]))),
+        msgpack.packb(msgpack.ExtType(serialization.TENSOR, msgpack.packb(["nowhere", [1], b""]))),
+        msgpack.packb(msgpack.ExtType(serialization.ARRAY, msgpack.packb(["O", [1], b"12345678"]))),
+        msgpack.packb(msgpack.ExtType(serialization.ARRAY, msgpack.packb(["f4", [9], b"1234"]))),
+        msgpack.packb(msgpack.ExtType(serialization.ASIDE, msgpack.packb(["float32", [1]]))),
+        msgpack.packb(msgpack.ExtType(serialization.SET, msgpack.packb([[1]]))),
     ],
 )
 def test_bytes_that_no_worker_makes(packed):
@@ -149,6 +151,6 @@ def test_bytes_that_no_worker_makes(packed):
 
 @pytest.mark.parametrize("shape", [[-1], [2**50], ["x"]])
 def test_shapes_of_blank_tensors_are_checked(shape):
-    bad = msgpack.packb(msgpack.ExtType(objects.ASIDE, msgpack.packb(["float32", shape])))
+    bad = msgpack.packb(msgpack.ExtType(serialization.ASIDE, msgpack.packb(["float32", shape])))
     with pytest.raises(ProtocolError, match="shape"):
         unpack(bad, [])

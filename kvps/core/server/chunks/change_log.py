@@ -1,9 +1,9 @@
-"""Which rows of a piece its last versions changed, so that a copy can be brought up to date by those.
+"""The change log: the rows of a piece that its last versions changed.
 
 Versions come one by one. One that changed more than some rows, by a dense gradient say, is not added, and
 what came before it is of no use any more: from there on nobody knows, and a reader takes all. So nothing
 has to be told here but what *was* by rows, and values that are set without a version (:meth:`Chunk.forget_changes
-<kvps.core.slab.Chunk.forget_changes>`).
+<kvps.core.server.chunks.slab.Chunk.forget_changes>`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from kvps.core.sparse import numbered
+from kvps.core.row_gradients import numbered
 
 VERSION_COUNT = 64
 """What a version costs to remember besides its rows, in numbers of rows."""
@@ -23,7 +23,7 @@ LEAST_COUNT = 64 * VERSION_COUNT
 NONE = torch.empty(0, dtype=torch.int64)
 
 
-class Changes:
+class ChangeLog:
     """Of the last versions of one piece, which rows differ from the version before.
 
     Example:

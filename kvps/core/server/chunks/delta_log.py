@@ -1,4 +1,4 @@
-"""How a server compresses what it answers: the steps that values take, each written once.
+"""The delta log: compressed differences of versions, encoded once and kept for pullers.
 
 What a round makes of the weights is written by a codec, and only what was written becomes the
 values that are pulled; the *rest* stays here and goes into the next step. So whoever pulls a
@@ -21,18 +21,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import BIT1, BIT2, RANDOMK, Code, fits, seeded
+from kvps.compression.codecs import decode, encode
+from kvps.compression.spec import BIT1, BIT2, RANDOMK, CodecSpec, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
 """How many octets of steps are kept, in those of the values."""
 
-Step = tuple[Code, torch.Tensor]
+Step = tuple[CodecSpec, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Trail:
+class DeltaLog:
     """The last steps of one piece of a key."""
 
     size: int
@@ -60,13 +60,13 @@ class Trail:
         assert 1 <= len(self.steps) <= (STEPS_MAX if self.adds else 1)
 
 
-class Back:
+class CompressedHistory:
     """What a chunk knows of the way back: the rests, and the last steps of each piece."""
 
     def __init__(self, capacity: int) -> None:
         self.rest = torch.zeros(capacity)
         """What the values lack, of each element."""
-        self.trails: dict[int, Trail] = {}
+        self.trails: dict[int, DeltaLog] = {}
         """By where a piece begins."""
         self._owing: set[int] = set()
         """Where pieces begin whose values lack something."""
@@ -115,7 +115,7 @@ class Back:
         start: int,
         stop: int,
         version: int,
-        code: Code | None,
+        code: CodecSpec | None,
         *,
         adds: bool,
     ) -> None:
@@ -141,12 +141,12 @@ class Back:
         target.copy_(target + step if adds else step)
         trail = self.trails.get(start)
         if trail is None or trail.version != version - 1 or trail.adds is not adds:
-            trail = self.trails[start] = Trail(stop - start, version, adds)
+            trail = self.trails[start] = DeltaLog(stop - start, version, adds)
         trail.version = version
         trail.steps.append((code, octets))
         self._trim(trail)
 
-    def _trim(self, trail: Trail) -> None:
+    def _trim(self, trail: DeltaLog) -> None:
         """Drop the oldest steps, as many as are too many."""
         octets = sum([len(one) for _, one in trail.steps])
         most = STEPS_MAX if trail.adds else 1
@@ -168,7 +168,7 @@ class Back:
             trail.check()
 
 
-def code_of(code: Code | None, version: int, lr: float | None) -> Code | None:
+def code_of(code: CodecSpec | None, version: int, lr: float | None) -> CodecSpec | None:
     """Return how the step to ``version`` is written; None for as it is.
 
     Args:

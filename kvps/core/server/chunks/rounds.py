@@ -1,4 +1,4 @@
-"""Who has pushed what: the rounds of a span, and when one of them closes.
+"""Rounds of a span: who has pushed what, and when a round closes.
 
 Theory of operation
 -------------------
@@ -30,13 +30,12 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from kvps.codes import Code
-from kvps.core.drops import Flaw
-from kvps.core.strip import Part, Strip, Sum
+from kvps.compression.spec import CodecSpec
+from kvps.core.gradients import DenseGradient, GradientSum, Part
+from kvps.core.nonfinite import Flaw
+from kvps.protocol.envelope import WINDOW
 from kvps.tensors import accumulator
 
-WINDOW = 64
-"""How many rounds of a span may be open at once."""
 LENT_MAX = 8
 """How many gradients of a round are left where their senders have them."""
 
@@ -71,7 +70,7 @@ class Round:
     """What is added up so far."""
     kept: dict[tuple[int, ...], Part] = field(default_factory=dict)
     """What is not, as it came, by the ranks whose it is."""
-    backs: set[Code | None] = field(default_factory=set)
+    backs: set[CodecSpec | None] = field(default_factory=set)
     """How its pushes want what comes of it to be written."""
 
     def add(self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool) -> None:
@@ -84,9 +83,9 @@ class Round:
             keep: sums must be taken in rank order.
         """
         self.ranks.update(ranks)
-        is_whole = isinstance(gradient, Strip)
+        is_whole = isinstance(gradient, DenseGradient)
         if is_whole and not keep and not lent and self.total is None and not self.kept:
-            self.total = Strip([accumulator(gradient.joined())])
+            self.total = DenseGradient([accumulator(gradient.joined())])
             return
         if not keep and len(self.kept) >= (LENT_MAX if lent or not is_whole else 1):
             self._add_up()
@@ -97,22 +96,22 @@ class Round:
         total = self.sum()
         if total.is_sparse:
             self.total = total.gathered()
-        elif isinstance(self.total, Strip):
+        elif isinstance(self.total, DenseGradient):
             total.into(self.total.joined(), 0, len(total))
         else:
-            self.total = Strip([total.whole()])
+            self.total = DenseGradient([total.whole()])
         self.kept.clear()
 
-    def sum(self) -> Sum:
+    def sum(self) -> GradientSum:
         """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
-        return Sum(tuple([part for _, part in self._parts()]))
+        return GradientSum(tuple([part for _, part in self._parts()]))
 
-    def mean(self) -> Sum:
+    def mean(self) -> GradientSum:
         """Return the sum, divided by how many ranks are in it."""
         return replace(self.sum(), divisor=len(self.ranks))
 
     @property
-    def back(self) -> Code | None:
+    def back(self) -> CodecSpec | None:
         """How what comes of it is written: as it is, unless all pushes want it otherwise alike."""
         return next(iter(self.backs)) if len(self.backs) == 1 else None
 
@@ -125,7 +124,7 @@ class Round:
         parts = [(ranks, self.kept[ranks]) for ranks in sorted(self.kept)]
         if self.total is not None:
             parts.insert(0, (tuple(sorted(self.ranks.difference(*self.kept))), self.total))
-        return sorted(parts, key=lambda one: not isinstance(one[1], Strip))
+        return sorted(parts, key=lambda one: not isinstance(one[1], DenseGradient))
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -140,20 +139,20 @@ class Round:
 
 
 @dataclass(slots=True)
-class Due:
+class PendingUpdate:
     """A summed gradient that waits to be applied (for what must be known of the whole tensor)."""
 
     number: int
     ranks: tuple[int, ...]
     """Who pushed it; empty where it is the sum of a round."""
-    sum: Sum
+    sum: GradientSum
     whose: tuple[tuple[int, ...], ...] = ()
     """The ranks of each part of the sum, as it was when the round was closed."""
     is_own: bool = False
     """The sum is added up, in memory that may be used up."""
     flaw: Flaw | None = None
     """What is not finite in this part of the tensor, if the store looks."""
-    back: Code | None = None
+    back: CodecSpec | None = None
     """How the update is to be written for those who pull it; None for as it is."""
 
     @property
@@ -178,7 +177,7 @@ class Span:
     """Of a rank that was replaced, how far its clock is ahead of its pushes."""
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
-    due: deque[Due] = field(default_factory=deque)
+    due: deque[PendingUpdate] = field(default_factory=deque)
 
     @property
     def is_open(self) -> bool:

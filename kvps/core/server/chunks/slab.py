@@ -1,4 +1,4 @@
-"""Where weights lie in a server's memory: slabs of chunks, and who may write to them.
+"""Slabs of chunks: a server's memory for values, and who may write to it.
 
 A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
 384 KiB to 8 MiB. A chunk is what travels in one message, what is summed in one addition and updated
@@ -21,16 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvps.core.changes import NONE, Changes
-from kvps.core.embedding import Embedding, Kept
+from kvps.core.embedding.table import EmbeddingRows, TableState
+from kvps.core.optim.torch_rules import State
 from kvps.core.placement import whole
-from kvps.core.rounds import Span
-from kvps.core.sessions import Reading
-from kvps.core.steps import Back
-from kvps.core.updaters import State
+from kvps.core.server.chunks.change_log import NONE, ChangeLog
+from kvps.core.server.chunks.delta_log import CompressedHistory
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.sessions import PendingRead
+from kvps.dtypes import BY_NAME, summed_in
 from kvps.errors import KeyNotFound, ProtocolError
-from kvps.messages import RUNS_MAX, Ask, Piece, Run
-from kvps.specs import BY_NAME, summed_in
+from kvps.protocol.envelope import RUNS_MAX
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import Ask, Run
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 ROOM_BYTES = 64 << 10
@@ -76,14 +78,14 @@ class Chunk:
         self._other: Buffer | None = None
         """The buffer before this one."""
         self._memory = memory
-        self.back: Back | None = None
+        self.back: CompressedHistory | None = None
         """What is known of values that are compressed for those who pull; None while none were."""
         self.state: State | None = None
         self._kept_state: State | None = None
         """The state as an image has it: nobody writes to that."""
-        self.embedding: Embedding | None = None
+        self.embedding: EmbeddingRows | None = None
         """The rows of the table whose only element here this is, if it is one's."""
-        self.kept: Kept | None = None
+        self.kept: TableState | None = None
         """The table as an image has it."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
@@ -97,9 +99,9 @@ class Chunk:
         """Where pieces begin that their keys gave up, in order."""
         self.filled_rows: dict[int, torch.Tensor] = {}
         """By where a piece begins, those of its rows that may not be 0, where that is known."""
-        self._changes: dict[int, Changes] = {}
+        self._changes: dict[int, ChangeLog] = {}
         """By where a piece begins, which rows its last versions changed, if they came by rows."""
-        self._waiting: dict[int, list[Reading]] = {}
+        self._waiting: dict[int, list[PendingRead]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
 
@@ -131,7 +133,7 @@ class Chunk:
         """The piece that begins at ``start`` has a value."""
         self._blank.discard(start)
 
-    def retire(self, piece: Piece) -> list[Reading]:
+    def retire(self, piece: Piece) -> list[PendingRead]:
         """Take ``piece`` away from its key for ever; return those who waited for it."""
         stop = piece.start + piece.size
         self.cut(piece.start, stop)
@@ -154,12 +156,13 @@ class Chunk:
 
     # --- spans ------------------------------------------------------------------------------
 
-    def validate(self, runs: Sequence[Run] | Sequence[Ask]) -> None:
+    def validate(self, runs: Sequence[Run] | Sequence[Ask], *, are_whole: bool = True) -> None:
         """Check what a peer asks for.
 
         Raises:
-            ProtocolError: unless there is a run, and each consists of whole pieces of keys, lies
-                behind the one before it, and holds nothing that was retired.
+            ProtocolError: unless there is a run, and each consists of whole pieces of keys (unless
+                ``are_whole`` is false), lies behind the one before it, and holds nothing that was
+                retired.
         """
         if not runs:
             raise ProtocolError(f"chunk {self.number}: a request for no elements")
@@ -171,10 +174,11 @@ class Chunk:
                     f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is no "
                     f"range of them behind {last}"
                 )
-            for edge in (run.start, stop):
+            for edge in (run.start, stop) if are_whole else ():
                 if self.bounds[bisect_left(self.bounds, edge)] != edge:
                     raise ProtocolError(f"chunk {self.number}: {edge} is not the edge of a key")
-            retired = bisect_left(self._retired, run.start)
+            first = self.bounds[bisect_right(self.bounds, run.start) - 1]
+            retired = bisect_left(self._retired, first)
             if retired < len(self._retired) and self._retired[retired] < stop:
                 raise ProtocolError(
                     f"chunk {self.number}: {run.start} to {stop} holds a key that was replaced"
@@ -240,7 +244,7 @@ class Chunk:
     def add_change(self, span: Span, rows: int, ids: torch.Tensor) -> None:
         """Remember that the next version of ``span``, which is one piece, differs in ``ids`` of its rows."""
         if span.start not in self._changes:
-            self._changes[span.start] = Changes(rows)
+            self._changes[span.start] = ChangeLog(rows)
         self._changes[span.start].add(span.version + 1, ids)
 
     def forget_changes(self, start: int) -> None:
@@ -305,13 +309,13 @@ class Chunk:
 
         return release
 
-    def back_of(self, span: Span, *, is_wanted: bool) -> Back | None:
+    def back_of(self, span: Span, *, is_wanted: bool) -> CompressedHistory | None:
         """Return what is known of the way back of ``span``'s values, if they are to be compressed for
         those who pull, or were; None if not."""
         if self.back is None:
             if not is_wanted or self.dtype != "float32":
                 return None
-            self.back = Back(self.capacity)
+            self.back = CompressedHistory(self.capacity)
         return self.back if is_wanted or self.back.owes(span.start, span.stop) else None
 
     def _turn(self) -> torch.Tensor:
@@ -322,14 +326,14 @@ class Chunk:
         self.buffer, self._other = other, left
         return left.tensor
 
-    def wait(self, reading: Reading) -> None:
+    def wait(self, reading: PendingRead) -> None:
         """Let ``reading`` wait at ``reading.at``."""
         if reading.at not in self._waiting:
             insort(self._waited_at, reading.at)
             self._waiting[reading.at] = []
         self._waiting[reading.at].append(reading)
 
-    def woken(self, start: int, stop: int) -> list[Reading]:
+    def woken(self, start: int, stop: int) -> list[PendingRead]:
         """Return those who waited at the elements from ``start`` to ``stop``; they wait no more."""
         low, high = bisect_left(self._waited_at, start), bisect_left(self._waited_at, stop)
         places = self._waited_at[low:high]
@@ -379,9 +383,9 @@ class Chunks:
         self.by_number[chunk.number] = chunk
         return chunk
 
-    def retire(self, pieces: Sequence[Piece]) -> list[Reading]:
+    def retire(self, pieces: Sequence[Piece]) -> list[PendingRead]:
         """Take ``pieces`` away from their key; free chunks without keys; return who waited."""
-        waited: list[Reading] = []
+        waited: list[PendingRead] = []
         for piece in pieces:
             chunk = self.by_number[piece.chunk]
             waited += chunk.retire(piece)

@@ -1,4 +1,4 @@
-"""From a store on a server to its image, and back.
+"""Capture of a store into a snapshot, and its restoration.
 
 A store that comes back from an image holds the same values with the same histories, but not in the
 same places: keys are placed anew, as if they had been declared one after another. So an image may
@@ -12,31 +12,37 @@ from itertools import groupby
 
 import torch
 
-from kvps.core import table_imaging
-from kvps.core.image import History, JoinsImage, KeyImage, Portion, StoreImage
-from kvps.core.namespace import Namespace, Shard
+from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
-from kvps.core.slab import Chunks
-from kvps.core.table_imaging import history_of
-from kvps.core.updaters import create
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.snapshot import capture_tables
+from kvps.core.server.snapshot.capture_tables import history_of
+from kvps.core.server.snapshot.model import (
+    JoinsSnapshot,
+    KeySnapshot,
+    SnapshotPart,
+    SpanHistory,
+    StoreSnapshot,
+)
+from kvps.core.server.store import ServerStore, Shard
+from kvps.dtypes import BY_NAME
 from kvps.errors import Mismatch, StorageError
-from kvps.messages import Piece
-from kvps.specs import BY_NAME
+from kvps.protocol.stores import Piece
 
 REST = "kvps.rest"
 """Beside the optimizer's states: what values lack that are compressed for those who pull."""
 
 
-def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
+def image_of(space: ServerStore, chunks: Chunks) -> StoreSnapshot:
     """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
-    histories: dict[int, History] = {}
+    histories: dict[int, SpanHistory] = {}
     """By the identity of a span: one for all of its keys."""
     keys = [
-        KeyImage(name, shard.spec, shard.call, _portions(shard, chunks, histories))
+        KeySnapshot(name, shard.spec, shard.call, _portions(shard, chunks, histories))
         for name, shard in space.shards.items()
         if shard.ready and not name.startswith(EMBEDDING)
     ]
-    return StoreImage(
+    return StoreSnapshot(
         space.opened,
         space.hyper,
         space.sent_hyper,
@@ -46,10 +52,10 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
         tuple(keys),
         space.optimize_after,
         space.rate_after,
-        JoinsImage(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
+        JoinsSnapshot(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
         tuple(
             [
-                table_imaging.image_of(shard, chunks.by_number[shard.pieces[0].chunk])
+                capture_tables.image_of(shard, chunks.by_number[shard.pieces[0].chunk])
                 for name, shard in space.shards.items()
                 if name.startswith(EMBEDDING)
             ]
@@ -57,7 +63,9 @@ def image_of(space: Namespace, chunks: Chunks) -> StoreImage:
     )
 
 
-def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tuple[Portion, ...]:
+def _portions(
+    shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]
+) -> tuple[SnapshotPart, ...]:
     portions = []
     offset = shard.start
     for piece in shard.pieces:
@@ -70,13 +78,13 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, History]) -> tu
         if chunk.back is not None and chunk.back.owes(piece.start, stop):
             state[REST] = chunk.back.rest[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
-        portions.append(Portion(offset, history, weight, state))
+        portions.append(SnapshotPart(offset, history, weight, state))
         offset += piece.size
     return tuple(portions)
 
 
 def revive(
-    space: Namespace, chunks: Chunks, image: StoreImage, server: int = 0, servers: int = 1
+    space: ServerStore, chunks: Chunks, image: StoreSnapshot, server: int = 0, servers: int = 1
 ) -> list[Piece]:
     """Give a store the keys of ``image``, and its optimizer if it has none; return their pieces.
 
@@ -91,7 +99,7 @@ def revive(
     for key in image.keys:
         _check(space, key)
     for table in image.tables:
-        table_imaging.check(space, table)
+        capture_tables.check(space, table)
     new = [key for key in image.keys if key.name not in space.shards]
     space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
     if image.hyper is not None:
@@ -103,15 +111,21 @@ def revive(
         if key.name not in space.shards:
             _place(space, key)
         shard = space.shards[key.name]
-        shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), set()
+        shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), {}
         _fill(space, chunks, shard, key)
         written += shard.pieces
     for table in image.tables:
-        written.append(table_imaging.revive(space, table, server, servers))
+        written.append(capture_tables.revive(space, table, server, servers))
     return written
 
 
-def _check(space: Namespace, key: KeyImage) -> None:
+def _check(space: ServerStore, key: KeySnapshot) -> None:
+    rests = [one.state[REST] for one in key.portions if REST in one.state]
+    if any(key.spec.dtype != "float32" or one.dtype != torch.float32 for one in rests):
+        raise StorageError(
+            f"key {key.name!r} of store {space.name!r}: the checkpoint has rests for it ({REST}), which "
+            "only float32 values have. The image was not written by kvps"
+        )
     shard = space.shards.get(key.name)
     if shard is None:
         return
@@ -134,7 +148,7 @@ def _check(space: Namespace, key: KeyImage) -> None:
         )
 
 
-def _optimize(space: Namespace, image: StoreImage) -> None:
+def _optimize(space: ServerStore, image: StoreSnapshot) -> None:
     assert image.hyper is not None
     if space.hyper is None:
         space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
@@ -148,7 +162,7 @@ def _optimize(space: Namespace, image: StoreImage) -> None:
         )
 
 
-def _place(space: Namespace, key: KeyImage) -> None:
+def _place(space: ServerStore, key: KeySnapshot) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
     sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
     pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
@@ -156,7 +170,7 @@ def _place(space: Namespace, key: KeyImage) -> None:
     space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
 
 
-def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None:
+def _fill(space: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
     offset = shard.start
     for piece in shard.pieces:
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
@@ -181,7 +195,7 @@ def _fill(space: Namespace, chunks: Chunks, shard: Shard, key: KeyImage) -> None
         offset += piece.size
 
 
-def _cuts(key: KeyImage, start: int, stop: int) -> list[Portion]:
+def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:
     """Return what the portions of ``key`` hold of its elements from ``start`` to ``stop``."""
     cuts = []
     for one in key.portions:
@@ -189,11 +203,11 @@ def _cuts(key: KeyImage, start: int, stop: int) -> list[Portion]:
         high -= one.start
         if low < high:
             state = {name: row[low:high] for name, row in one.state.items()}
-            cuts.append(Portion(one.start + low, one.history, one.weight[low:high], state))
+            cuts.append(SnapshotPart(one.start + low, one.history, one.weight[low:high], state))
     return cuts
 
 
-def _states(cuts: list[Portion]) -> dict[str, torch.Tensor]:
+def _states(cuts: list[SnapshotPart]) -> dict[str, torch.Tensor]:
     """Return the optimizer's states of neighbours; nothing where one of them was never updated.
 
     A chunk has states as soon as one of its keys was updated, so of two parts of a key that was not
@@ -205,7 +219,7 @@ def _states(cuts: list[Portion]) -> dict[str, torch.Tensor]:
     return {name: _joined([one.state[name] for one in cuts]) for name in names}
 
 
-def _rest(cuts: list[Portion]) -> torch.Tensor | None:
+def _rest(cuts: list[SnapshotPart]) -> torch.Tensor | None:
     """Return what neighbours lack; None if that is nothing."""
     if not any(REST in one.state for one in cuts):
         return None
@@ -216,16 +230,16 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _runs(key: KeyImage) -> list[History]:
+def _runs(key: KeySnapshot) -> list[SpanHistory]:
     """Return the histories of a key's parts, each once where neighbours have the same."""
     return [history for history, _ in groupby(key.portions, lambda one: one.history)]
 
 
-def _count(key: KeyImage) -> int:
+def _count(key: KeySnapshot) -> int:
     return sum([len(one.weight) for one in key.portions])
 
 
-def _counts(keys: list[KeyImage]) -> Counter[str]:
+def _counts(keys: list[KeySnapshot]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for key in keys:
         counts[key.spec.dtype] += _count(key)

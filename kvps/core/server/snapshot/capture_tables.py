@@ -1,4 +1,4 @@
-"""From an embedding table on a server to its image, and back.
+"""Capture of an embedding table into a snapshot, and its restoration.
 
 A server takes the rows whose ids are its own from whatever images hold them: those of as many servers,
 or of any other number. Rows come back in blocks, so that the memory for them is needed once.
@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core import by_ids
-from kvps.core.embedding import Embedding, Kept
-from kvps.core.ids import servers_of
-from kvps.core.image import History, RowsImage, TableImage
-from kvps.core.namespace import Namespace, Shard
-from kvps.core.rounds import Span
-from kvps.core.slab import Chunk
+from kvps.core.embedding.id_hash import servers_of
+from kvps.core.embedding.table import EmbeddingRows, TableState
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
+from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.update import embedding_rows
 from kvps.errors import Mismatch
-from kvps.messages import Piece
+from kvps.protocol.stores import Piece
 
 BLOCK_ROWS = 1 << 16
 """How many rows are put back at once."""
 
 
-def history_of(span: Span) -> History:
+def history_of(span: Span) -> SpanHistory:
     """Return what was done to the elements of a span."""
-    return History(span.version, span.step, dict(span.pushed), dict(span.head_start))
+    return SpanHistory(span.version, span.step, dict(span.pushed), dict(span.head_start))
 
 
-def image_of(shard: Shard, chunk: Chunk) -> TableImage:
-    """Return a table as :meth:`~kvps.core.slab.Chunk.keep` has kept it."""
-    rows, kept = by_ids.embedding_of(chunk), chunk.kept
+def image_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
+    """Return a table as :meth:`~kvps.core.server.chunks.slab.Chunk.keep` has kept it."""
+    rows, kept = embedding_rows.embedding_of(chunk), chunk.kept
     assert kept is not None, "the chunk of an image is kept"
     (span,) = chunk.spans
-    return TableImage(shard.key, rows.recipe, kept.lr, history_of(span), (rows_of(rows, kept),))
+    return TableSnapshot(shard.key, rows.recipe, kept.lr, history_of(span), (rows_of(rows, kept),))
 
 
-def rows_of(rows: Embedding, kept: Kept) -> RowsImage:
+def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
     """Return the rows that were kept."""
     used = len(kept.ids)
     nothing = torch.empty((0, 0), dtype=torch.uint8)
-    return RowsImage(
+    return RowsSnapshot(
         torch.from_numpy(kept.ids),
         torch.from_numpy(kept.stamps),
         {
@@ -53,16 +53,16 @@ def rows_of(rows: Embedding, kept: Kept) -> RowsImage:
     )
 
 
-def filled(table: TableImage, server: int = 0, servers: int = 1) -> Embedding:
+def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> EmbeddingRows:
     """Return the rows of an image that belong on one server."""
-    rows = Embedding(table.recipe, servers)
+    rows = EmbeddingRows(table.recipe, servers)
     rows.set_rate(table.lr)
     for part in table.parts:
         _put(rows, part, server, servers)
     return rows
 
 
-def check(space: Namespace, table: TableImage) -> None:
+def check(space: ServerStore, table: TableSnapshot) -> None:
     """Check that a store can take a table.
 
     Raises:
@@ -74,16 +74,16 @@ def check(space: Namespace, table: TableImage) -> None:
     recipe = space.embedding_at(shard.pieces[0]).recipe
     if difference := recipe.difference(table.recipe):
         raise Mismatch(
-            f"table {by_ids.name_of(table.key)!r} of store {space.name!r} has another {difference} in "
+            f"table {embedding_rows.name_of(table.key)!r} of store {space.name!r} has another {difference} in "
             "the checkpoint; make it as it was made then"
         )
 
 
-def revive(space: Namespace, table: TableImage, server: int, servers: int) -> Piece:
+def revive(space: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
     """Give a store a table as it was, in place of what it has; return its piece."""
-    piece = by_ids.embed(space, table.key, table.recipe, server, servers)
+    piece = embedding_rows.embed(space, table.key, table.recipe, server, servers)
     chunk = space.chunk_at(piece)
-    before = len(by_ids.embedding_of(chunk))
+    before = len(embedding_rows.embedding_of(chunk))
     chunk.embedding = rows = filled(table, server, servers)
     space.grow((len(rows) - before) * rows.row_bytes)
     chunk.writable()[piece.start] = len(rows)
@@ -94,7 +94,7 @@ def revive(space: Namespace, table: TableImage, server: int, servers: int) -> Pi
     return piece
 
 
-def _put(rows: Embedding, part: RowsImage, server: int, servers: int) -> None:
+def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> None:
     if part.counts.numel():
         rows.count_in(part.counts.numpy(), part.counted)
     for begin in range(0, len(part.ids), BLOCK_ROWS):

@@ -1,9 +1,9 @@
-"""What a server holds of its stores, as it is at one moment: the image that a checkpoint keeps.
+"""The model of a snapshot: what a server holds of its stores at one moment.
 
 An image says what every element is worth and what was done to it: with the values go the counters
 that recognise a push that comes again, since a server that goes on from an image must refuse
 exactly the pushes that are in it. What is under way (open rounds, requests, readers) is no part of
-it: a *cut* is taken where nothing is (:mod:`kvps.core.cuts`), and the images of all servers
+it: a *cut* is taken where nothing is (:mod:`kvps.core.scheduler.cut`), and the images of all servers
 together are one cut.
 
 Tensors of an image are the server's own, held so that no update writes to them.
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import torch
 
-from kvps.core.hyper import Hyper
-from kvps.core.recipe import Recipe
-from kvps.messages import Open
-from kvps.specs import Spec
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.dtypes import Spec
+from kvps.protocol.stores import Open
 
 
-class History(NamedTuple):
-    """What was done to some elements; as :class:`~kvps.core.rounds.Span` has it."""
+class SpanHistory(NamedTuple):
+    """What was done to some elements; as :class:`~kvps.core.server.chunks.rounds.Span` has it."""
 
     version: int
     """Closed rounds, or applied pushes, since init."""
@@ -37,12 +37,12 @@ class History(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class SnapshotPart:
     """Neighbouring elements of a key, and their history."""
 
     start: int
     """Which element of the whole key is its first."""
-    history: History
+    history: SpanHistory
     weight: torch.Tensor
     """Flat."""
     state: dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyImage:
+class KeySnapshot:
     """What one server holds of one key that has a value."""
 
     name: str
@@ -58,12 +58,12 @@ class KeyImage:
     """Of the whole key."""
     call: int
     """The last DECLARE whose value is in: 0 for init, k for the k-th broadcast."""
-    portions: tuple[Portion, ...]
+    portions: tuple[SnapshotPart, ...]
     """In order; none overlaps another."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowsImage:
+class RowsSnapshot:
     """Rows of an embedding table, as one server had them."""
 
     ids: torch.Tensor
@@ -78,15 +78,15 @@ class RowsImage:
 
 
 @dataclass(frozen=True, slots=True)
-class TableImage:
+class TableSnapshot:
     """What one server holds of one embedding table, or what all hold who took part in a cut."""
 
     key: str
-    recipe: Recipe
+    recipe: EmbeddingSpec
     lr: float
     """The learning rate, as it was set last."""
-    history: History
-    parts: tuple[RowsImage, ...]
+    history: SpanHistory
+    parts: tuple[RowsSnapshot, ...]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors."""
@@ -96,35 +96,35 @@ class TableImage:
                 yield from column
 
 
-class JoinsImage(NamedTuple):
-    """Who had run out of batches; as :class:`~kvps.core.joins.Joins` has it."""
+class JoinsSnapshot(NamedTuple):
+    """Who had run out of batches; as :class:`~kvps.core.server.join.JoinTracker` has it."""
 
     over: int
     last: dict[int, int]
     made: dict[int, int]
 
 
-NO_JOINS = JoinsImage(0, {}, {})
+NO_JOINS = JoinsSnapshot(0, {}, {})
 
 
 @dataclass(frozen=True, slots=True)
-class StoreImage:
+class StoreSnapshot:
     """What one server holds of one store."""
 
     opened: Open
-    hyper: Hyper | None
+    hyper: HyperParams | None
     """The optimizer as it is, with the learning rate that was set last."""
-    sent_hyper: Hyper | None
+    sent_hyper: HyperParams | None
     """The optimizer as it was given to set_optimizer."""
     sent_lr: float
     optimize_calls: int
     rate_calls: int
-    keys: tuple[KeyImage, ...]
+    keys: tuple[KeySnapshot, ...]
     optimize_after: int = 0
     rate_after: int = 0
     """After how many rounds the last of these calls came."""
-    joins: JoinsImage = NO_JOINS
-    tables: tuple[TableImage, ...] = ()
+    joins: JoinsSnapshot = NO_JOINS
+    tables: tuple[TableSnapshot, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,13 +140,13 @@ class StoreImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class Snapshot:
     """What one server holds."""
 
     server: int
     servers: int
     """Of how many it is one; this decides where the elements of a key are."""
-    stores: tuple[StoreImage, ...]
+    stores: tuple[StoreSnapshot, ...]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, in one order: of each portion the weight, then its state."""

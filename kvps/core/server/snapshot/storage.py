@@ -1,7 +1,7 @@
-"""What a server's core asks of its disk, and what the disk answers.
+"""Storage orders of a server's core, and the answers of its disk.
 
 Files are slow, so nobody waits for them: an order goes out as an effect, in order, and its answer
-comes in by a door of its own (:meth:`~kvps.core.server.Server.on_disk`). An order that fails is
+comes in by a door of its own (:meth:`~kvps.core.server.server.Server.on_disk`). An order that fails is
 answered with a :class:`~kvps.errors.StorageError`; no answer is left out.
 """
 
@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvps.core.image import Image
+from kvps.core.effects import Order
+from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import KvpsError
-from kvps.messages import Commit
+from kvps.protocol.checkpoint import Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(Order):
     """Write this image of a cut, where it is of no use before the cut is committed."""
 
     cut: int
-    image: Image
+    image: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class SnapshotWritten:
     """The image is on the disk."""
 
     cut: int
@@ -33,7 +34,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(Order):
     """Write the manifest that makes a cut complete, and remove what is older than need be."""
 
     job: bytes
@@ -51,7 +52,7 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(Order):
     """Remove this server's image of a cut that was given up. Not answered."""
 
     cut: int
@@ -59,7 +60,7 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FindCuts(Order):
     """Which cuts are there?"""
 
     server: int
@@ -73,7 +74,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCuts:
     """The cuts that are complete as far as that server needs, and the highest number of any."""
 
     cuts: tuple[int, ...] = ()
@@ -83,7 +84,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(Order):
     """Read what this server holds of a cut."""
 
     server: int
@@ -97,10 +98,10 @@ class Read:
 class Loaded:
     """What was read."""
 
-    image: Image | None
+    image: Snapshot | None
     for_whom: object
     error: KvpsError | None = None
 
 
-Order = Write | Complete | Remove | Look | Read
-Answer = Written | Completed | Found | Loaded
+AnyOrder = Write | Complete | Remove | FindCuts | Read
+Answer = SnapshotWritten | Completed | FoundCuts | Loaded

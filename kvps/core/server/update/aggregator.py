@@ -1,4 +1,4 @@
-"""What a server does with gradients: take them in, close rounds, have them summed and applied.
+"""The aggregator: takes pushes in, closes rounds, and has their sums applied.
 
 The engine is asked with elements of a chunk, never with keys: the worker's plan has turned keys
 into runs. A push of a whole chunk is one addition; a closed round of it one fused update.
@@ -9,12 +9,12 @@ after each version it yields the readings that waited there, to be looked at aga
 version comes. So who waits for a version gets exactly this one.
 
 Some updates make a detour: a summed gradient becomes *due*, each server measures its part of the
-tensor, and the update happens when the sums of all parts are known (:mod:`kvps.core.norms`). So do
+tensor, and the update happens when the sums of all parts are known (:mod:`kvps.core.server.update.global_norms`). So do
 those of a rule that needs norms of whole tensors (LARS, LAMB). And where a store drops what is not
-finite (:mod:`kvps.core.drops`), those of every key that is more than one piece: such an update must
+finite (:mod:`kvps.core.server.nonfinite_log`), those of every key that is more than one piece: such an update must
 not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
 
-A push of rows (:mod:`kvps.core.tables`) is judged span by span like any other, each of one piece of its
+A push of rows (:mod:`kvps.core.server.update.key_rows`) is judged span by span like any other, each of one piece of its
 key. Where a sum has nothing but rows and the rule can do without the others, these alone are updated.
 """
 
@@ -25,23 +25,25 @@ from itertools import pairwise
 
 import torch
 
-from kvps.core.by_ids import ByIds
-from kvps.core.drops import Flaw
-from kvps.core.hyper import Hyper
-from kvps.core.namespace import Namespace, Shard
-from kvps.core.norms import Norm, NormId, Told
+from kvps.core.gradients import DenseGradient, GradientSum, Part
+from kvps.core.nonfinite import Flaw
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.quorum import Quorum
-from kvps.core.rounds import WINDOW, Due, Span, Verdict
-from kvps.core.sessions import Reading
-from kvps.core.slab import Chunk, Chunks
-from kvps.core.sparse import Sparse
-from kvps.core.strip import Part, Strip, Sum
-from kvps.core.sums import Sums, may_drop
-from kvps.core.tables import Table
-from kvps.core.updates import Updates
+from kvps.core.row_gradients import RowGradient
+from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
+from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.sessions import PendingRead
+from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.update.apply import Updates
+from kvps.core.server.update.embedding_rows import TableGradient
+from kvps.core.server.update.global_norms import NO_NUMBER, NormId, PartialNorms, PartialSums
+from kvps.core.server.update.key_rows import KeyRows
+from kvps.core.server.update.sums import Sums, may_drop
+from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Piece, Push, PushIds, PushRows
-from kvps.specs import BY_ID, BY_NAME, summed_in
+from kvps.protocol.envelope import WINDOW
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import Push, PushIds, PushRows
 from kvps.tensors import PRIVATE, Memory
 
 BLOCK_COUNT = 256 << 10
@@ -51,7 +53,7 @@ Work = list[tuple[Chunk, Span, int, Part]]
 """What a push wants: spans, where they are, the push's number for them, its gradient."""
 
 
-class Engine:
+class Aggregator:
     """The chunks of one server and everything that happens to their values."""
 
     def __init__(
@@ -67,12 +69,14 @@ class Engine:
         self.workers = workers
         self.memory = memory
         self.chunks = Chunks(memory, server, servers)
-        self.norms: dict[NormId, Norm] = {}
+        self.norms: dict[NormId, PartialNorms] = {}
         """Of the updates that are not made yet."""
-        self._told: dict[NormId, Told] = {}
+        self._told: dict[NormId, PartialSums] = {}
         """This server's sums for updates that are made, for one who has missed them: the last
         WINDOW of each (store, key, rank)."""
-        self._untold: list[Norm] = []
+        self._untold: list[PartialNorms] = []
+        self.is_torn = False
+        """Something failed while values were changed: by half, perhaps."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """Of each chunk, for how many keys that is, where pieces lie that are not all of their key."""
         self._sums = Sums(BLOCK_COUNT * threads)
@@ -97,14 +101,14 @@ class Engine:
 
     def push(
         self,
-        space: Namespace,
+        space: ServerStore,
         message: Push,
-        gradient: Strip,
+        gradient: DenseGradient,
         quorum: Quorum,
         now: float,
         *,
         lent: bool = False,
-    ) -> tuple[Verdict, Iterator[Reading]]:
+    ) -> tuple[Verdict, Iterator[PendingRead]]:
         """Judge a push; return what becomes of it, and those whom it wakes.
 
         It is taken in while these are iterated over. A push that is EARLY anywhere is not
@@ -137,15 +141,15 @@ class Engine:
 
     def push_rows(
         self,
-        space: Namespace,
-        table: Table,
+        space: ServerStore,
+        table: KeyRows,
         message: PushRows,
-        gradient: Sparse,
+        gradient: RowGradient,
         quorum: Quorum,
         now: float,
         *,
         lent: bool = False,
-    ) -> tuple[Verdict, Iterator[Reading]]:
+    ) -> tuple[Verdict, Iterator[PendingRead]]:
         """Judge a push of rows; see :meth:`push`."""
         self._admit(space, table.shard.spec.dtype, message.ranks)
         work: Work = []
@@ -156,8 +160,13 @@ class Engine:
         return self._judge(space, message, work, quorum, now, lent)
 
     def push_ids(
-        self, space: Namespace, message: PushIds, gradient: ByIds, quorum: Quorum, now: float
-    ) -> tuple[Verdict, Iterator[Reading]]:
+        self,
+        space: ServerStore,
+        message: PushIds,
+        gradient: TableGradient,
+        quorum: Quorum,
+        now: float,
+    ) -> tuple[Verdict, Iterator[PendingRead]]:
         """Judge a push of rows of an embedding table; see :meth:`push`."""
         self._demand_ranks(message.ranks)
         chunk = self.chunk(message.chunk)
@@ -167,13 +176,13 @@ class Engine:
 
     def _judge(
         self,
-        space: Namespace,
+        space: ServerStore,
         message: Push | PushRows | PushIds,
         work: Work,
         quorum: Quorum,
         now: float,
         lent: bool,
-    ) -> tuple[Verdict, Iterator[Reading]]:
+    ) -> tuple[Verdict, Iterator[PendingRead]]:
         ranks = message.ranks
         verdicts = [span.judge(ranks, number, space.ordered) for _, span, number, _ in work]
         if Verdict.CONFLICT in verdicts:
@@ -189,9 +198,22 @@ class Engine:
             for chunk in {one.number: one for one, _, _, _ in counted}.values():
                 if chunk.embedding is None:
                     space.state_of(chunk)  # if it cannot be made, nothing was taken in
-        return Verdict.COUNTED, self._take(space, message, counted, quorum, now, lent)
+        taken = self._take(space, message, counted, quorum, now, lent)
+        return Verdict.COUNTED, self._whole(taken)
 
-    def _admit(self, space: Namespace, dtype: str, ranks: tuple[int, ...]) -> None:
+    def _whole(self, changes: Iterator[PendingRead]) -> Iterator[PendingRead]:
+        """Yield those who are woken by changes of values, which are made to their end or leave them torn.
+
+        What is raised here nobody foresaw: what can be refused is refused before.
+        """
+        is_over = False
+        try:
+            yield from changes
+            is_over = True
+        finally:
+            self.is_torn |= not is_over
+
+    def _admit(self, space: ServerStore, dtype: str, ranks: tuple[int, ...]) -> None:
         if space.opened.average and BY_NAME[dtype].kind == "int":
             raise ConfigError(
                 f"store {space.name!r} takes means, and integers have none; push floating point, or "
@@ -200,8 +222,8 @@ class Engine:
         self._demand_ranks(ranks)
         if space.updater is None and not space.ordered:
             raise ConfigError(
-                f"store {space.name!r} is {space.opened.mode} and has no optimizer: each push "
-                "is applied by one; call set_optimizer(...) before the first push"
+                f"store {space.name!r} of type dist_{space.opened.mode} has no optimizer: each push is "
+                "applied by one, and this one was not; call set_optimizer(...) before push"
             )
 
     def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
@@ -210,7 +232,7 @@ class Engine:
                 f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
             )
 
-    def _cut(self, space: Namespace, chunk: Chunk, start: int, stop: int) -> list[Span]:
+    def _cut(self, space: ServerStore, chunk: Chunk, start: int, stop: int) -> list[Span]:
         """Return the spans that tile a run; each that makes the detour is one piece."""
         if space.updater is not None and space.updater.needs_norms:
             return chunk.cut_by_piece(start, stop)
@@ -222,7 +244,7 @@ class Engine:
         edges.append(stop)
         return [span for begin, end in pairwise(edges) for span in chunk.cut(begin, end)]
 
-    def _pieces_apart(self, space: Namespace, chunk: Chunk) -> list[tuple[int, int]]:
+    def _pieces_apart(self, space: ServerStore, chunk: Chunk) -> list[tuple[int, int]]:
         """Return where pieces lie in ``chunk`` that are not all of their key, in order."""
         known, apart = self._apart.get(chunk.number, (0, []))
         if known < len(chunk.keys):
@@ -240,13 +262,13 @@ class Engine:
 
     def _take(
         self,
-        space: Namespace,
+        space: ServerStore,
         message: Push | PushRows | PushIds,
         work: Work,
         quorum: Quorum,
         now: float,
         lent: bool,
-    ) -> Iterator[Reading]:
+    ) -> Iterator[PendingRead]:
         """Take in what was judged COUNTED."""
         ranks, back = message.ranks, message.back if isinstance(message, Push) else None
         for chunk, span, number, part in work:
@@ -258,37 +280,37 @@ class Engine:
                 round_.backs.add(back)
                 yield from self.close(space, chunk, span, quorum)
             else:
-                due = Due(number, ranks, Sum((part,)), (ranks,), back=back)
+                due = PendingUpdate(number, ranks, GradientSum((part,)), (ranks,), back=back)
                 yield from self._due(space, chunk, span, due)
 
     def close(
-        self, space: Namespace, chunk: Chunk, span: Span, quorum: Quorum
-    ) -> Iterator[Reading]:
+        self, space: ServerStore, chunk: Chunk, span: Span, quorum: Quorum
+    ) -> Iterator[PendingRead]:
         """Close the rounds of ``span`` that are complete; yield those who are woken."""
         required = quorum.required(space.opened.on_worker_lost)
         while required and span.closable(required):
             for part in (yield from self._close_first(space, chunk, span)):
                 yield from self.close(space, chunk, part, quorum)
 
-    def close_all(self, space: Namespace, chunk: Chunk, span: Span) -> Iterator[Reading]:
+    def close_all(self, space: ServerStore, chunk: Chunk, span: Span) -> Iterator[PendingRead]:
         """Close every open round of ``span`` with what is in it; yield those who are woken."""
         while span.rounds:
             for part in (yield from self._close_first(space, chunk, span)):
                 yield from self.close_all(space, chunk, part)
 
     def _close_first(
-        self, space: Namespace, chunk: Chunk, span: Span
-    ) -> Generator[Reading, None, list[Span]]:
+        self, space: ServerStore, chunk: Chunk, span: Span
+    ) -> Generator[PendingRead, None, list[Span]]:
         """Close the oldest round of ``span``; return what was cut off from it on the way."""
         closed, stop = span.rounds.popleft(), span.stop
         total = closed.mean() if space.opened.average else closed.sum()
-        due = Due(closed.number, (), total, closed.whose(), back=closed.back)
+        due = PendingUpdate(closed.number, (), total, closed.whose(), back=closed.back)
         yield from self._due(space, chunk, span, due)
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 
     # --- updates ----------------------------------------------------------------------------
 
-    def optimize(self, space: Namespace, hyper: Hyper) -> Iterator[Reading]:
+    def optimize(self, space: ServerStore, hyper: HyperParams) -> Iterator[PendingRead]:
         """Install an optimizer; yield those who are woken.
 
         What waits for norms of the old rule is applied without, if the new one needs none; what has
@@ -310,18 +332,20 @@ class Engine:
         if not space.updater.needs_norms and space.drops is None:
             self._drop_norms(space.name)
 
-    def replace(self, space: Namespace, shard: Shard) -> list[Reading]:
+    def replace(self, space: ServerStore, shard: Shard) -> list[PendingRead]:
         """Give back the place of a key that has another one now; return who waited there."""
         self.forget(space, [shard])
         return self.chunks.retire(shard.pieces)
 
-    def forget(self, space: Namespace, shards: Collection[Shard]) -> None:
+    def forget(self, space: ServerStore, shards: Collection[Shard]) -> None:
         """Forget what was told of updates of these keys: their numbers will be those of others."""
         self._drop_norms(space.name, {shard.key for shard in shards})
         if space.drops is not None:
             space.drops.forget([piece for shard in shards for piece in shard.pieces])
 
-    def _due(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+    def _due(
+        self, space: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate
+    ) -> Iterator[PendingRead]:
         needs_norms = space.updater is not None and space.updater.needs_norms
         if chunk.embedding is not None:
             yield from self._update(space, chunk, span, due)
@@ -340,7 +364,9 @@ class Engine:
             return  # a round is measured against the weights that the round before it leaves
         yield from self._measure(space, chunk, span, due)
 
-    def _sift(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+    def _sift(
+        self, space: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate
+    ) -> Iterator[PendingRead]:
         """Update keys that lie here as a whole, but for those whose gradient is not finite."""
         assert space.drops is not None
         if self._sums.sift(space, chunk, due) is None:
@@ -357,7 +383,7 @@ class Engine:
             space.drops.add(key, space.shards[key].pieces, one.rank, one.number, flaw)
             yield from self._skip(chunk, part, one)
 
-    def _skip(self, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+    def _skip(self, chunk: Chunk, span: Span, due: PendingUpdate) -> Iterator[PendingRead]:
         """Leave ``span`` as it is: a round is closed by that, a push just taken in."""
         if due.rank is None:
             span.version += 1
@@ -365,12 +391,12 @@ class Engine:
 
     def _update(
         self,
-        space: Namespace,
+        space: ServerStore,
         chunk: Chunk,
         span: Span,
-        due: Due,
+        due: PendingUpdate,
         norms: torch.Tensor | None = None,
-    ) -> Iterator[Reading]:
+    ) -> Iterator[PendingRead]:
         """Move the weights of ``span`` by one round or one push; yield those who are woken."""
         self._updates.make(space, chunk, span, due, norms)
         span.version += 1
@@ -378,7 +404,9 @@ class Engine:
 
     # --- what must be known of whole tensors ------------------------------------------------------
 
-    def _measure(self, space: Namespace, chunk: Chunk, span: Span, due: Due) -> Iterator[Reading]:
+    def _measure(
+        self, space: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate
+    ) -> Iterator[PendingRead]:
         """Add this piece's sums to those of its tensor."""
         ((key, _, _),) = chunk.pieces(span.start, span.stop)
         shard = space.shards[key]
@@ -394,11 +422,11 @@ class Engine:
             self._untold.append(norm)
         yield from self._settle(space, norm)
 
-    def _norm(self, space: Namespace, number: NormId) -> Norm:
+    def _norm(self, space: ServerStore, number: NormId) -> PartialNorms:
         """Return what is known for an update, from nothing on."""
         norm = self.norms.get(number)
         if norm is None:
-            norm = Norm(number, may_drop(space, space.shards[number[1]].spec.dtype))
+            norm = PartialNorms(number, may_drop(space, space.shards[number[1]].spec.dtype))
             self.norms[number] = norm
         return norm
 
@@ -408,12 +436,14 @@ class Engine:
             return frozenset()
         return frozenset(range(self.servers)) - {self.server}
 
-    def untold(self) -> list[Norm]:
+    def untold(self) -> list[PartialNorms]:
         """Return the norms whose local sums were completed since the last call."""
         untold, self._untold = self._untold, []
         return untold
 
-    def hear(self, space: Namespace, number: NormId, server: int, told: Told) -> Iterator[Reading]:
+    def hear(
+        self, space: ServerStore, number: NormId, server: int, told: PartialSums
+    ) -> Iterator[PendingRead]:
         """Another server told its part of a tensor's sums; yield those who are woken.
 
         Raises:
@@ -422,11 +452,31 @@ class Engine:
         ahead = number[3] - self._applied(space, number)
         if number in self._told or not 0 <= ahead < WINDOW or not told.sums:
             return  # the update is made; or so far off that it will have to be told again
+        counts = may_drop(space, space.shards[number[1]].spec.dtype)
+        self._check_told(space, number, told, counts)
         norm = self._norm(space, number)
         norm.hear(server, *told)
-        yield from self._settle(space, norm)
+        yield from self._whole(self._settle(space, norm))
 
-    def told(self, space: Namespace, number: NormId, width: int) -> Told:
+    def _check_told(
+        self, space: ServerStore, number: NormId, told: PartialSums, counts: bool
+    ) -> None:
+        """Check that a server can have measured what it told.
+
+        Raises:
+            ProtocolError: if it cannot.
+        """
+        squares = told.sums
+        if counts:
+            first, squares = told.sums[0], told.sums[1:]
+            if not (first.is_integer() and 0 <= first <= space.shards[number[1]].spec.count):
+                raise ProtocolError(f"key {number[1]!r}: {first:g} values cannot be not finite")
+        if any(one < 0 and one != NO_NUMBER for one in squares):
+            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is no sum of squares")
+        if any(rank >= self.workers for rank in told.culprits):
+            raise ProtocolError(f"key {number[1]!r}: there is no rank {max(told.culprits)}")
+
+    def told(self, space: ServerStore, number: NormId, width: int) -> PartialSums:
         """Return this server's sums for an update; none while they are unknown.
 
         For an update that was made without, or so long ago that its sums are forgotten, they are
@@ -436,9 +486,9 @@ class Engine:
             return self._told[number]
         if number in self.norms:
             return self.norms[number].told
-        return Told((0.0,) * width if number[3] < self._applied(space, number) else ())
+        return PartialSums((0.0,) * width if number[3] < self._applied(space, number) else ())
 
-    def _applied(self, space: Namespace, number: NormId) -> int:
+    def _applied(self, space: ServerStore, number: NormId) -> int:
         """The lowest update (of this rank) of a tensor that is not made yet."""
         _, key, rank, _ = number
         shard = space.shards.get(key)
@@ -450,7 +500,7 @@ class Engine:
         span = self.span_at(piece)
         return span.version if rank is None else span.applied(rank)
 
-    def _settle(self, space: Namespace, norm: Norm) -> Iterator[Reading]:
+    def _settle(self, space: ServerStore, norm: PartialNorms) -> Iterator[PendingRead]:
         """Update a tensor's pieces here if all its norms are known; yield those who are woken."""
         if not norm.complete:
             return
@@ -464,6 +514,8 @@ class Engine:
         flaw = None
         if norm.counts:
             count, sums = int(sums[0]), sums[1:]
+            if len(sums) < len(norm.mine) - 1:
+                sums = sums[:0]  # some server measured by another rule
             flaw = Flaw(count, norm.culprits) if count else None
         if flaw is not None and space.drops is not None:
             space.drops.add(key, shard.pieces, rank, number, flaw)
@@ -481,7 +533,7 @@ class Engine:
                 yield from self._measure(space, chunk, span, span.due[0])
 
     def _fitting(
-        self, space: Namespace, chunk: Chunk, span: Span, due: Due, sums: torch.Tensor
+        self, space: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate, sums: torch.Tensor
     ) -> torch.Tensor:
         """Return ``sums``; or if the rule has come later than they were measured, the piece's own."""
         updater = space.updater
@@ -498,7 +550,7 @@ class Engine:
 
     # --- members ----------------------------------------------------------------------------
 
-    def replaced(self, space: Namespace, rank: int, quorum: Quorum) -> None:
+    def replaced(self, space: ServerStore, rank: int, quorum: Quorum) -> None:
         """A new process holds ``rank``: it need not make up for what it missed."""
         for chunk in self.chunks.of_store(space.name):
             for span in chunk.spans:

@@ -1,8 +1,8 @@
-"""How a round, or one push, moves the values of a span.
+"""Application of a round, or of one push, to the values of a span.
 
 Without an optimizer its sum becomes the values. With one, sums are taken block by block, each of which stays in
 a core's cache while the rule is applied to it. Where what comes of it is to be written by a codec for those who
-pull (:mod:`kvps.core.steps`), values move by what can be written, and the rest is kept.
+pull (:mod:`kvps.core.server.chunks.delta_log`), values move by what can be written, and the rest is kept.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from itertools import groupby
 
 import torch
 
-from kvps.core import by_ids, tables
-from kvps.core.hyper import Hyper
-from kvps.core.lazy import may_be_lazy
-from kvps.core.namespace import Namespace
-from kvps.core.rounds import Due, Span
-from kvps.core.slab import Chunk
-from kvps.core.steps import Back, code_of
-from kvps.core.strip import Strip, Sum
-from kvps.core.updaters import Updater
-from kvps.specs import BY_NAME
+from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.sparse_update import may_be_lazy
+from kvps.core.optim.torch_rules import Updater
+from kvps.core.server.chunks.delta_log import CompressedHistory, code_of
+from kvps.core.server.chunks.rounds import PendingUpdate, Span
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.store import ServerStore
+from kvps.core.server.update import embedding_rows, key_rows
+from kvps.dtypes import BY_NAME
 
 
 class Updates:
@@ -34,22 +34,22 @@ class Updates:
 
     def make(
         self,
-        space: Namespace,
+        space: ServerStore,
         chunk: Chunk,
         span: Span,
-        due: Due,
+        due: PendingUpdate,
         norms: torch.Tensor | None = None,
     ) -> None:
         """Move the values of ``span``; ``norms`` are those of its tensor, for a rule that needs them."""
         if chunk.embedding is not None:
-            space.grow(by_ids.update(chunk, span, due) * chunk.embedding.row_bytes)
+            space.grow(embedding_rows.update(chunk, span, due) * chunk.embedding.row_bytes)
         elif space.updater is None:
             self._assign(chunk, span, due)
         else:
             span.step += 1
             self._apply(space, space.updater, chunk, span, due, norms)
 
-    def _assign(self, chunk: Chunk, span: Span, due: Due) -> None:
+    def _assign(self, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
         total = due.sum
         back = chunk.back_of(span, is_wanted=due.back is not None)
         if back is not None:
@@ -62,7 +62,7 @@ class Updates:
             self._publish(chunk, back, span, due, None)
             return
         if total.is_sparse:
-            tables.assign(chunk, span, total.gathered())
+            key_rows.assign(chunk, span, total.gathered())
             return
         target = chunk.overwritable(span.start, span.stop)[span.start : span.stop]
         for begin in range(0, len(target), self._block_count):
@@ -82,18 +82,18 @@ class Updates:
 
     def _apply(
         self,
-        space: Namespace,
+        space: ServerStore,
         updater: Updater,
         chunk: Chunk,
         span: Span,
-        due: Due,
+        due: PendingUpdate,
         norms: torch.Tensor | None,
     ) -> None:
         back = chunk.back_of(span, is_wanted=due.back is not None)
         if due.sum.is_sparse and may_be_lazy(updater):
             if back is not None:  # a step is of all of a piece
                 back.settle(chunk.writable(), span.start, span.stop)
-            tables.update(space, chunk, span, due.sum.gathered(), due.rank)
+            key_rows.update(space, chunk, span, due.sum.gathered(), due.rank)
             if back is not None:
                 chunk.forget_changes(span.start)
             return
@@ -128,7 +128,14 @@ class Updates:
         if back is not None:
             self._publish(chunk, back, span, due, space.hyper)
 
-    def _publish(self, chunk: Chunk, back: Back, span: Span, due: Due, hyper: Hyper | None) -> None:
+    def _publish(
+        self,
+        chunk: Chunk,
+        back: CompressedHistory,
+        span: Span,
+        due: PendingUpdate,
+        hyper: HyperParams | None,
+    ) -> None:
         """Move the values of ``span`` by what can be written of their rests."""
         values, version = chunk.writable(), span.version + 1
         for key, start, stop in chunk.pieces(span.start, span.stop):
@@ -137,7 +144,7 @@ class Updates:
             back.publish(values, start, stop, version, code, adds=hyper is not None)
 
     def segments(
-        self, space: Namespace, chunk: Chunk, span: Span
+        self, space: ServerStore, chunk: Chunk, span: Span
     ) -> Iterator[tuple[int, int, float, float]]:
         """Yield (start, stop, lr, weight decay) of the parts of ``span`` that have them equal."""
         hyper = space.hyper
@@ -151,7 +158,7 @@ class Updates:
             yield alike[0][1], alike[-1][2], lr, weight_decay
 
     def squares(
-        self, space: Namespace, updater: Updater, chunk: Chunk, span: Span, due: Due
+        self, space: ServerStore, updater: Updater, chunk: Chunk, span: Span, due: PendingUpdate
     ) -> torch.Tensor:
         """Return the sums of squares of a piece that the store's rule needs."""
         _spread(due)
@@ -170,7 +177,7 @@ class Updates:
         )
 
 
-def _spread(due: Due) -> None:
+def _spread(due: PendingUpdate) -> None:
     """Make of a sum that is all rows one of all elements, for a rule that wants these."""
     if due.sum.is_sparse:
-        due.sum, due.is_own = Sum((Strip([due.sum.whole()]),)), True
+        due.sum, due.is_own = GradientSum((DenseGradient([due.sum.whole()]),)), True

@@ -1,9 +1,9 @@
-"""Embedding tables on a server: how they are made, pushed to and pulled from.
+"""Embedding tables on a server: declaration, pushes and pulls by id.
 
 A table has one key, of which every server holds one element in a chunk of its own: how many rows of
 the table are there. So the table has a span, and with it the history of any key: versions, numbers of
 pushes, rounds, quorums, staleness, who waits. What differs is a gradient, which is ids and rows
-(:class:`ByIds`), and that the rows (:class:`~kvps.core.embedding.Embedding`) are moved by it.
+(:class:`TableGradient`), and that the rows (:class:`~kvps.core.embedding.table.EmbeddingRows`) are moved by it.
 
 An id belongs to one server. Each server has its share of every push, also an empty one.
 """
@@ -15,25 +15,26 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvps.core.embedding import Embedding
-from kvps.core.hyper import Hyper
-from kvps.core.ids import First, Ids, servers_of
-from kvps.core.namespace import Namespace, Shard
+from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
+from kvps.core.embedding.spec import EmbeddingSpec, spec_of
+from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.gradients import DenseGradient
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
-from kvps.core.recipe import Recipe
-from kvps.core.rounds import Due, Span
-from kvps.core.slab import Chunk
-from kvps.core.strip import Strip
+from kvps.core.server.chunks.rounds import PendingUpdate, Span
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.store import ServerStore, Shard
+from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
-from kvps.messages import Embed, Export, Exported, Field, Piece, PullIds, PushIds
-from kvps.specs import BY_ID, BY_NAME, Spec, summed_in
+from kvps.protocol.stores import Field, Piece
+from kvps.protocol.values import Embed, Export, Exported, PullIds, PushIds
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """The most that one answer to EXPORT has in a frame."""
 
 
-class ByIds(Strip):
+class TableGradient(DenseGradient):
     """A gradient of some rows. As a strip it is the one element that its table has here."""
 
     __slots__ = ("ids", "rows")
@@ -46,47 +47,25 @@ class ByIds(Strip):
         """[len(ids), dim]."""
 
 
-def recipe_of(message: Embed) -> Recipe:
+def recipe_of(message: Embed) -> EmbeddingSpec:
     """Return the recipe that a peer sent, checked.
 
     Raises:
         ConfigError: naming what cannot be.
     """
-    return Recipe(
+    return EmbeddingSpec(
         message.dim,
         BY_ID[message.dtype].name,
-        First(message.init, message.scale),
+        Initializer(message.init, message.scale),
         message.seed,
         message.admit,
         message.max_age,
         message.max_rows,
-        Hyper.from_wire(message.optimizer, message.numbers),
+        HyperParams.from_wire(message.optimizer, message.numbers),
     ).check()
 
 
-def message_of(store: str, key: str, recipe: Recipe) -> Embed:
-    """Return the message that says what :func:`recipe_of` reads."""
-    return Embed(
-        store,
-        key,
-        BY_NAME[recipe.dtype].id,
-        recipe.dim,
-        *recipe.first,
-        recipe.seed,
-        recipe.admit,
-        recipe.max_age,
-        recipe.max_rows,
-        recipe.hyper.name,
-        dict(recipe.hyper.values),
-    )
-
-
-def spec_of(servers: int) -> Spec:
-    """Return what the key of a table is: one number for each server."""
-    return Spec("int64", (servers,))
-
-
-def embed(space: Namespace, key: str, recipe: Recipe, server: int, servers: int) -> Piece:
+def embed(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     """Make a table on this server, or find the one that is there; return where it is.
 
     Raises:
@@ -114,8 +93,8 @@ def embed(space: Namespace, key: str, recipe: Recipe, server: int, servers: int)
     return piece
 
 
-def _make(space: Namespace, key: str, recipe: Recipe, server: int, servers: int) -> Piece:
-    rows = Embedding(recipe, servers)  # if it cannot be made, nothing was
+def _make(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
+    rows = EmbeddingRows(recipe, servers)  # if it cannot be made, nothing was
     space.check_room({key: BY_NAME["int64"].itemsize})
     (piece,) = space.slab("int64").place(key, 1, (1,))
     chunk = space.chunk_at(piece)
@@ -131,7 +110,7 @@ def name_of(key: str) -> str:
     return key.removeprefix(EMBEDDING)
 
 
-def embedding_of(chunk: Chunk) -> Embedding:
+def embedding_of(chunk: Chunk) -> EmbeddingRows:
     """Return the table whose element a chunk holds.
 
     Raises:
@@ -147,7 +126,7 @@ def embedding_of(chunk: Chunk) -> Embedding:
 
 def gradient_of(
     chunk: Chunk, message: PushIds, payload: Sequence[memoryview], server: int, servers: int
-) -> ByIds:
+) -> TableGradient:
     """Return the gradient that came, checked.
 
     Raises:
@@ -162,13 +141,15 @@ def gradient_of(
             f"{dtype}[{message.dim}]"
         )
     if not message.count:
-        return ByIds(np.empty(0, np.int64), from_frame(memoryview(b""), dtype).view(0, recipe.dim))
+        return TableGradient(
+            np.empty(0, np.int64), from_frame(memoryview(b""), dtype).view(0, recipe.dim)
+        )
     ids = ids_of(payload[0], server, servers)
     if (ids[1:] <= ids[:-1]).any():
         raise ProtocolError(
             f"chunk {chunk.number}: the {len(ids)} ids of a push are not in ascending order, each once"
         )
-    return ByIds(ids, from_frame(payload[1], dtype).view(-1, recipe.dim))
+    return TableGradient(ids, from_frame(payload[1], dtype).view(-1, recipe.dim))
 
 
 def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
@@ -187,14 +168,14 @@ def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
     return ids
 
 
-def update(chunk: Chunk, span: Span, due: Due) -> int:
+def update(chunk: Chunk, span: Span, due: PendingUpdate) -> int:
     """Move the rows of a table by one round or one push; return how many more rows there are.
 
     The span's version becomes one higher after that.
     """
     rows = embedding_of(chunk)
     before = len(rows)
-    ids, total = summed([one for one in due.sum.parts if isinstance(one, ByIds)], rows)
+    ids, total = summed([one for one in due.sum.parts if isinstance(one, TableGradient)], rows)
     if due.sum.divisor != 1:
         total.div_(due.sum.divisor)
     span.step += 1
@@ -203,7 +184,7 @@ def update(chunk: Chunk, span: Span, due: Due) -> int:
     return len(rows) - before
 
 
-def summed(parts: Sequence[ByIds], rows: Embedding) -> tuple[Ids, torch.Tensor]:
+def summed(parts: Sequence[TableGradient], rows: EmbeddingRows) -> tuple[Ids, torch.Tensor]:
     """Return the sum of gradients, added up in their order, in memory of its own."""
     if len(parts) == 1:
         return parts[0].ids, parts[0].rows.to(rows.summed_in, copy=True)

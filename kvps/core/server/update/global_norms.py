@@ -1,4 +1,4 @@
-"""What servers must know of a whole tensor whose pieces lie in several chunks and on several of them.
+"""Norms of a whole tensor whose pieces lie in several chunks or on several servers.
 
 One update of one tensor is named by (store, key, rank, number): by the round, or where each push
 is applied by itself, by the push. Every server measures its pieces and tells the sums to the other
@@ -30,7 +30,7 @@ NO_NUMBER = -1.0
 """How a sum of squares travels that is NaN or infinity; no sum of squares is negative."""
 
 
-class Told(NamedTuple):
+class PartialSums(NamedTuple):
     """What one server tells of its part of a tensor."""
 
     sums: tuple[float, ...]
@@ -39,7 +39,7 @@ class Told(NamedTuple):
     """The ranks among whose pushes the values are that are not finite."""
 
 
-class Norm:
+class PartialNorms:
     """What is known of one tensor's sums for one update.
 
     Args:
@@ -107,9 +107,9 @@ class Norm:
         return tuple(sorted(self._culprits))
 
     @property
-    def told(self) -> Told:
+    def told(self) -> PartialSums:
         """What this server tells."""
-        return Told(self.mine, self.culprits)
+        return PartialSums(self.mine, self.culprits)
 
     @property
     def unheard(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Rows of a key on one server: where they lie, whether a request names them well, how they move.
+"""Rows of a key on one server: their location, validation, and update.
 
 A key can be asked for by rows if it has two or more dimensions and all its pieces here are whole rows
 (:func:`~kvps.core.placement.lies_by_rows`). A request names rows by their numbers in the whole key,
@@ -14,20 +14,21 @@ from itertools import accumulate
 
 import torch
 
-from kvps.core import lazy
-from kvps.core.namespace import Namespace, Shard
+from kvps.core.optim import sparse_update
 from kvps.core.placement import lies_by_rows
-from kvps.core.rounds import Span
-from kvps.core.slab import Chunk, Chunks
-from kvps.core.sparse import Sparse, numbered
+from kvps.core.row_gradients import RowGradient, numbered
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.store import ServerStore, Shard
+from kvps.dtypes import BY_ID, summed_in
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import Piece, PushRows
-from kvps.specs import BY_ID, summed_in
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import PushRows
 from kvps.tensors import TORCH, from_frame
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class KeyRows:
     """A key of one store as a server's rows."""
 
     shard: Shard
@@ -39,7 +40,7 @@ class Table:
     """The number behind the last."""
 
     @classmethod
-    def of(cls, space: Namespace, key: str) -> Table:
+    def of(cls, space: ServerStore, key: str) -> KeyRows:
         """Return a key's rows.
 
         Raises:
@@ -85,7 +86,7 @@ class Table:
             )
         return ids.sub_(self.first)
 
-    def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> Sparse:
+    def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> RowGradient:
         """Return what was pushed, by rows counted from the first here.
 
         Raises:
@@ -107,14 +108,14 @@ class Table:
             rows = frames[0]
         else:
             rows = torch.cat([torch.empty(0, dtype=TORCH[BY_ID[message.dtype].name]), *frames])
-        return Sparse(ids, rows.view(-1, self.width), self.stop - self.first)
+        return RowGradient(ids, rows.view(-1, self.width), self.stop - self.first)
 
     @property
     def edges(self) -> tuple[int, ...]:
         """Where pieces begin, and the last ends, counted in rows from the first here."""
         return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))
 
-    def cut(self, gradient: Sparse) -> Iterator[tuple[Piece, Sparse]]:
+    def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
         """Yield each piece, and the part of ``gradient`` that belongs to it."""
         return zip(self.shard.pieces, gradient.cut(self.edges), strict=True)
 
@@ -147,14 +148,14 @@ class Table:
         return values
 
 
-def assign(chunk: Chunk, span: Span, total: Sparse) -> None:
+def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
     """Make a sum of rows the value of ``span``, which is one piece: all other rows become 0.
 
     Which are not 0 is remembered, so that the next time they alone have to be cleared.
     """
     before = chunk.filled_rows.get(span.start)
     weights = chunk.touchable()[span.start : span.stop].view(-1, total.width)
-    lazy.assign_rows(weights, total.ids, total.rows, before)
+    sparse_update.assign_rows(weights, total.ids, total.rows, before)
     chunk.filled_rows[span.start] = total.ids
     if before is not None:
         chunk.add_change(
@@ -162,7 +163,9 @@ def assign(chunk: Chunk, span: Span, total: Sparse) -> None:
         )
 
 
-def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int | None) -> None:
+def update(
+    space: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
+) -> None:
     """Update the rows of ``span``, which is one piece, that ``total`` has. Its values are used up."""
     assert space.updater is not None
     assert space.hyper is not None
@@ -173,7 +176,7 @@ def update(space: Namespace, chunk: Chunk, span: Span, total: Sparse, rank: int 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[span.start : span.stop].view(-1, total.width)
 
-    lazy.update_rows(
+    sparse_update.update_rows(
         rows(chunk.writable()),
         {name: rows(tensor) for name, tensor in state.items()},
         total.ids,

@@ -1,20 +1,20 @@
 """Gradients added up before they are applied, and whether their sums are finite.
 
 Most sums are taken on the way into an update, block by block. Some are wanted before: those that are measured
-as a whole tensor, and those of stores that drop what is not finite (:mod:`kvps.core.drops`).
+as a whole tensor, and those of stores that drop what is not finite (:mod:`kvps.core.server.nonfinite_log`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvps.core.drops import Flaw, count_nonfinite
-from kvps.core.namespace import Namespace
-from kvps.core.rounds import Due
-from kvps.core.slab import Chunk
-from kvps.core.sparse import Sparse
-from kvps.core.strip import Strip, Sum
-from kvps.specs import BY_NAME
+from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.nonfinite import Flaw, count_nonfinite
+from kvps.core.row_gradients import RowGradient
+from kvps.core.server.chunks.rounds import PendingUpdate
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
 from kvps.tensors import TORCH
 
 
@@ -26,12 +26,12 @@ class Sums:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
         """For the sums of a span that is looked at before it is applied."""
 
-    def sift(self, space: Namespace, chunk: Chunk, due: Due) -> Flaw | None:
+    def sift(self, space: ServerStore, chunk: Chunk, due: PendingUpdate) -> Flaw | None:
         """Return what is not finite in a gradient. If all is, it is added up by that."""
         if due.sum.is_sparse:
             flaw, rows = self._gathered(space, chunk, due)
             if flaw is None:
-                due.sum, due.is_own = Sum((rows,)), True
+                due.sum, due.is_own = GradientSum((rows,)), True
             return flaw
         dtype = chunk.summed_in
         parts = due.sum.parts
@@ -42,30 +42,32 @@ class Sums:
         whole = self._memory[dtype][: len(due.sum)]
         flaw = self._added(space, chunk, due, whole)
         if flaw is None:
-            due.sum, due.is_own = Sum((Strip([whole]),)), True
+            due.sum, due.is_own = GradientSum((DenseGradient([whole]),)), True
         return flaw
 
-    def add_up(self, space: Namespace, chunk: Chunk, due: Due, *, by_rows: bool) -> None:
+    def add_up(
+        self, space: ServerStore, chunk: Chunk, due: PendingUpdate, *, by_rows: bool
+    ) -> None:
         """Add a gradient up in memory of its own, and note what is not finite, if the store looks.
 
         One of which only rows are there stays so, if it may be applied ``by_rows``.
         """
         if due.sum.is_sparse and by_rows:
             due.flaw, rows = self._gathered(space, chunk, due)
-            due.sum, due.is_own = Sum((rows,)), True
+            due.sum, due.is_own = GradientSum((rows,)), True
             return
         whole = _new(chunk, len(due.sum))  # it may be lent, and is used twice
         if may_drop(space, chunk.dtype):
             due.flaw = self._added(space, chunk, due, whole)
         else:
             due.sum.into(whole, 0, len(whole))
-        due.sum, due.is_own = Sum((Strip([whole]),)), True
+        due.sum, due.is_own = GradientSum((DenseGradient([whole]),)), True
 
     def _added(
         self,
-        space: Namespace,
+        space: ServerStore,
         chunk: Chunk,
-        due: Due,
+        due: PendingUpdate,
         whole: torch.Tensor,
         *,
         is_sum: bool = False,
@@ -80,25 +82,27 @@ class Sums:
             count += count_nonfinite(block.to(kept_as))
         return _flaw(due, count)
 
-    def _gathered(self, space: Namespace, chunk: Chunk, due: Due) -> tuple[Flaw | None, Sparse]:
+    def _gathered(
+        self, space: ServerStore, chunk: Chunk, due: PendingUpdate
+    ) -> tuple[Flaw | None, RowGradient]:
         """Add a gradient up of which only rows are there; return what is not finite, and the sum."""
         rows = due.sum.gathered()
         return _flaw(due, count_nonfinite(rows.joined().to(_kept_as(space, chunk)))), rows
 
 
-def may_drop(space: Namespace, dtype: str) -> bool:
+def may_drop(space: ServerStore, dtype: str) -> bool:
     """Whether updates of such elements are dropped that are not finite."""
     return space.drops is not None and BY_NAME[dtype].kind != "int"
 
 
-def _kept_as(space: Namespace, chunk: Chunk) -> torch.dtype:
+def _kept_as(space: ServerStore, chunk: Chunk) -> torch.dtype:
     """Return the type in which a sum has to be finite."""
     # Without an optimizer the sum is what the key becomes, and there it may overflow.
     is_half = BY_NAME[chunk.dtype].kind == "half"
     return TORCH[chunk.dtype] if is_half and space.updater is None else chunk.summed_in
 
 
-def _flaw(due: Due, count: int) -> Flaw | None:
+def _flaw(due: PendingUpdate, count: int) -> Flaw | None:
     """Return the flaw of a gradient of which so many values are not finite."""
     if not count:
         return None

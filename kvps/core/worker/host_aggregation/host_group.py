@@ -1,11 +1,11 @@
-"""The other workers of this machine: who they are, what is asked of them, and what for them.
+"""The workers of one host: the leader of each chunk, requests between them, failover.
 
 Theory of operation
 -------------------
 The view says which workers are on this machine. For each chunk it makes one of them the leader, the
 same for all who see that view: the one whose turn it is by the chunk's number, or the next that is
 alive. Pushes and pulls that concern a server on another machine go to the leader, which makes bundles
-of them (:mod:`kvps.core.bundles`); to a leader, the others speak as to a server.
+of them (:mod:`kvps.core.worker.host_aggregation.merge_queue`); to a leader, the others speak as to a server.
 
 What was asked of a leader that is lost is asked of the servers directly, each for itself; so is what one
 has not answered that is held and says nothing, and until it speaks the next in turn leads for it. What
@@ -21,34 +21,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvps.core.bundles import Answer, Asker, Bundle, Bundles, wants_values
-from kvps.core.catalogue import Catalogue
 from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
-from kvps.core.link import Link, Request, Uplink
-from kvps.core.member import Membership, check_protocol
-from kvps.core.strip import Strip
+from kvps.core.gradients import DenseGradient
+from kvps.core.membership_client import MembershipClient, check_protocol
+from kvps.core.worker.connection import Connection, Request, SendScheduler
+from kvps.core.worker.host_aggregation.merge_queue import (
+    Bundles,
+    MergedRequest,
+    Participant,
+    Reply,
+    wants_values,
+)
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_ID
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
-from kvps.messages import (
-    Ack,
-    Envelope,
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import (
     Error,
     Hello,
     Join,
     Member,
-    Message,
-    Packet,
     Pending,
     Probe,
     Probed,
-    Pull,
-    Pulled,
-    Push,
-    Receipt,
     Return,
-    Role,
     Welcome,
 )
-from kvps.specs import BY_ID
+from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt
 from kvps.tensors import Memory, from_frame, to_frame
 
 MUTE_AFTER_S = 6.0
@@ -68,40 +67,42 @@ class Own(Protocol):
     def taken_in(self, request: Request, now: float) -> Effects:
         """The server has it."""
 
-    def probe(self, link: Link) -> Effects:
+    def probe(self, link: Connection) -> Effects:
         """Ask a peer after all that it has not answered."""
 
 
 @dataclass(slots=True, eq=False)
-class Caller:
+class PeerSession:
     """A neighbour that asks something of this worker, in one of its lives."""
 
     rank: int
     incarnation: int
     route: Route
-    asked: dict[int, Asker] = field(default_factory=dict)
+    asked: dict[int, Participant] = field(default_factory=dict)
     """By seq, what it has no answer to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Letter:
+class PeerRequest:
     """One request of a neighbour."""
 
-    caller: Caller
+    caller: PeerSession
     seq: int
 
 
-class Neighbours:
+class HostGroup:
     """This worker among those of its machine."""
 
-    def __init__(self, member: Membership, memory: Memory, servers: list[Link], own: Own) -> None:
-        self.links: dict[int, Link] = {}
+    def __init__(
+        self, member: MembershipClient, memory: Memory, servers: list[Connection], own: Own
+    ) -> None:
+        self.links: dict[int, Connection] = {}
         """By rank, to those who may lead."""
         self._member = member
         self._memory = memory
         self._servers = servers
         self._own = own
-        self._beside = Uplink(is_limited=False)
+        self._beside = SendScheduler(is_limited=False)
         """Without a window: what waits for others must not keep from them what they wait for."""
         self._mute: set[int] = set()
         """Who is held, and does not speak: it leads nothing until it does."""
@@ -116,10 +117,10 @@ class Neighbours:
         """By store, the last join that is."""
         self._far: frozenset[int] = frozenset()
         """The servers on other machines."""
-        self._callers: dict[int, Caller] = {}
+        self._callers: dict[int, PeerSession] = {}
         self._bundles = Bundles(0, 1, memory)
         self._listens = False
-        self._mine: dict[Request, Asker] = {}
+        self._mine: dict[Request, Participant] = {}
         """What this worker asks of itself as a leader, and has no answer to."""
 
     # --- who they are -------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class Neighbours:
         if link is None and is_here:
             endpoint = self._endpoint(one.rank, one.incarnation)
             route = f"worker {one.rank}"
-            self.links[one.rank] = Link(
+            self.links[one.rank] = Connection(
                 route, endpoint, one.incarnation, self._memory, self._beside
             )
             yield Connect(route, endpoint, is_near=True)
@@ -192,7 +193,7 @@ class Neighbours:
         self._mute.discard(rank)
         self._take_back(link)
 
-    def _take_back(self, link: Link) -> None:
+    def _take_back(self, link: Connection) -> None:
         """Ask the servers for what a neighbour has not answered."""
         for request in link.abandon():
             assert request.server is not None
@@ -208,7 +209,7 @@ class Neighbours:
         turn = (*self._ranks[first:], *self._ranks[:first])
         return next(rank for rank in turn if rank in self._alive and rank not in self._mute)
 
-    def heard(self, link: Link, now: float) -> None:
+    def heard(self, link: Connection, now: float) -> None:
         """A neighbour has answered: it may lead (again)."""
         link.heard_at = now
         if link.ready:
@@ -229,7 +230,7 @@ class Neighbours:
         """How many live workers this machine has, this one among them; 1 if nothing leaves it."""
         return max(1, len(self._alive))
 
-    def collect(self, book: Catalogue, request: Request) -> bool:
+    def collect(self, book: WorkerStore, request: Request) -> bool:
         """Whether ``request`` is one of those that neighbours make together.
 
         What is compressed is not: each worker has rests of its own, and what is added up is not what
@@ -254,9 +255,9 @@ class Neighbours:
                 self._asked_at[leader] = now
             self.links[leader].queue(request)
             return
-        asker = Asker(leader, message, request, priority=request.priority)
+        asker = Participant(leader, message, request, priority=request.priority)
         if isinstance(message, Push):
-            asker.gradient = lambda: Strip(request.peek())
+            asker.gradient = lambda: DenseGradient(request.peek())
         self._mine[request] = asker
         yield from self._take(asker, now)
 
@@ -282,7 +283,7 @@ class Neighbours:
         mine = [self._mine[request] for request in requests if request in self._mine]
         yield from self._ask_after(mine, now)
 
-    def link_of(self, request: Request) -> Link | None:
+    def link_of(self, request: Request) -> Connection | None:
         """Return along which link a request of this worker was asked; None while it was not."""
         asker = self._mine.get(request)
         if asker is None:
@@ -290,7 +291,7 @@ class Neighbours:
         assert asker.bundle is not None, "who asks is in a bundle"
         return None if asker.bundle.request is None else asker.bundle.request.link
 
-    def due(self, now: float) -> Iterator[tuple[Link, Request]]:
+    def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield what may be sent to neighbours now."""
         return self._beside.due(now)
 
@@ -334,14 +335,14 @@ class Neighbours:
         rank, incarnation = envelope.rank, envelope.incarnation
         caller = self._callers.get(rank)
         if caller is None or caller.incarnation < incarnation:
-            self._callers[rank] = caller = Caller(rank, incarnation, route)
+            self._callers[rank] = caller = PeerSession(rank, incarnation, route)
             self._bundles.replaced(rank)
         caller.route = route
         welcome = self._member.welcome
         assert welcome is not None, "who listens is a member"
         return self._send(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
-    def _on_request(self, caller: Caller, packet: Packet, now: float) -> Effects:
+    def _on_request(self, caller: PeerSession, packet: Packet, now: float) -> Effects:
         message, seq = packet.message, packet.envelope.seq
         if isinstance(message, Probe):
             yield from self._probed(caller, message, now)
@@ -360,22 +361,22 @@ class Neighbours:
         if isinstance(message, Push):
             if message.ranks != (caller.rank,):
                 raise ProtocolError(f"worker {caller.rank} pushes for ranks {message.ranks!s:.60}")
-            strip = Strip.of(packet.payload, message.dtype)
-            asker = Asker(caller.rank, message, Letter(caller, seq), lambda: strip)
+            strip = DenseGradient.of(packet.payload, message.dtype)
+            asker = Participant(caller.rank, message, PeerRequest(caller, seq), lambda: strip)
         elif isinstance(message, Pull) and message.values:
-            asker = Asker(caller.rank, message, Letter(caller, seq))
+            asker = Participant(caller.rank, message, PeerRequest(caller, seq))
         else:
             raise ProtocolError(f"a worker may not send {type(message).__name__} to a worker")
         caller.asked[seq] = asker
         yield from self._take(asker, now)
 
-    def _probed(self, caller: Caller, message: Probe, now: float) -> Effects:
+    def _probed(self, caller: PeerSession, message: Probe, now: float) -> Effects:
         missing = tuple([seq for seq in message.seqs if seq not in caller.asked])
         yield self._send(caller.route, Probed(missing, ()))
         askers = [caller.asked[seq] for seq in message.seqs if seq in caller.asked]
         yield from self._ask_after(askers, now)
 
-    def _take(self, asker: Asker, now: float) -> Effects:
+    def _take(self, asker: Participant, now: float) -> Effects:
         if isinstance(asker.message, Push):
             self._post(self._bundles.push(asker, now))
             return
@@ -385,8 +386,8 @@ class Neighbours:
         elif found is not None:
             yield from self._give(asker, found, now)
 
-    def _ask_after(self, askers: Iterable[Asker], now: float) -> Effects:
-        links: dict[Link, None] = {}
+    def _ask_after(self, askers: Iterable[Participant], now: float) -> Effects:
+        links: dict[Connection, None] = {}
         for asker in askers:
             bundle = asker.bundle
             assert bundle is not None, "who asks is in a bundle"
@@ -404,7 +405,7 @@ class Neighbours:
 
     # --- what servers answer ---------------------------------------------------------------------
 
-    def taken_in(self, bundle: Bundle, now: float) -> Effects:
+    def taken_in(self, bundle: MergedRequest, now: float) -> Effects:
         """A server has the pushes of ``bundle``."""
         told = self._bundles.taken_in(bundle)
         for asker in told:
@@ -415,18 +416,18 @@ class Neighbours:
         if told and bundle.is_asked_after and is_answered_later and request.link is not None:
             yield from self._own.probe(request.link)  # who asked wants to know why
 
-    def waits(self, bundle: Bundle, reason: str) -> Effects:
+    def waits(self, bundle: MergedRequest, reason: str) -> Effects:
         """A server said what ``bundle`` waits for: tell those who asked."""
         for asker in bundle.askers.values():
             if isinstance(asker.who, Request):
                 asker.who.waits_for = reason
             elif bundle.is_asked_after and wants_values(asker.message):
                 letter = asker.who
-                assert isinstance(letter, Letter)
+                assert isinstance(letter, PeerRequest)
                 pending = (Pending(letter.seq, reason),)
                 yield self._send(letter.caller.route, Probed((), pending))
 
-    def answered(self, bundle: Bundle, packet: Packet, now: float) -> Effects:
+    def answered(self, bundle: MergedRequest, packet: Packet, now: float) -> Effects:
         """A server answered ``bundle``."""
         message = packet.message
         new = self._bundles.taken_in(bundle)
@@ -437,7 +438,7 @@ class Neighbours:
             return
         values = from_frame(packet.payload[0], BY_ID[message.dtype].name)
         answer = self._bundles.answered(bundle, message, values)
-        mine: list[Asker] = []
+        mine: list[Participant] = []
         for asker in bundle.askers.values():
             if asker.rank == self._member.rank:
                 mine.append(asker)  # the others need not wait while its values are copied
@@ -447,7 +448,7 @@ class Neighbours:
             if wants_values(asker.message):
                 yield from self._give(asker, answer, now)
 
-    def refused(self, bundle: Bundle, error: KvpsError, now: float) -> Effects:
+    def refused(self, bundle: MergedRequest, error: KvpsError, now: float) -> Effects:
         """A server refused ``bundle``: ask for each by itself, or tell them."""
         again = self._bundles.refused(bundle)
         self._post(again)
@@ -465,7 +466,7 @@ class Neighbours:
                 refusal = Error(letter.seq, error.code, str(error))
                 yield self._send(letter.caller.route, refusal)
 
-    def _acknowledge(self, asker: Asker, now: float) -> Effects:
+    def _acknowledge(self, asker: Participant, now: float) -> Effects:
         """Tell an asker that its push is in."""
         who, is_done = asker.who, not wants_values(asker.message)
         ack = Ack((Receipt(0, 0),))
@@ -477,12 +478,12 @@ class Neighbours:
             else:
                 yield from self._own.taken_in(who, now)
             return
-        assert isinstance(who, Letter)
+        assert isinstance(who, PeerRequest)
         if is_done:
             self._done(asker)
         yield self._send(who.caller.route, Ack((Receipt(who.seq, 0),)))
 
-    def _give(self, asker: Asker, answer: Answer, now: float) -> Effects:
+    def _give(self, asker: Participant, answer: Reply, now: float) -> Effects:
         """Give an asker the values."""
         frame = to_frame(answer.values)
         if isinstance(asker.who, Request):
@@ -498,9 +499,9 @@ class Neighbours:
         packet = Packet(self._member.envelope(), message, (frame,))
         yield Send(letter.caller.route, packet)
 
-    def _done(self, asker: Asker) -> Letter:
+    def _done(self, asker: Participant) -> PeerRequest:
         letter = asker.who
-        assert isinstance(letter, Letter)
+        assert isinstance(letter, PeerRequest)
         del letter.caller.asked[letter.seq]
         return letter
 
@@ -524,7 +525,7 @@ class Neighbours:
         assert self._beside.links == list(self.links.values())
         for caller in self._callers.values():
             for seq, asker in caller.asked.items():
-                assert isinstance(asker.who, Letter)
+                assert isinstance(asker.who, PeerRequest)
                 assert asker.who.seq == seq
                 assert asker.bundle is not None
 

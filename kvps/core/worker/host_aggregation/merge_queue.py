@@ -1,4 +1,4 @@
-"""Pushes and pulls of several workers on one machine, made as one.
+"""Pushes and pulls of several workers of one host, merged into one request.
 
 Theory of operation
 -------------------
@@ -36,10 +36,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvps.core.link import Request
-from kvps.core.strip import Strip, Sum
-from kvps.messages import Ask, Message, Pull, Pulled, Push, Run, Stand
-from kvps.specs import BY_ID, BY_NAME, summed_in
+from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.worker.connection import Request
+from kvps.dtypes import BY_ID, BY_NAME, summed_in
+from kvps.protocol.envelope import Message
+from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import Memory
 
 WAIT_MAX_S, HURRY_S = 2.0, 0.05
@@ -49,31 +50,34 @@ SHAPES_MAX = 256
 
 Shape = tuple[tuple[int, int], ...]
 Runs = tuple[Run, ...]
-Place = tuple[tuple[Ask, ...], int]
+Moment = tuple[int, int | None, int]
+"""What tells the values that a pull wants from older and newer ones which no version tells apart: broadcasts,
+call and stamp."""
+Place = tuple[tuple[Ask, ...], Moment]
 
 
 @dataclass(slots=True, eq=False)
-class Asker:
+class Participant:
     """A push or pull of one of the workers on this machine."""
 
     rank: int
     message: Push | Pull
     who: object
     """Whom to answer."""
-    gradient: Callable[[], Strip] | None = None
+    gradient: Callable[[], DenseGradient] | None = None
     """Of a push, until the server has it."""
     priority: int = 0
-    bundle: Bundle | None = None
+    bundle: MergedRequest | None = None
     """In which it is."""
 
 
 @dataclass(slots=True, eq=False)
-class Bundle:
+class MergedRequest:
     """What the server is asked once, for these."""
 
     message: Push | Pull
     """The first that came."""
-    askers: dict[int, Asker] = field(default_factory=dict)
+    askers: dict[int, Participant] = field(default_factory=dict)
     """By rank."""
     request: Request | None = None
     """Once the server is asked."""
@@ -81,7 +85,7 @@ class Bundle:
     """The server has the push."""
     is_asked_after: bool = False
 
-    def add(self, asker: Asker) -> None:
+    def add(self, asker: Participant) -> None:
         """Take ``asker`` in, in place of an older life of its rank."""
         self.askers[asker.rank] = asker
         asker.bundle = self
@@ -91,12 +95,15 @@ class Bundle:
         return sorted(expected - self.askers.keys())
 
 
+NEVER: Moment = (-1, None, 0)
+
+
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """What the server answered last, for those who have not come for it yet."""
 
     shape: Shape
-    broadcasts: int
+    moment: Moment
     versions: tuple[int, ...]
     """The lowest of each run of ``shape``."""
     message: Pulled
@@ -105,7 +112,7 @@ class Answer:
 
     def meets(self, pull: Pull) -> bool:
         """Whether it is an answer to ``pull``."""
-        if pull.broadcasts != self.broadcasts or _shape(pull.runs) != self.shape:
+        if _moment(pull) != self.moment or _shape(pull.runs) != self.shape:
             return False
         return all(
             version >= max(ask.after, ask.least)
@@ -113,16 +120,16 @@ class Answer:
         )
 
 
-class Desk:
+class ChunkQueue:
     """What a leader knows of one chunk."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Shape, dict[Runs, Bundle]] = {}
+        self._waiting: dict[Shape, dict[Runs, MergedRequest]] = {}
         """Pushes that wait for those of others."""
-        self.pulling: dict[Place, Bundle] = {}
+        self.pulling: dict[Place, MergedRequest] = {}
         """Pulls that wait for the server, by what they ask for. (Not: for more than that. What another
         waits for may be a push that this one comes before.)"""
-        self.answer: Answer | None = None
+        self.answer: Reply | None = None
         self.pullers: set[int] = set()
         """Who has ever pulled by itself."""
         self.is_mixed = False
@@ -132,22 +139,22 @@ class Desk:
         self._pushed: dict[Shape, dict[int, tuple[int, ...]]] = {}
         """By rank, the numbers last pushed of runs of these shapes."""
 
-    def bundle(self, message: Push) -> Bundle:
+    def bundle(self, message: Push) -> MergedRequest:
         """Return the bundle that waits for such a push, making it if there is none."""
         alike = self._waiting.setdefault(_shape(message.runs), {})
         bundle = alike.get(message.runs)
         if bundle is None:
             self.is_mixed = self.is_mixed or any(map(self._meets_another, message.runs))
-            alike[message.runs] = bundle = Bundle(message)
+            alike[message.runs] = bundle = MergedRequest(message)
             for run in message.runs:
                 insort(self._edges, _edge(run))
         return bundle
 
-    def waiting(self) -> list[Bundle]:
+    def waiting(self) -> list[MergedRequest]:
         """Return all that wait."""
         return [one for alike in self._waiting.values() for one in alike.values()]
 
-    def ready(self, runs: Runs, expected: frozenset[int]) -> list[Bundle]:
+    def ready(self, runs: Runs, expected: frozenset[int]) -> list[MergedRequest]:
         """Return those that need not wait now that somebody has pushed ``runs``."""
         if self.is_mixed:
             return self.waiting()
@@ -162,7 +169,7 @@ class Desk:
             one[0] == number and one[1] < stop and start < one[2] for one in (*before, *after)
         )
 
-    def leaves(self, bundle: Bundle) -> None:
+    def leaves(self, bundle: MergedRequest) -> None:
         """The bundle waits no more."""
         assert isinstance(bundle.message, Push)
         shape = _shape(bundle.message.runs)
@@ -181,7 +188,7 @@ class Desk:
         before = self._pushed.setdefault(shape, {}).setdefault(rank, numbers)
         self._pushed[shape][rank] = tuple(map(max, before, numbers))
 
-    def is_complete(self, bundle: Bundle, expected: frozenset[int]) -> bool:
+    def is_complete(self, bundle: MergedRequest, expected: frozenset[int]) -> bool:
         """Whether nobody is missing who has not pushed this before."""
         push = bundle.message
         assert isinstance(push, Push)
@@ -216,14 +223,14 @@ class Bundles:
         self._memory = memory
         self._expected: frozenset[int] = frozenset()
         """The live workers of this machine."""
-        self._desks: defaultdict[int, Desk] = defaultdict(Desk)
-        self._due: list[tuple[float, int, Bundle]] = []
+        self._desks: defaultdict[int, ChunkQueue] = defaultdict(ChunkQueue)
+        self._due: list[tuple[float, int, MergedRequest]] = []
         """A heap of when bundles go, whoever is missing. Some have gone before."""
         self._order = itertools.count()
 
     # --- what comes from workers --------------------------------------------------------------
 
-    def push(self, asker: Asker, now: float) -> list[Request]:
+    def push(self, asker: Participant, now: float) -> list[Request]:
         """Take a push in; return what the server is to be asked now."""
         message = asker.message
         assert isinstance(message, Push)
@@ -235,7 +242,7 @@ class Bundles:
         desk.note(asker.rank, message.runs)
         return [self._go(one) for one in desk.ready(message.runs, self._expected)]
 
-    def pull(self, asker: Asker) -> Request | Answer | None:
+    def pull(self, asker: Participant) -> Request | Reply | None:
         """Take a pull in; return what the server is to be asked, or the answer if it is there."""
         message = asker.message
         assert isinstance(message, Pull)
@@ -246,12 +253,12 @@ class Bundles:
             answer.served.add(asker.rank)
             self._keep(desk, answer)
             return answer
-        place = message.runs, message.broadcasts
+        place = message.runs, _moment(message)
         bundle = desk.pulling.get(place)
         if bundle is not None and asker.rank not in bundle.askers:
             bundle.add(asker)
             return None
-        bundle = Bundle(message)
+        bundle = MergedRequest(message)
         bundle.add(asker)
         bundle.request = Request(
             message.chunk % self._servers,
@@ -275,7 +282,7 @@ class Bundles:
             if desk.answer is not None:
                 desk.answer.served.add(rank)
 
-    def ask_after(self, bundle: Bundle, now: float) -> None:
+    def ask_after(self, bundle: MergedRequest, now: float) -> None:
         """Somebody has waited long for his part of a bundle."""
         bundle.is_asked_after = True
         if bundle.request is None:
@@ -294,12 +301,12 @@ class Bundles:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
-    def _go_at(self, time: float, bundle: Bundle) -> None:
+    def _go_at(self, time: float, bundle: MergedRequest) -> None:
         heapq.heappush(self._due, (time, next(self._order), bundle))
 
     # --- what comes from servers --------------------------------------------------------------
 
-    def taken_in(self, bundle: Bundle) -> list[Asker]:
+    def taken_in(self, bundle: MergedRequest) -> list[Participant]:
         """The server has the pushes of ``bundle``; return those to be told, who are then known."""
         if bundle.is_taken_in or not isinstance(bundle.message, Push):
             return []
@@ -309,24 +316,24 @@ class Bundles:
             one.gradient = None
         return list(bundle.askers.values())
 
-    def answered(self, bundle: Bundle, message: Pulled, values: torch.Tensor) -> Answer:
+    def answered(self, bundle: MergedRequest, message: Pulled, values: torch.Tensor) -> Reply:
         """The server answered; return the answer for all who want values, in memory to be lent."""
         desk = self._desks[bundle.message.chunk]
         self._forget_pull(desk, bundle)
-        broadcasts = bundle.message.broadcasts if isinstance(bundle.message, Pull) else None
+        moment = _moment(bundle.message) if isinstance(bundle.message, Pull) else None
         served = {one.rank for one in bundle.askers.values() if wants_values(one.message)}
         shape = _shape(bundle.message.runs)
-        answer = Answer(shape, -1, _versions(shape, message.runs), message, values, served)
+        answer = Reply(shape, NEVER, _versions(shape, message.runs), message, values, served)
         others = (desk.pullers & self._expected) - served
         if others or served - {self.rank}:
             answer.values = self._memory.empty(len(values), BY_ID[message.dtype].name)
             answer.values.copy_(values)
-        if broadcasts is not None:
-            answer.broadcasts = broadcasts
+        if moment is not None:
+            answer.moment = moment
             self._keep(desk, answer)
         return answer
 
-    def refused(self, bundle: Bundle) -> list[Request]:
+    def refused(self, bundle: MergedRequest) -> list[Request]:
         """The server refused; return what it is to be asked instead, nothing if that is final."""
         desk = self._desks[bundle.message.chunk]
         self._forget_pull(desk, bundle)
@@ -335,18 +342,18 @@ class Bundles:
             return []
         requests = []
         for one in bundle.askers.values():
-            single = Bundle(one.message, is_asked_after=bundle.is_asked_after)
+            single = MergedRequest(one.message, is_asked_after=bundle.is_asked_after)
             single.add(one)
             requests.append(self._asked(single))
         return requests
 
     # --- how it is done -----------------------------------------------------------------------
 
-    def _go(self, bundle: Bundle) -> Request:
+    def _go(self, bundle: MergedRequest) -> Request:
         self._desks[bundle.message.chunk].leaves(bundle)
         return self._asked(bundle)
 
-    def _asked(self, bundle: Bundle) -> Request:
+    def _asked(self, bundle: MergedRequest) -> Request:
         """Make the request for a bundle of pushes."""
         askers = [bundle.askers[rank] for rank in sorted(bundle.askers)]
         pushes = [one.message for one in askers if isinstance(one.message, Push)]
@@ -372,21 +379,21 @@ class Bundles:
         )
         return bundle.request
 
-    def _keep(self, desk: Desk, answer: Answer) -> None:
+    def _keep(self, desk: ChunkQueue, answer: Reply) -> None:
         """Keep an answer for those who pull, until all of them have come for it."""
         is_wanted = (desk.pullers & self._expected) - answer.served
         desk.answer = answer if is_wanted else None
 
-    def _forget_pull(self, desk: Desk, bundle: Bundle) -> None:
+    def _forget_pull(self, desk: ChunkQueue, bundle: MergedRequest) -> None:
         if isinstance(bundle.message, Pull):
-            place = bundle.message.runs, bundle.message.broadcasts
+            place = bundle.message.runs, _moment(bundle.message)
             if desk.pulling.get(place) is bundle:
                 del desk.pulling[place]
 
-    def _is_complete(self, bundle: Bundle) -> bool:
+    def _is_complete(self, bundle: MergedRequest) -> bool:
         return self._desks[bundle.message.chunk].is_complete(bundle, self._expected)
 
-    def _waiting(self) -> list[Bundle]:
+    def _waiting(self) -> list[MergedRequest]:
         return [one for desk in self._desks.values() for one in desk.waiting()]
 
     def check(self) -> None:
@@ -401,11 +408,11 @@ def wants_values(message: Message) -> bool:
     return message.pull if isinstance(message, Push) else isinstance(message, Pull)
 
 
-def _sum(askers: list[Asker]) -> tuple[torch.Tensor, ...]:
+def _sum(askers: list[Participant]) -> tuple[torch.Tensor, ...]:
     strips = [one.gradient() for one in askers if one.gradient is not None]
     assert len(strips) == len(askers), "a gradient is kept until the server has it"
     if len(strips) > 1:
-        return (Sum(tuple(strips)).whole(),)
+        return (GradientSum(tuple(strips)).whole(),)
     alone = strips[0].joined()
     # This worker's own may lie where the user has them, who may write there after a Timeout.
     return (alone.clone() if isinstance(askers[0].who, Request) else alone,)
@@ -413,6 +420,10 @@ def _sum(askers: list[Asker]) -> tuple[torch.Tensor, ...]:
 
 def _shape(runs: tuple[Run, ...] | tuple[object, ...]) -> Shape:
     return tuple([(run.start, run.size) for run in runs])  # type: ignore[attr-defined]
+
+
+def _moment(pull: Pull) -> Moment:
+    return pull.broadcasts, pull.call, pull.stamp
 
 
 def _edge(run: Run) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""How the ranks of a store have a checkpoint taken together, and how they return to one together.
+"""The operations checkpoint() and restore(), which all ranks of a store call together.
 
 Either call begins at a barrier: before it, all pushes of all ranks are in. The scheduler is told by
 every rank, so that each waits for the checkpoint to be complete; a rank that comes late, or asks
@@ -9,42 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from kvps.core import calls
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, barrier, inherit, lookup
-from kvps.core.link import Request
-from kvps.core.reading import Step, stand
-from kvps.errors import StorageError
-from kvps.messages import Checkpoint, Checkpointed, Packet, Revive, Revived
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import Step, stand
+from kvps.core.worker.operations.base import Conversation
+from kvps.core.worker.operations.collective import barrier
+from kvps.core.worker.operations.dense import inherit
+from kvps.core.worker.operations.keys import lookup
+from kvps.core.worker.store import WorkerStore
+from kvps.errors import REFUSED, StorageError
+from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
+from kvps.protocol.envelope import Packet
 
 CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
 """The barriers at which these calls begin."""
 
 
-def checkpoint(book: Catalogue, call: calls.TakeCheckpoint) -> Conversation:
+def checkpoint(book: WorkerStore, call: calls.TakeCheckpoint) -> Conversation:
     """Have a checkpoint taken; return its number."""
-    yield from barrier(book, CHECKPOINT)
+    yield from barrier(book, CHECKPOINT, f"checkpoint({call.tag!r})")
     number = book.barriers[CHECKPOINT]
     (answer,) = yield [Request(None, Checkpoint(book.opened.store, call.tag, number))]
     assert isinstance(answer.message, Checkpointed)
     return answer.message.cut
 
 
-def restore(book: Catalogue, call: calls.RestoreCheckpoint) -> Conversation:
+def restore(book: WorkerStore, call: calls.RestoreCheckpoint) -> Conversation:
     """Give the store the values of a checkpoint that all servers have; return its number."""
-    yield from barrier(book, RESTORE)
+    yield from barrier(book, RESTORE, f"restore({call.tag!r})")
     if book.rank == 0:
-        store, servers = book.opened.store, range(book.servers)
-        answers = yield [Request(one, Revive(store, call.tag, 0)) for one in servers]
-        cut = _common(call.tag, [_cuts(one) for one in answers])
-        yield [Request(one, Revive(store, call.tag, cut)) for one in servers]
+        try:
+            store, servers = book.opened.store, range(book.servers)
+            answers = yield [Request(one, Revive(store, call.tag, 0)) for one in servers]
+            cut = _common(call.tag, [_cuts(one) for one in answers])
+            yield [Request(one, Revive(store, call.tag, cut)) for one in servers]
+        except REFUSED as error:
+            yield from barrier(book, RESTORE, failure=error)
+            raise
     yield from barrier(book, RESTORE)
     yield from recount(book, tuple(book.keys))
     return book.restored
 
 
 def recount(
-    book: Catalogue, names: tuple[str, ...]
+    book: WorkerStore, names: tuple[str, ...]
 ) -> Generator[Step, list[Packet], dict[str, int]]:
     """Find these keys as if for the first time; return their versions.
 

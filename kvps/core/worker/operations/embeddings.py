@@ -1,6 +1,6 @@
-"""How calls on embedding tables are carried out: what is asked of which server.
+"""The operations on embedding tables: requests by id to each server.
 
-The conversations (:mod:`kvps.core.conversations`) of tables. A table is a key with one piece on every
+The conversations (:mod:`kvps.core.worker.operations.base`) of tables. A table is a key with one piece on every
 server, so that its pushes are numbered, waited for and counted anew as those of any key. The caller has
 put ids in order already and split them by server: a push takes one message to each, with ids or without.
 """
@@ -12,24 +12,25 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvps.core import calls
-from kvps.core.by_ids import message_of, spec_of
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import (
+from kvps.core.embedding.id_hash import Ids, servers_of
+from kvps.core.embedding.spec import message_of, spec_of
+from kvps.core.embedding.table import ExportBatch
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Request
+from kvps.core.worker.operations.base import (
     Conversation,
     demand_presence,
     make_room,
     numbered,
     settle,
 )
-from kvps.core.embedding import Block
-from kvps.core.ids import Ids, servers_of
-from kvps.core.link import Request
-from kvps.core.plan import Held, Key
-from kvps.core.rounds import WINDOW
+from kvps.core.worker.plan import Key, PieceLocation
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
-from kvps.messages import Declared, Export, Exported, Packet, PulledIds, PullIds, PushIds, TableRate
-from kvps.specs import BY_ID, BY_NAME
+from kvps.protocol.envelope import WINDOW, Packet
+from kvps.protocol.stores import Declared
+from kvps.protocol.values import Export, Exported, PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import TORCH, dtype_of, from_frame
 
 PULL_BYTES = 4 << 20
@@ -47,7 +48,7 @@ def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int
     return np.split(order, np.searchsorted(owners[order], np.arange(1, servers)))
 
 
-def embed(book: Catalogue, call: calls.Embed) -> Conversation:
+def embed(book: WorkerStore, call: calls.MakeTable) -> Conversation:
     """Have every server make the table, unless it has."""
     message = message_of(book.opened.store, call.key, call.recipe)
     answers = yield [Request(server, message) for server in range(book.servers)]
@@ -56,12 +57,12 @@ def embed(book: Catalogue, call: calls.Embed) -> Conversation:
         assert isinstance(answer.message, Declared)
         (place,) = answer.message.places
         (piece,) = place.pieces
-        pieces.append(Held(server, piece.chunk, piece.start, piece.size, server))
+        pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
     book.place([(call.key, spec_of(book.servers), pieces)])
     return None
 
 
-def push_ids(book: Catalogue, call: calls.PushIds) -> Conversation:
+def push_ids(book: WorkerStore, call: calls.PushTableRows) -> Conversation:
     """Push each server's share of the gradients, also where that is none."""
     demand_presence(book)
     plan = yield from numbered(book, call.keys)
@@ -84,7 +85,12 @@ def push_ids(book: Catalogue, call: calls.PushIds) -> Conversation:
 
 
 def _push(
-    book: Catalogue, held: Held, number: int, ids: torch.Tensor, rows: torch.Tensor, dim: int
+    book: WorkerStore,
+    held: PieceLocation,
+    number: int,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    dim: int,
 ) -> Request:
     dtype, count = dtype_of(rows).id, len(ids)
     message = PushIds(held.chunk, dtype, (book.rank,), number, dim, count)
@@ -108,7 +114,7 @@ def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -
             )
 
 
-def pull_ids(book: Catalogue, call: calls.PullIds) -> Conversation:
+def pull_ids(book: WorkerStore, call: calls.PullTableRows) -> Conversation:
     """Return the rows of the ids, after this rank's own pushes."""
     plan = yield from numbered(book, call.keys)
     (key,) = plan.keys
@@ -131,7 +137,12 @@ def pull_ids(book: Catalogue, call: calls.PullIds) -> Conversation:
 
 
 def _pull(
-    held: Held, key: Key, ids: Ids, rows: torch.Tensor, places: Ids, stands: list[PulledIds]
+    held: PieceLocation,
+    key: Key,
+    ids: Ids,
+    rows: torch.Tensor,
+    places: Ids,
+    stands: list[PulledIds],
 ) -> Request:
     def take(packet: Packet, wanted: bool) -> None:
         answer = packet.message
@@ -159,7 +170,7 @@ def _pull(
     )
 
 
-def set_table_rate(book: Catalogue, call: calls.SetTableRate) -> Conversation:
+def set_table_rate(book: WorkerStore, call: calls.SetTableRate) -> Conversation:
     """Give every server the learning rate, when this rank's pushes so far were applied.
 
     In a synchronous store no later round has closed by then, and none does before this rank's next push.
@@ -170,7 +181,7 @@ def set_table_rate(book: Catalogue, call: calls.SetTableRate) -> Conversation:
     return None
 
 
-def export(book: Catalogue, call: calls.ExportBlock) -> Conversation:
+def export(book: WorkerStore, call: calls.ExportBlock) -> Conversation:
     """Return some rows that one server has."""
     held = book.key(call.key).pieces[call.server]
     message = Export(held.chunk, call.start, call.count, call.since, call.with_state)
@@ -183,8 +194,8 @@ def export(book: Catalogue, call: calls.ExportBlock) -> Conversation:
     for one in found.fields:
         dtype = BY_ID[one.dtype].name
         flat = from_frame(next(frames), dtype) if found.count else _nothing(dtype)
-        columns[one.name] = flat.view(found.count, -1 if found.count else 0)
-    return Block(ids, stamps, columns, found.next)
+        columns[one.name] = flat.view(found.count, call.dim)
+    return ExportBatch(ids, stamps, columns, found.next)
 
 
 def _numbers(frames: Iterator[memoryview]) -> Ids:

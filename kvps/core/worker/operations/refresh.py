@@ -1,6 +1,6 @@
-"""How a worker brings copies of keys up to date: by the rows that changed, where the servers know them.
+"""The operations refresh() and pull_changed(): copies brought up to date by their changed rows.
 
-Who has all of a key as it was at one version holds a :class:`~kvps.core.plan.Mark` for that. Each server with a part of
+Who has all of a key as it was at one version holds a :class:`~kvps.core.worker.plan.CopyVersion` for that. Each server with a part of
 the key is then asked which of its rows changed since, and answers with these; the rest of the copy is as it
 should be. A server forgets what changed long ago, and does not know after a change that was not by rows.
 So a key without a mark, or of which some server does not know, is read as a whole, as any pull.
@@ -16,17 +16,18 @@ from typing import NamedTuple
 
 import torch
 
-from kvps.core import calls, reading
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, numbered
-from kvps.core.drops import complain
-from kvps.core.link import Request
-from kvps.core.plan import Held, Key, Mark, of_key
-from kvps.core.portions import Portion, Wanted, complain_of_drops, even_out, ranges
-from kvps.core.reading import Step
+from kvps.core.worker import calls, consistent_read
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import Step
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.operations.base import Conversation, numbered
+from kvps.core.worker.plan import CopyVersion, Key, PieceLocation, of_key
+from kvps.core.worker.row_reads import RowRead, ServerPart, complain_of_drops, even_out, ranges
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
-from kvps.messages import Changed, Packet, PullChanged
-from kvps.specs import BY_NAME
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Changed, PullChanged
 from kvps.tensors import TORCH, from_frame
 
 
@@ -40,7 +41,7 @@ class Patch(NamedTuple):
 class Fresh(NamedTuple):
     """How a copy came up to date."""
 
-    mark: Mark | None
+    mark: CopyVersion | None
     """What it holds now; None if that is not one version."""
     patches: tuple[Patch, ...] = ()
     """What changed in it."""
@@ -49,7 +50,7 @@ class Fresh(NamedTuple):
 
 
 @dataclass(slots=True)
-class News(Portion[Changed]):
+class ChangedRows(ServerPart[Changed]):
     """Those rows of a server that changed."""
 
     since: int
@@ -91,7 +92,7 @@ class News(Portion[Changed]):
         return Patch(ids, rows.view(-1, spec.width))
 
 
-def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
+def refresh(book: WorkerStore, call: calls.Refresh) -> Conversation:
     """Read what is new of each key after this rank's own pushes; finish with :class:`Fresh` ones."""
     plan = yield from numbered(book, call.keys)
     copies = [_copy(key, call, index) for index, key in enumerate(plan.keys)]
@@ -115,33 +116,33 @@ def refresh(book: Catalogue, call: calls.Refresh) -> Conversation:
         )
         for index, whole in zip(rest, wholes, strict=True):
             version = versions.get(copies[index].key.name)
-            mark = None if version is None else Mark(pieces[index], version)
+            mark = None if version is None else CopyVersion(pieces[index], version)
             found[index] = Fresh(mark, whole=whole)
     return [found[index] for index in range(len(copies))]
 
 
-def _copy(key: Key, call: calls.Refresh, index: int) -> Wanted[News]:
+def _copy(key: Key, call: calls.Refresh, index: int) -> RowRead[ChangedRows]:
     mark = call.marks[index]
-    one: Wanted[News] = Wanted(key, key.number, of_key(call.priority, index))
+    one: RowRead[ChangedRows] = RowRead(key, key.number, of_key(call.priority, index))
     if mark is not None and mark.pieces is key.pieces:
-        one.portions += [News(key, place, mark.version) for place in ranges(key)]
+        one.portions += [ChangedRows(key, place, mark.version) for place in ranges(key)]
     return one
 
 
-def _is_known(one: Wanted[News]) -> bool:
+def _is_known(one: RowRead[ChangedRows]) -> bool:
     """Whether all servers know what changed."""
     return bool(one.portions) and all(portion.told.known for portion in one.portions)
 
 
-def _fresh(one: Wanted[News], pieces: tuple[Held, ...]) -> Fresh:
+def _fresh(one: RowRead[ChangedRows], pieces: tuple[PieceLocation, ...]) -> Fresh:
     told = [portion.told for portion in one.portions]
     versions = {version for each in told for version in (each.lowest, each.highest)}
-    mark = Mark(pieces, versions.pop()) if len(versions) == 1 else None
+    mark = CopyVersion(pieces, versions.pop()) if len(versions) == 1 else None
     return Fresh(mark, tuple([each.patch for each in one.portions if each.patch is not None]))
 
 
 def _read_whole(
-    book: Catalogue, copies: Sequence[Wanted[News]], sinks: Sequence[torch.Tensor | None]
+    book: WorkerStore, copies: Sequence[RowRead[ChangedRows]], sinks: Sequence[torch.Tensor | None]
 ) -> Generator[Step, list[Packet], tuple[list[torch.Tensor], dict[str, int]]]:
     """Read keys as they are; return their values, and the versions of those that are at one."""
     wholes = [
@@ -151,7 +152,9 @@ def _read_whole(
     plan = book.plan(tuple([one.key.name for one in copies]))
     after = [one.after for one in copies]
     priority = [one.priority for one in copies]
-    tallies = yield from reading.read(book, plan, reading.Rows(wholes), after, 0, priority)
+    tallies = yield from consistent_read.read(
+        book, plan, consistent_read.Rows(wholes), after, 0, priority
+    )
     found: dict[str, int] = {}
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:

@@ -1,4 +1,4 @@
-"""How rows of keys are pushed and pulled: one request to each server that has some of a key.
+"""The operations on rows of keys: one request to each server that holds some of them.
 
 A request names a key, and not a chunk, so that there is one for each server, however many chunks the key
 lies in there. Every server is told of every push, also where it has none of its rows: rounds close by
@@ -17,19 +17,32 @@ from functools import partial
 
 import torch
 
-from kvps.core import calls, reading
-from kvps.core.catalogue import Catalogue
-from kvps.core.conversations import Conversation, Values, demand_presence, make_room, numbered
-from kvps.core.drops import complain
-from kvps.core.link import Request
-from kvps.core.plan import Key, make, of_key
-from kvps.core.portions import Portion, Range, Wanted, complain_of_drops, even_out, ranges
-from kvps.core.reading import Step
-from kvps.core.rounds import WINDOW
-from kvps.core.sparse import add_rows
+from kvps.core.row_gradients import add_rows
+from kvps.core.worker import calls, consistent_read
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import Step
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.operations.base import (
+    Conversation,
+    Values,
+    demand_presence,
+    make_room,
+    numbered,
+)
+from kvps.core.worker.plan import Key, make, of_key
+from kvps.core.worker.row_reads import (
+    Range,
+    RowRead,
+    ServerPart,
+    complain_of_drops,
+    even_out,
+    ranges,
+)
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KvpsError, ProtocolError
-from kvps.messages import (
-    Packet,
+from kvps.protocol.envelope import WINDOW, Packet
+from kvps.protocol.values import (
     PulledRows,
     PullRows,
     Push,
@@ -37,11 +50,10 @@ from kvps.messages import (
     rows_in_frame,
     rows_in_message,
 )
-from kvps.specs import BY_NAME
 from kvps.tensors import TORCH, Memory, from_frame
 
 
-def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversation:
+def push_rows(book: WorkerStore, call: calls.PushKeyRows, values: Values) -> Conversation:
     """Push some rows of each key; ``values`` are those of the call."""
     demand_presence(book)
     plan = yield from numbered(book, call.keys)
@@ -65,6 +77,7 @@ def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversa
             yield from make_room(book, full)
         demand_presence(book)
         yield requests
+        book.was_pushed_to = True
     except KvpsError:
         for key in plan.keys:
             key.is_refused = True
@@ -73,7 +86,7 @@ def push_rows(book: Catalogue, call: calls.PushRows, values: Values) -> Conversa
 
 
 def _pushes(
-    book: Catalogue, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    book: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return what pushes rows to each server of ``key``; nothing if it does not lie by rows."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
@@ -140,7 +153,7 @@ def _gather(
 
 
 def _whole_pushes(
-    book: Catalogue, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    book: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return what pushes rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
@@ -168,7 +181,7 @@ def _whole_pushes(
 
 
 @dataclass(slots=True)
-class Named(Portion[PulledRows]):
+class NamedRows(ServerPart[PulledRows]):
     """Rows that the caller named."""
 
     ids: torch.Tensor
@@ -209,11 +222,11 @@ class Named(Portion[PulledRows]):
             at += len(values)
 
 
-def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
+def pull_rows(book: WorkerStore, call: calls.PullKeyRows) -> Conversation:
     """Pull some rows of each key after this rank's own pushes; finish with them, key by key."""
     plan = yield from numbered(book, call.keys)
     found: list[torch.Tensor] = []
-    by_rows: list[Wanted[Named]] = []
+    by_rows: list[RowRead[NamedRows]] = []
     for index, (key, ids) in enumerate(zip(plan.keys, call.ids, strict=True)):
         out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
         found.append(out)
@@ -230,18 +243,18 @@ def pull_rows(book: Catalogue, call: calls.PullRows) -> Conversation:
     return found
 
 
-def _wanted(key: Key, call: calls.PullRows, index: int, out: torch.Tensor) -> Wanted[Named]:
+def _wanted(key: Key, call: calls.PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
     ids, places = call.ids[index], call.places[index]
-    one: Wanted[Named] = Wanted(key, key.number, of_key(call.priority, index))
+    one: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
     for place, some in _split(ranges(key), ids):
         if some.start < some.stop:
-            one.portions.append(Named(key, place, ids[some], out, places[some]))
+            one.portions.append(NamedRows(key, place, ids[some], out, places[some]))
     return one
 
 
 def _read_whole(
-    book: Catalogue,
-    one: Wanted[Named],
+    book: WorkerStore,
+    one: RowRead[NamedRows],
     ids: torch.Tensor,
     places: torch.Tensor,
     out: torch.Tensor,
@@ -249,7 +262,9 @@ def _read_whole(
     """Read all of a key, and take the rows ``ids`` of it."""
     dense = torch.empty(one.key.spec.shape, dtype=out.dtype)
     plan = book.plan((one.key.name,))
-    tallies = yield from reading.read(book, plan, reading.Rows([dense]), one.after, 0, one.priority)
+    tallies = yield from consistent_read.read(
+        book, plan, consistent_read.Rows([dense]), one.after, 0, one.priority
+    )
     out.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:

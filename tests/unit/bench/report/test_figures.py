@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvps.bench.figures import (
+from kvps.bench.networks.trial import traffic_between
+from kvps.bench.report.figures import (
     Case,
     Measured,
     Traffic,
@@ -17,7 +18,6 @@ from kvps.bench.figures import (
     slowest,
     traffic_of,
 )
-from kvps.bench.network import traffic_between
 
 SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
 

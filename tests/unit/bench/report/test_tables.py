@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvps.bench import plots, tables
-from kvps.bench.figures import Case, Measured, Traffic, Trial
-from kvps.bench.layout import layout_of
-from kvps.bench.sweeps import SWEEPS
+from kvps.bench.network_layout import layout_of
+from kvps.bench.report import plots, tables
+from kvps.bench.report.figures import Case, Measured, Traffic, Trial
+from kvps.bench.report.sweeps import SWEEPS
 
 SMALL = Case("small", 2, 2)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from kvps.core.agents.status_client import StatusClient
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
-from kvps.core.looker import Looker
 from kvps.errors import ProtocolError
-from kvps.messages import Beat, Envelope, Error, Look, Message, Packet, Role, Seen, Stop
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Beat, Error, Look, Seen, Stop
 
 AT = "tcp://127.0.0.1:9091"
 SEEN = Seen(1, "running", "going on", (), ())
 JOB = bytes(range(16))
 
 
-def looker() -> Looker:
-    one = Looker(AT, 100.0, 5.0)
+def looker() -> StatusClient:
+    one = StatusClient(AT, 100.0, 5.0)
     connect, ask = one.start(100.0)
     assert connect == Connect("scheduler", AT)
     assert asks([ask]) == 1
@@ -26,7 +27,7 @@ def asks(effects: list[Effect]) -> int:
     return len(sends)
 
 
-def hear(one: Looker, message: Message) -> list[Effect]:
+def hear(one: StatusClient, message: Message) -> list[Effect]:
     envelope = Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0)
     return list(one.on_packet("scheduler", Packet(envelope, message), 101.0))
 

@@ -5,33 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
-from kvps.core.guardian import (
+from kvps.core.agents.supervisor import (
     ASK,
     END_MAX_S,
     KILL,
     LEAVE_MAX_S,
     OVER_MAX_S,
     START,
-    Guardian,
+    Supervisor,
 )
-from kvps.core.member import Identity
+from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
+from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError, Fenced
-from kvps.messages import (
-    Beat,
-    Envelope,
-    Error,
-    Hello,
-    Leave,
-    Left,
-    Member,
-    Message,
-    Packet,
-    Role,
-    Stop,
-    View,
-    Welcome,
-)
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Beat, Error, Hello, Leave, Left, Member, Stop, View, Welcome
 
 JOB = b"job of the tests"
 AT = "tcp://127.0.0.1:9091"
@@ -44,7 +31,7 @@ class Stage:
     def __init__(self, is_replaceable: bool = True, **limits: float) -> None:
         identity = Identity(Role.WORKER, AT, "host", 9, "kvps", 2, guardian=True, master="m:1")
         self.now = 100.0
-        self.guardian = Guardian(identity, self.now, is_replaceable, **limits)
+        self.guardian = Supervisor(identity, self.now, is_replaceable, **limits)
         self.started = list(self.guardian.start(self.now))
 
     def hear(self, message: Message) -> list[Effect]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import arenas as module
-from kvps.core.arenas import Arenas
+from kvps.core.embedding import arena as module
+from kvps.core.embedding.arena import Arenas
 
 
 @pytest.fixture

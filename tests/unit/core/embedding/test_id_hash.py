@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvps.core.ids import First, first_of, servers_of
+from kvps.core.embedding.id_hash import Initializer, first_of, servers_of
 from kvps.errors import ConfigError
 
 SOME = np.array([0, 1, -1, 2**62, -(2**63)], np.int64)
@@ -25,9 +25,9 @@ def test_ids_are_spread_evenly() -> None:
 
 
 def test_first_values_are_for_ever() -> None:
-    assert First("zeros", 0.0).values(SOME, 2, 9).tolist() == [[0.0, 0.0]] * 5
-    normal = First("normal", 1.0).values(SOME[:2], 2, 9)
-    uniform = First("uniform", 1.0).values(SOME[:2], 2, 9)
+    assert Initializer("zeros", 0.0).values(SOME, 2, 9).tolist() == [[0.0, 0.0]] * 5
+    normal = Initializer("normal", 1.0).values(SOME[:2], 2, 9)
+    uniform = Initializer("uniform", 1.0).values(SOME[:2], 2, 9)
     assert normal.tolist() == [
         [0.5083160400390625, 0.1992340087890625],
         [-1.04583740234375, -1.684539794921875],
@@ -39,7 +39,7 @@ def test_first_values_are_for_ever() -> None:
 
 
 def test_a_value_depends_on_the_seed_the_id_and_the_column_alone() -> None:
-    first = First("normal", 0.5)
+    first = Initializer("normal", 0.5)
     ids = np.arange(1000)
     whole = first.values(ids, 8, 1)
     assert np.array_equal(first.values(ids[::-1].copy(), 8, 1), whole[::-1])
@@ -50,7 +50,7 @@ def test_a_value_depends_on_the_seed_the_id_and_the_column_alone() -> None:
 
 @pytest.mark.parametrize(("kind", "deviation"), [("normal", 0.1), ("uniform", 0.1 / math.sqrt(3))])
 def test_first_values_are_spread_as_their_kind_says(kind: str, deviation: float) -> None:
-    values = First(kind, 0.1).values(np.arange(50_000), 4, 7)
+    values = Initializer(kind, 0.1).values(np.arange(50_000), 4, 7)
     assert abs(values.mean()) < 0.001
     assert values.std() == pytest.approx(deviation, rel=0.01)
     near = (np.abs(values) < 0.05).mean()  # half a deviation of normal, half the bound
@@ -59,10 +59,10 @@ def test_first_values_are_spread_as_their_kind_says(kind: str, deviation: float)
 
 
 def test_what_init_may_be() -> None:
-    assert first_of("zeros") == First("zeros", 0.0)
-    assert first_of("normal") == First("normal", 0.01)
-    assert first_of("uniform") == First("uniform", 0.05)
-    assert first_of(["normal", 2]) == First("normal", 2.0)
+    assert first_of("zeros") == Initializer("zeros", 0.0)
+    assert first_of("normal") == Initializer("normal", 0.01)
+    assert first_of("uniform") == Initializer("uniform", 0.05)
+    assert first_of(["normal", 2]) == Initializer("normal", 2.0)
 
 
 @pytest.mark.parametrize(

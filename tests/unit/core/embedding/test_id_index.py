@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvps.core import index as module
-from kvps.core.index import CELLS_MIN, FULL, Index, grown
+from kvps.core.embedding import id_index as module
+from kvps.core.embedding.id_index import CELLS_MIN, FULL, IdIndex, grown
 
 
 def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
-    index = Index()
+    index = IdIndex()
     ids = np.array([7, -1, 2**62], np.int64)
     assert index.add(ids).tolist() == [0, 1, 2]
     assert index.find(np.array([2**62, 8, 7, 7], np.int64)).tolist() == [2, -1, 0, 0]
@@ -20,7 +20,7 @@ def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
 
 
 def test_nothing_is_found_for_nobody() -> None:
-    index = Index()
+    index = IdIndex()
     assert index.find(np.empty(0, np.int64)).tolist() == []
     assert index.add(np.empty(0, np.int64)).tolist() == []
     index.drop(np.empty(0, np.int64))
@@ -28,7 +28,7 @@ def test_nothing_is_found_for_nobody() -> None:
 
 
 def test_it_grows_as_often_as_it_must() -> None:
-    index = Index()
+    index = IdIndex()
     ids = np.random.default_rng(1).permutation(200_000) * 64  # alike in their last bits
     for begin in range(0, len(ids), 7001):
         index.add(ids[begin : begin + 7001])
@@ -39,7 +39,7 @@ def test_it_grows_as_often_as_it_must() -> None:
 
 
 def test_slots_of_dropped_ids_are_used_again_first() -> None:
-    index = Index()
+    index = IdIndex()
     index.add(np.arange(10))
     index.drop(np.array([7, 2, 5]))
     index.check()
@@ -54,7 +54,7 @@ def test_slots_of_dropped_ids_are_used_again_first() -> None:
 
 
 def test_growing_leaves_the_dropped_dropped() -> None:
-    index = Index()
+    index = IdIndex()
     index.add(np.arange(600))
     index.drop(np.arange(300))
     index.add(np.arange(1000, 1000 + int(FULL * CELLS_MIN)))
@@ -64,7 +64,7 @@ def test_growing_leaves_the_dropped_dropped() -> None:
 
 def test_there_are_no_more_slots_than_four_octets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLOTS_MAX", 10)
-    index = Index()
+    index = IdIndex()
     index.add(np.arange(10))
     with pytest.raises(OverflowError, match="10 slots"):
         index.add(np.array([10]))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.core.ids import First
-from kvps.core.recipe import Recipe, recipe_of
+from kvps.core.embedding.id_hash import Initializer
+from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.errors import ConfigError
 
 
-def made(**given: Any) -> Recipe:
+def made(**given: Any) -> EmbeddingSpec:
     plain: dict[str, Any] = {
         "name": "words",
         "dim": 4,
@@ -29,7 +29,7 @@ def made(**given: Any) -> Recipe:
 
 def test_arguments_become_a_recipe() -> None:
     recipe = made(init=("normal", 0.5), evict={"age": 10, "rows": 100}, admit=2, seed=7, lr=0.25)
-    assert (recipe.dim, recipe.dtype, recipe.first) == (4, "float32", First("normal", 0.5))
+    assert (recipe.dim, recipe.dtype, recipe.first) == (4, "float32", Initializer("normal", 0.5))
     assert (recipe.admit, recipe.max_age, recipe.max_rows, recipe.seed) == (2, 10, 100, 7)
     assert recipe.hyper.number("lr") == 0.25
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvps.core.hyper import resolve
-from kvps.core.rules import RULES, State, Terms, Updater
+from kvps.core.optim.base import RULES, State, Terms, Updater
+from kvps.core.optim.hyperparams import resolve
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:

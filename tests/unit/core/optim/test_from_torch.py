@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvps.core.hyper import resolve
-from kvps.core.torch_optim import NAMES, describe
+from kvps.core.optim.from_torch import NAMES, describe
+from kvps.core.optim.hyperparams import resolve
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.core import lazy
-from kvps.core.hyper import resolve
-from kvps.core.rules import MASTER
-from kvps.core.updaters import UPDATERS, State, Updater, create
+from kvps.core.optim import sparse_update
+from kvps.core.optim.base import MASTER
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.optim.torch_rules import UPDATERS, State, Updater, create
 
 COUNT, WIDTH = 20, 6
 LAZY = sorted(set(UPDATERS) - {"lars", "lamb"})
@@ -31,7 +31,7 @@ class Table:
     def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         self.step += 1
         lr, weight_decay = self.hyper.for_key("")
-        lazy.update_rows(
+        sparse_update.update_rows(
             self.weights,
             self.state,
             ids,
@@ -176,7 +176,7 @@ def test_many_rows_are_updated_block_by_block(monkeypatch: pytest.MonkeyPatch) -
     gradients = steps(3, touched=11)
     for ids, rows in gradients:
         whole.update(ids, rows)
-    monkeypatch.setattr(lazy, "BLOCK_COUNT", 4 * WIDTH)
+    monkeypatch.setattr(sparse_update, "BLOCK_COUNT", 4 * WIDTH)
     for ids, rows in gradients:
         cut.update(ids, rows)
     assert torch.equal(whole.weights, cut.weights)
@@ -199,6 +199,6 @@ def test_a_rule_that_needs_norms_is_refused(name: str) -> None:
 @pytest.mark.parametrize("before", [None, torch.tensor([0, 2]), torch.tensor([2])])
 def test_assigned_rows_are_all_that_is_not_zero(before: torch.Tensor | None) -> None:
     weights = torch.tensor([[1.0, 1.0], [0.0, 0.0], [3.0, 3.0]]).half()
-    lazy.assign_rows(weights, torch.tensor([1, 2]), torch.full((2, 2), 5.0), before)
+    sparse_update.assign_rows(weights, torch.tensor([1, 2]), torch.full((2, 2), 5.0), before)
     first = 1.0 if before is not None and 0 not in before else 0.0  # not known to have a value
     assert weights.tolist() == [[first, first], [5.0, 5.0], [5.0, 5.0]]

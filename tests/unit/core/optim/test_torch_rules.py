@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvps.core import hyper as hyper_module
-from kvps.core import updaters
-from kvps.core.hyper import SCHEMAS, Hyper, Schema, resolve
-from kvps.core.updaters import UPDATERS, NAdam, State, Terms, Updater, create, register
+from kvps.core.optim import hyperparams as hyper_module
+from kvps.core.optim import torch_rules
+from kvps.core.optim.hyperparams import SCHEMAS, HyperParams, Schema, resolve
+from kvps.core.optim.torch_rules import UPDATERS, NAdam, State, Terms, Updater, create, register
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def by_slices(case: Case, start: Tensor) -> Tensor:
     return weight
 
 
-def by_chunk(hyper: Hyper, weight: Tensor) -> State:
+def by_chunk(hyper: HyperParams, weight: Tensor) -> State:
     """Train all of a chunk at once, in place; return the state."""
     updater = create(hyper)
     lr, decay = hyper.for_key("any")
@@ -342,7 +342,7 @@ class Halved(Updater):
 
 
 def test_a_plug_in_adds_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updaters, "UPDATERS", dict(UPDATERS))
+    monkeypatch.setattr(torch_rules, "UPDATERS", dict(UPDATERS))
     monkeypatch.setattr(hyper_module, "SCHEMAS", dict(SCHEMAS))
     register("halved", Halved, Schema.of("halved", lr=0.5))
     updater = create(resolve("Halved", {}))
@@ -369,4 +369,4 @@ def test_a_name_without_a_class_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="no updater is registered for optimizer 'ghost'; use one of: adadelta, "
     ):
-        create(Hyper("ghost", {}))
+        create(HyperParams("ghost", {}))

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.barriers import NAME_MAX, NAMES_MAX, OPEN_MAX, Answer, Barriers, Passed, Waiter
+from kvps.core.scheduler.barriers import (
+    NAME_MAX,
+    NAMES_MAX,
+    OPEN_MAX,
+    Answer,
+    Barriers,
+    Passed,
+    Waiter,
+)
 from kvps.errors import ConfigError, Overload, WorkerLost
-from kvps.messages import Barrier, Error, Released
+from kvps.protocol.membership import Barrier, Error, Released
 
 
 def stand(

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.barriers import Waiter
-from kvps.core.checkpoints import RETRY_S, Checkpoints
-from kvps.core.cuts import AGAIN_S, HALT_MAX_S
+from kvps.core.scheduler.barriers import Waiter
+from kvps.core.scheduler.checkpoint_coordinator import RETRY_S, CheckpointCoordinator
+from kvps.core.scheduler.cut import AGAIN_S, HALT_MAX_S
 from kvps.errors import BY_CODE, ConfigError, StorageError
-from kvps.messages import (
+from kvps.protocol.checkpoint import (
     Checkpoint,
     Checkpointed,
     Commit,
     Committed,
-    Error,
     GiveUp,
     Halt,
     Halted,
     ImageKept,
     ImageTaken,
-    Message,
-    Node,
     Proceed,
     Proceeding,
     Recall,
     Restore,
     Restored,
-    Role,
     Shelf,
     TakeImage,
 )
+from kvps.protocol.envelope import Message, Node, Role
+from kvps.protocol.membership import Error
 
 SERVERS = WORKERS = 2
 W0, W1 = Node(Role.WORKER, 0), Node(Role.WORKER, 1)
@@ -41,7 +39,7 @@ class Desk:
     """Checkpoints, a clock, and what was said since the last look."""
 
     def __init__(self, every_s: float = EVERY_S, shelves: bool = True) -> None:
-        self.core = Checkpoints(WORKERS, SERVERS)
+        self.core = CheckpointCoordinator(WORKERS, SERVERS)
         self.now = 100.0
         self.meet()
         if shelves:
@@ -296,6 +294,8 @@ class TestByWish:
                 "StorageError: checkpoint 1 was given up: server 0: /home/worker: no space left",
             )
         ]
+        with pytest.raises(StorageError, match="was given up: server 0"):
+            desk.ask(1)  # who comes late hears the same
         desk.hear(*[(node, Proceeding(1, True)) for node in (W0, W1)])
         assert desk.wait(1e3) == []
 

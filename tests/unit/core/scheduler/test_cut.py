@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.cuts import HALT_MAX_S, Cut, Stage
-from kvps.messages import (
+from kvps.core.scheduler.cut import HALT_MAX_S, Cut, CutStage
+from kvps.protocol.checkpoint import (
     Commit,
     Committed,
     GiveUp,
@@ -14,14 +14,12 @@ from kvps.messages import (
     ImageKept,
     ImageSum,
     ImageTaken,
-    Message,
-    Node,
     Proceed,
     Proceeding,
-    Role,
     StoreSum,
     TakeImage,
 )
+from kvps.protocol.envelope import Message, Node, Role
 
 W0, W1 = Node(Role.WORKER, 0), Node(Role.WORKER, 1)
 S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
@@ -63,7 +61,7 @@ def test_who_is_behind_goes_on_to_where_the_others_are() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
     assert list(cut.letters()) == [(W1, Halt(7, {"kv": 6}))]
     hear(cut, (W1, Halted(7, {"kv": 6})))
-    assert cut.stage is Stage.IMAGING
+    assert cut.stage is CutStage.IMAGING
 
 
 @pytest.mark.spec("R134")
@@ -72,14 +70,14 @@ def test_one_in_the_middle_of_a_step_takes_the_others_along() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})), (W1, Halted(7, {"kv": 6}, stands=False)))
     assert list(cut.letters()) == [(W0, Halt(7, {"kv": 6})), (W1, Halt(7, {"kv": 6}))]
     hear(cut, (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 6}, stands=False)))
-    assert cut.stage is Stage.HALTING
+    assert cut.stage is CutStage.HALTING
     hear(cut, (W1, Halted(7, {"kv": 6})))
-    assert cut.stage is Stage.IMAGING
+    assert cut.stage is CutStage.IMAGING
 
 
 def test_a_worker_without_the_store_stands_anywhere() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {})))
-    assert cut.stage is Stage.IMAGING
+    assert cut.stage is CutStage.IMAGING
 
 
 @pytest.mark.spec("R134")
@@ -87,7 +85,7 @@ def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> N
     cut = stand(cut_of())
     assert list(cut.letters()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
     hear(cut, (S0, ImageTaken(7)))
-    assert cut.stage is Stage.IMAGING
+    assert cut.stage is CutStage.IMAGING
     hear(cut, (S1, ImageTaken(7)))
     assert set(cut.letters()) == {
         (S0, TakeImage(7)),
@@ -102,7 +100,7 @@ def test_it_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> Non
     cut = to_writing(cut_of())
     hear(cut, (S0, kept(1, StoreSum("kv", 2, 5, 5), StoreSum("a", 1, 9, 9))))
     hear(cut, (S1, kept(2, StoreSum("kv", 1, 4, 6))), (W0, Proceeding(7, True)))
-    assert cut.stage is Stage.WRITING
+    assert cut.stage is CutStage.WRITING
     hear(cut, (W1, Proceeding(7, True)))
     images = (ImageSum(1, f"{1:064x}"), ImageSum(2, f"{2:064x}"))
     commit = Commit(7, "best", 3, images, (StoreSum("kv", 3, 4, 6), StoreSum("a", 1, 9, 9)))
@@ -111,16 +109,16 @@ def test_it_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> Non
     assert list(cut.letters()) == [(S0, commit)]
     assert not cut.is_over
     hear(cut, (S0, Committed(7)))
-    assert cut.stage is Stage.COMPLETE
+    assert cut.stage is CutStage.COMPLETE
     assert cut.is_over
     assert not list(cut.letters())
     cut.give_up("too late")
-    assert cut.stage is Stage.COMPLETE
+    assert cut.stage is CutStage.COMPLETE
 
 
 def test_an_image_that_is_on_the_disk_was_taken() -> None:
     cut = hear(stand(cut_of()), (S0, kept(1)), (S1, kept(2)))
-    assert cut.stage is Stage.WRITING
+    assert cut.stage is CutStage.WRITING
 
 
 @pytest.mark.spec("R137")
@@ -136,7 +134,7 @@ def test_what_goes_wrong_anywhere_ends_it(
     node: Node, message: Message, reason: str, by_worker: bool
 ) -> None:
     cut = hear(to_writing(cut_of()), (node, message))
-    assert cut.stage is Stage.GIVEN_UP
+    assert cut.stage is CutStage.GIVEN_UP
     assert (cut.reason, cut.by_worker) == (reason, by_worker)
     letters = list(cut.letters())
     assert (S0, GiveUp(7)) in letters
@@ -151,7 +149,7 @@ def test_members_that_come_or_go_end_it() -> None:
     both = frozenset({0, 1})
     cut = to_writing(cut_of())
     cut.meet(both, both)
-    assert cut.stage is Stage.WRITING
+    assert cut.stage is CutStage.WRITING
     cut.meet(frozenset({0}), both)
     assert cut.reason == "a worker came or went"
     cut = to_writing(cut_of())
@@ -162,14 +160,14 @@ def test_members_that_come_or_go_end_it() -> None:
 def test_a_worker_that_has_said_that_it_stood_may_go() -> None:
     cut = hear(to_writing(cut_of()), (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
     cut.meet(frozenset({0}), frozenset({0, 1}))
-    assert cut.stage is Stage.WRITING
+    assert cut.stage is CutStage.WRITING
 
 
 @pytest.mark.spec("R137")
 def test_nobody_stands_for_ever() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
     cut.on_time(10.0 + HALT_MAX_S - 1)
-    assert cut.stage is Stage.HALTING
+    assert cut.stage is CutStage.HALTING
     cut.on_time(10.0 + HALT_MAX_S)
     assert cut.reason == "workers [1] were in the middle of a step for 30 s"
     cut = hear(stand(cut_of()), (S0, ImageTaken(7)))

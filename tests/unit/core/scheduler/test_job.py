@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core import pace
-from kvps.core.effects import Exit, Save, Send
-from kvps.core.job import LOOK_EVERY_S, Job, Place, next_job
-from kvps.core.seats import NAME_MAX, SEATS_MAX, Settings, State
+from kvps.core.effects import Effect, Exit, Save, Send
+from kvps.core.scheduler import pace
+from kvps.core.scheduler.job import LOOK_EVERY_S, Job, Place, next_job
+from kvps.core.scheduler.seat import NAME_MAX, SEATS_MAX, Settings, State
 from kvps.errors import WorkerLost
-from kvps.messages import Envelope, Error, Hello, Node, Packet, Released, Role, Stop, View, Welcome
-from kvps.wire import decode, encode
-from tests.stage import JOB, Stage, exits, notes, sent, told
+from kvps.protocol.envelope import Envelope, Node, Packet, Role
+from kvps.protocol.membership import Error, Hello, Released, Stop, View, Welcome
+from kvps.protocol.wire import decode, encode
+from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
 
 WELL = Exit(0, "every worker left (2 of 2)")
 
@@ -122,24 +123,81 @@ def test_ends_badly_when_one_is_gone_and_nobody_is_left() -> None:
     assert end == Exit(1, "no worker is here; worker 0 is gone (exit code 1)")
 
 
-@pytest.mark.spec("R36")
+def why_it_waits(effects: list[Effect]) -> list[str]:
+    return [note for note in notes(effects) if "no worker is here; waiting" in note]
+
+
+@pytest.mark.spec("R36", "R210")
 def test_waits_for_the_replacement_of_the_last_worker_but_not_for_ever() -> None:
     stage = running()
     stage.leave("w0")
-    stage.leave("w1", done=False, code=1)
-    assert not exits(stage.wait(239.9, beating=["s0"]))
+    effects = stage.leave("w1", done=False, code=1)
+    effects += stage.wait(29.9, beating=["s0"])
+    assert not exits(effects)
+    assert why_it_waits(effects) == [
+        "warning: no worker is here; waiting 30 s for a replacement, then the job ends: worker 1 is "
+        "lost (exit code 1)"
+    ]
     effects = stage.wait(0.1, beating=["s0"])
     assert [end.code for end in exits(effects)] == [1]
     assert sent(effects, Stop, "s0")
+    assert not why_it_waits(effects)
 
 
+@pytest.mark.spec("R210")
+def test_the_others_may_go_on_for_long_without_one_whom_nobody_waits_for() -> None:
+    stage = running()
+    effects = stage.leave("w1", done=False)
+    effects += stage.wait(300, beating=["s0", "w0"])
+    assert not why_it_waits(effects)
+    effects = stage.leave("w0")
+    assert [end.code for end in exits(effects)] == [1], "it had its time"
+
+
+@pytest.mark.spec("R210")
+def test_what_is_left_of_the_time_is_told_when_the_others_have_ended() -> None:
+    stage = running(3)
+    stage.leave("w1", done=False)
+    stage.wait(5, beating=["s0", "w0", "w2"])
+    stage.leave("w2", done=False)
+    stage.wait(10, beating=["s0", "w0"])
+    effects = stage.leave("w0")
+    assert why_it_waits(effects) == [
+        "warning: no worker is here; waiting 20 s for a replacement, then the job ends: worker 1 is "
+        "lost (exit code 0), worker 2 is lost (exit code 0)"
+    ]
+    assert not exits(stage.wait(19.9, beating=["s0"]))
+    assert exits(stage.wait(0.1, beating=["s0"]))
+
+
+@pytest.mark.spec("R210")
+def test_all_who_fall_silent_together_are_waited_for_once() -> None:
+    stage = running(2)
+    effects = stage.wait(41.9, beating=["s0"])
+    assert len(why_it_waits(effects)) == 1
+    assert not exits(effects)
+    assert exits(stage.wait(0.1, beating=["s0"]))
+
+
+@pytest.mark.spec("R210")
+def test_a_scheduler_that_is_started_again_says_for_whom_it_waits() -> None:
+    stage = running(1, persist=True)
+    stage.leave("w0", done=False)
+    effects = stage.restart()
+    assert len(why_it_waits(effects)) == 1
+    assert exits(stage.wait(30, beating=["s0"]))
+
+
+@pytest.mark.spec("R210")
 def test_a_replacement_keeps_the_job_alive() -> None:
     stage = running(1)
     stage.leave("w0", done=False)
-    assert not exits(stage.wait(200, beating=["s0"]))
+    assert not exits(stage.wait(29, beating=["s0"]))
     stage.hello("w1")
     assert not exits(stage.wait(200, beating=["s0", "w1"]))
-    assert exits(stage.leave("w1")) == [Exit(0, "every worker left (1 of 1)")]
+    assert why_it_waits(stage.leave("w1", done=False)), "a second wait is told of again"
+    stage.hello("w2")
+    assert exits(stage.leave("w2")) == [Exit(0, "every worker left (1 of 1)")]
 
 
 class TestFarewell:

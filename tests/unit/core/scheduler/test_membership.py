@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.membership import LINKS_MAX, Seats
-from kvps.core.seats import Settings, State
+from kvps.core.scheduler.membership import LINKS_MAX, Membership
+from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
-from kvps.messages import Envelope, Hello, Leave, Node, Role
+from kvps.protocol.envelope import Envelope, Node, Role
+from kvps.protocol.membership import Hello, Leave
 
 W0, W1, S0 = Node(Role.WORKER, 0), Node(Role.WORKER, 1), Node(Role.SERVER, 0)
 
 
-def seats(workers: int = 2, servers: int = 1) -> Seats:
-    return Seats(Settings(workers, servers))
+def seats(workers: int = 2, servers: int = 1) -> Membership:
+    return Membership(Settings(workers, servers))
 
 
 def hello(
     rank: int | None = None, role: Role = Role.WORKER, pid: int = 7, guardian: bool = False
 ) -> Hello:
     return Hello(1, 0, "kvps", 0, role, rank, "host", pid, "", guardian)
+
+
+NEW = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 0)
 
 
 def envelope(node: Node, incarnation: int) -> Envelope:
@@ -87,7 +91,7 @@ class TestTake:
             assert set(table.routes) == {"a", "g"}, "its own, another's, or too soon"
         table.part_mute("b", hello(1, pid=11), 4.0)
         assert set(table.routes) == {"g"}
-        assert table.doubt(hello(1, pid=11)) == ""
+        assert table.doubt("b", NEW, hello(1, pid=11), 4.0) == ""
         seat, replaces = table.take("b", hello(1, pid=11), 4.0)
         assert (seat.node, seat.incarnation, replaces) == (W1, 3, True)
         table.check()
@@ -105,16 +109,92 @@ class TestTake:
         table = seats()
         table.take("a", hello(0), 1.0)
         table.take("b", hello(1), 1.0)
-        assert table.doubt(hello(pid=8)) == ""
         table.drop("a", 2.0)
-        assert "worker 0 has broken off" in table.doubt(hello(pid=8))
-        assert "worker 0 has broken off" in table.doubt(hello(0, pid=8))
-        assert table.doubt(hello(1, pid=8)) == ""
-        assert table.doubt(hello(0, pid=7)) == ""
+        assert "worker 0 has broken off" in table.doubt("x", NEW, hello(pid=8), 2.0)
+        assert "worker 0 has broken off" in table.doubt("x", NEW, hello(0, pid=8), 2.0)
+        assert "worker 1, held by host:7" in table.doubt("x", NEW, hello(1, pid=8), 2.0)
+        assert table.doubt("x", NEW, hello(0, pid=7), 2.0) == ""
+
+
+class TestDoubt:
+    """Who wants a seat that is taken waits until its holder has proved that it lives, or is lost."""
+
+    def both(self) -> Membership:
+        table = seats()
+        table.take("a", hello(0, pid=1, guardian=True), 1.0)
+        table.take("b", hello(1, pid=2), 1.0)
+        return table
+
+    def asked(self, table: Membership) -> dict[str, int]:
+        letters, table.claims.letters = table.claims.letters, []
+        return {str(route): one.number for route, one in letters}
+
+    @pytest.mark.spec("R215")
+    def test_only_an_answer_to_what_was_asked_since_proves_something(self) -> None:
+        table = self.both()
+        link = table.by_node[W1].links["b"]
+        assert "is asked whether it lives" in table.doubt("x", NEW, hello(1), 2.0)
+        (number,) = self.asked(table).values()
+        assert number == link.challenge
+        link.proved = number
+        assert table.doubt("x", NEW, hello(1), 3.0) == ""
+        assert "is asked" in table.doubt("y", NEW, hello(1), 3.0), "it came later"
+        assert self.asked(table)["b"] > number
+
+    @pytest.mark.spec("R215")
+    def test_who_is_refused_and_comes_again_is_another_newcomer(self) -> None:
+        table = self.both()
+        table.doubt("x", NEW, hello(1), 2.0)
+        table.by_node[W1].links["b"].proved = self.asked(table)["b"]
+        table.claims.close("x")
+        assert "is asked" in table.doubt("x", NEW, hello(1), 3.0)
+
+    @pytest.mark.spec("R216")
+    def test_a_holder_is_asked_the_same_until_it_answers_but_not_by_everybody(self) -> None:
+        table = self.both()
+        table.doubt("x", NEW, hello(1), 2.0)
+        first = self.asked(table)
+        table.doubt("x", NEW, hello(1), 2.4)
+        table.doubt("y", NEW, hello(1), 2.4)
+        assert self.asked(table) == {}
+        table.doubt("x", NEW, hello(1), 3.0)
+        assert self.asked(table) == first
+        table.doubt("y", NEW, hello(1), 4.0)
+        assert self.asked(table)["b"] > first["b"], "the first one is older than this newcomer"
+
+    @pytest.mark.spec("R217")
+    def test_a_command_proves_nothing_for_its_guardian(self) -> None:
+        table = self.both()
+        table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
+        assert "worker 0, held by host:1, is asked" in table.doubt("x", NEW, hello(0), 2.0)
+        assert set(self.asked(table)) == {"a", "child"}
+        seat = table.by_node[W0]
+        seat.links["child"].proved = seat.links["child"].challenge
+        assert "is asked" in table.doubt("x", NEW, hello(0), 3.0)
+        assert set(self.asked(table)) == {"a"}
+        seat.links["a"].proved = seat.links["a"].challenge
+        assert table.doubt("x", NEW, hello(0), 4.0) == ""
+
+    @pytest.mark.spec("R215")
+    def test_any_rank_is_refused_when_all_have_proved(self) -> None:
+        table = self.both()
+        assert "worker 0" in table.doubt("x", NEW, hello(), 2.0)
+        for route, number in self.asked(table).items():
+            assert table.doubt("x", NEW, hello(), 2.0)
+            table.routes[route].links[route].proved = number
+        assert table.doubt("x", NEW, hello(), 2.0) == ""
+
+    def test_nobody_is_asked_for_a_seat_that_is_free_or_given_no_more(self) -> None:
+        table = self.both()
+        table.by_node[W1].leave(Leave(True, 0, True, ""), 2.0)
+        assert table.doubt("x", NEW, hello(1), 2.0) == ""
+        table.by_node[W0].lose("silent", 2.0)
+        assert table.doubt("x", NEW, hello(), 2.0) == ""
+        assert self.asked(table) == {}
 
 
 class TestAttach:
-    def guarded(self) -> Seats:
+    def guarded(self) -> Membership:
         table = seats()
         table.take("guardian", hello(0, guardian=True), 1.0)
         return table
@@ -130,6 +210,11 @@ class TestAttach:
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
         with pytest.raises(ConfigError, match="host:8 already speaks for worker 0"):
             table.attach("other", envelope(W0, 1), hello(0, pid=9), 3.0)
+        waits = "host:8 speaks for worker 0, and is asked whether it lives"
+        assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == waits
+        assert [one.number for _, one in table.claims.letters] == [3_000_000]
+        table.by_node[W0].links["child"].proved = 3_000_000
+        assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == ""
         again = table.attach("child again", envelope(W0, 1), hello(0, pid=8), 3.0)
         assert set(again.links) == {"guardian", "child again"}
         later = table.attach("other", envelope(W0, 1), hello(0, pid=9), 15.0)
@@ -251,7 +336,7 @@ class TestLoss:
         table.take("a", hello(0), 0.0)
         table.by_node[W0].lose("silent", 12.0)
         assert table.due(formed=False) is None
-        assert table.due(formed=True) == 252.0
+        assert table.due(formed=True) == 42.0
         table.take("b", hello(1), 13.0)
         assert table.due(formed=True) == 25.0
 
@@ -261,7 +346,7 @@ class TestLoss:
         table.take("b", hello(1, pid=8), 5.0)
         assert len(table.expire(12.0)) == 1
         assert len(table.expire(17.0)) == 1
-        assert table.due(formed=True) == 257.0
+        assert table.due(formed=True) == 47.0
 
 
 def test_the_next_job_keeps_the_servers_that_are_here() -> None:

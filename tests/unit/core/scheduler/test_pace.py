@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from kvps.core.pace import AHEAD_S, ROWS_PER_S, Pace
+from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S, ViewRateLimiter
 
 LARGE = 1_064 * 1_064
 """Rows of the views of 1,000 workers and 64 servers."""
 
 
 def test_the_first_may_go_at_once() -> None:
-    assert Pace().free_at < 0.0
+    assert ViewRateLimiter().free_at < 0.0
 
 
 def test_those_of_few_members_need_not_wait_for_each_other() -> None:
-    pace = Pace()
+    pace = ViewRateLimiter()
     for _ in range(100):
         pace.spend(10 * 10, 5.0)
     assert pace.free_at <= 5.0
 
 
 def test_those_of_many_go_about_once_a_second() -> None:
-    pace = Pace()
+    pace = ViewRateLimiter()
     pace.spend(LARGE, 5.0)
     assert pace.free_at == 5.0 + LARGE / ROWS_PER_S - AHEAD_S
     pace.spend(LARGE, pace.free_at)
@@ -28,7 +28,7 @@ def test_those_of_many_go_about_once_a_second() -> None:
 
 
 def test_a_quiet_time_is_not_saved_up() -> None:
-    pace = Pace()
+    pace = ViewRateLimiter()
     pace.spend(LARGE, 5.0)
     pace.spend(LARGE, 500.0)
     assert pace.free_at == 500.0 + LARGE / ROWS_PER_S - AHEAD_S

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.phase import Phase, assess
-from kvps.core.seats import Seat, Settings, State
-from kvps.messages import Node, Role
+from kvps.core.scheduler.phase import Phase, assess
+from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.protocol.envelope import Node, Role
 
 STATES = {"e": State.EMPTY, "h": State.HELD, "f": State.LEFT, "l": State.LOST, "g": State.GONE}
 
@@ -61,7 +61,7 @@ def test_before_the_job_has_formed(workers: str, servers: str, phase: str, reaso
             "fl",
             "l",
             "running",
-            "no worker is here; worker 1 is lost (why); a replacement may come within 240 s of a loss",
+            "no worker is here; worker 1 is lost (why); a replacement may come within 30 s of a loss",
         ),
         ("ff", "l", "ending", "every worker left (2 of 2)"),
         ("fg", "l", "ending", "no worker is here; worker 1 is gone (why)"),
@@ -72,8 +72,8 @@ def test_once_it_has_formed(workers: str, servers: str, phase: str, reason: str)
 
 
 def test_a_lost_worker_is_waited_for_only_so_long() -> None:
-    assert stands("fl", "h", True, now=239.9)[0] == "running"
-    assert stands("fl", "h", True, now=240.0) == (
+    assert stands("fl", "h", True, now=29.9)[0] == "running"
+    assert stands("fl", "h", True, now=30.0) == (
         "ending",
         "no worker is here; worker 1 is lost (why)",
     )

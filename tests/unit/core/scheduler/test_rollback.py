@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.recovery import Recovery
-from kvps.messages import Node, Proceed, Recall, Restore, Restored, Role, Shelf
+from kvps.core.scheduler.rollback import Rollback
+from kvps.protocol.checkpoint import Proceed, Recall, Restore, Restored, Shelf
+from kvps.protocol.envelope import Node, Role
 
 S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
 
@@ -16,7 +17,7 @@ def shelf(*cuts: int, epoch: int = 4) -> Shelf:
 
 @pytest.mark.spec("R140")
 def test_the_newest_cut_that_all_have_is_chosen() -> None:
-    recovery = Recovery(4, 2)
+    recovery = Rollback(4, 2)
     assert list(recovery.letters()) == [(S0, Recall(4)), (S1, Recall(4))]
     recovery.hear(0, shelf(3, 5, 8))
     assert list(recovery.letters()) == [(S1, Recall(4))]
@@ -32,7 +33,7 @@ def test_the_newest_cut_that_all_have_is_chosen() -> None:
 
 @pytest.mark.spec("R140")
 def test_without_a_common_cut_there_is_no_return() -> None:
-    recovery = Recovery(4, 2)
+    recovery = Rollback(4, 2)
     recovery.hear(0, shelf(8))
     recovery.hear(1, shelf())
     assert recovery.failure == "no cut is complete on all servers"
@@ -41,7 +42,7 @@ def test_without_a_common_cut_there_is_no_return() -> None:
 
 @pytest.mark.spec("R140")
 def test_a_cut_that_a_server_cannot_read_is_passed_over_by_all() -> None:
-    recovery = Recovery(4, 2)
+    recovery = Rollback(4, 2)
     recovery.hear(0, shelf(7, 8))
     recovery.hear(1, shelf(7, 8))
     recovery.hear(0, Restored(4, 8))
@@ -57,8 +58,8 @@ def test_a_cut_that_a_server_cannot_read_is_passed_over_by_all() -> None:
 
 
 def test_answers_of_another_epoch_do_not_count() -> None:
-    recovery = Recovery(4, 1)
+    recovery = Rollback(4, 1)
     recovery.hear(0, shelf(8, epoch=3))
     recovery.hear(0, Restored(3, 8))
     recovery.hear(0, Proceed(1))
-    assert recovery == Recovery(4, 1)
+    assert recovery == Rollback(4, 1)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from kvps.core.barriers import Passed
-from kvps.core.seats import Settings, State
-from kvps.core.snapshot import FORMAT, Snapshot, dump, load
+from kvps.core.scheduler.barriers import Passed
+from kvps.core.scheduler.saved_state import FORMAT, SavedState, dump, load
+from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
-from kvps.messages import Node, Role
-from tests.stage import JOB, Stage
+from kvps.protocol.envelope import Node, Role
+from tests.support.scheduler_harness import JOB, Stage
 
 CUTS = (12, 11, 2, True, 7)
 
 
-def snapshot_of(stage: Stage) -> Snapshot:
+def snapshot_of(stage: Stage) -> SavedState:
     job = stage.scheduler.job
     passed, resumed = job.barriers.passed, job.barriers.resumed
-    return Snapshot(job.name, job.number, job.formed, job.seats, passed, resumed, CUTS)
+    return SavedState(job.name, job.number, job.formed, job.seats, passed, resumed, CUTS)
 
 
 def test_round_trip() -> None:

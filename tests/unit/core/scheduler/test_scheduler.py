@@ -9,39 +9,40 @@ from dataclasses import replace
 import pytest
 
 from kvps.core.effects import Effect, Note, Send
-from kvps.core.job import LOOK_EVERY_S
-from kvps.core.presence import QUIET_AFTER_S
+from kvps.core.liveness import QUIET_AFTER_S
+from kvps.core.scheduler.job import LOOK_EVERY_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
-from kvps.messages import (
-    Barrier,
-    Beat,
+from kvps.protocol.checkpoint import (
     Checkpoint,
     Committed,
-    Done,
-    Envelope,
-    Error,
     Halt,
     Halted,
     ImageTaken,
+    Proceeding,
+    Recall,
+    Restored,
+)
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import (
+    Alive,
+    Barrier,
+    Beat,
+    Challenge,
+    Done,
+    Error,
     Left,
-    Message,
-    Packet,
     Pending,
     Probed,
-    Proceeding,
-    Pull,
-    Recall,
     Released,
-    Restored,
     Resume,
     Resumed,
-    Role,
-    Status,
     Stop,
     View,
     Welcome,
 )
-from tests.stage import JOB, Stage, exits, notes, sent, told
+from kvps.protocol.stores import Status
+from kvps.protocol.values import Pull
+from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
 
 
 def running(workers: int = 2, servers: int = 1, **limits: object) -> Stage:
@@ -90,11 +91,89 @@ class TestHello:
         stage = running()
         before = stage.scheduler.snapshot()
         for rank in (0, 1, 2, None):
+            stage.now += 1
+            for route in told(stage.hello("x", "worker", rank), Challenge):
+                stage.alive(route)
             effects = stage.hello("x", "worker", rank)
             assert told(effects, Error) == ["x"]
             assert sent(effects, Error)[0].code == ConfigError.code
             assert notes(effects)[0].startswith("warning: refused host-x:7: ")
         assert stage.scheduler.snapshot() == before
+
+    @pytest.mark.spec("R20", "R215")
+    def test_of_a_taken_seat_waits_for_a_proof(self) -> None:
+        stage = running()
+        effects = stage.hello("x", "worker", 0)
+        assert told(effects, Challenge) == ["w0"]
+        assert notes(effects) == [
+            "info: host-x:7 waits: worker 0, held by host-w0:7, is asked whether it lives"
+        ]
+        stage.beat("w0")
+        effects = stage.hello("x", "worker", 0)
+        assert [one.reason for one in sent(effects, Beat, "x")] == [
+            "worker 0, held by host-w0:7, is asked whether it lives"
+        ]
+        assert not notes(effects), "said once"
+        stage.alive("w0")
+        (error,) = sent(stage.hello("x", "worker", 0), Error)
+        assert error.code == ConfigError.code
+        assert not sent(stage.hello("x", "worker", 0), Error), "it came again, and is another one"
+
+    @pytest.mark.spec("R215")
+    def test_of_a_taken_seat_gets_it_when_the_holder_is_lost(self) -> None:
+        stage = running()
+        stage.hello("x", "worker", 0)
+        stage.wait(11.5, ["s0", "w1"])
+        assert not sent(stage.hello("x", "worker", 0), Welcome)
+        stage.wait(0.5, ["s0", "w1"])
+        (welcome,) = sent(stage.hello("x", "worker", 0), Welcome)
+        assert (welcome.rank, welcome.incarnation) == (0, 4)
+
+    @pytest.mark.spec("R218")
+    def test_an_answer_to_what_was_never_asked_proves_nothing(self) -> None:
+        """It was asked by the scheduler before this one, and lay in its sender's queue."""
+        stage = running(persist=True)
+        stage.hello("x", "worker", 0)
+        stage.restart()
+        stage.hello("x", "worker", 0)
+        former = stage.peers["w0"].challenge
+        stage.now += 1
+        stage.alive("w0")
+        assert told(stage.hello("x", "worker", 0), Challenge) == ["w0"]
+        stage.say("w0", Alive(former))
+        assert not sent(stage.hello("x", "worker", 0), Error)
+        stage.alive("w0")
+        assert sent(stage.hello("x", "worker", 0), Error)
+
+    @pytest.mark.spec("R217", "R218")
+    def test_a_guardian_is_known_by_its_answer_after_a_restart(self) -> None:
+        stage = Stage(1, 1, persist=True)
+        stage.hello("s0")
+        stage.hello("w0", guardian=True)
+        stage.attach("wc", "w0", pid=9)
+        stage.restart()
+        stage.beat("wc")
+        assert told(stage.hello("x", "worker", 0), Challenge) == ["wc"]
+        stage.alive("wc")
+        assert not sent(stage.hello("x", "worker", 0), Error)
+        stage.beat("w0")
+        assert told(stage.hello("x", "worker", 0), Challenge) == ["w0"]
+        stage.alive("w0", guardian=True)
+        assert sent(stage.hello("x", "worker", 0), Error)
+
+    @pytest.mark.spec("R219")
+    def test_of_another_command_under_a_guardian_waits_for_a_proof(self) -> None:
+        stage = Stage(1, 1)
+        stage.hello("s0")
+        stage.hello("w0", guardian=True)
+        stage.attach("a", "w0", pid=8)
+        assert told(stage.attach("b", "w0", pid=9), Challenge) == ["a"]
+        stage.alive("a")
+        (error,) = sent(stage.hello("b", "worker", 0, pid=9), Error)
+        assert "host-a:8 already speaks for worker 0" in error.text
+        stage.attach("b", "w0", pid=9)
+        stage.drop("a")
+        assert sent(stage.hello("b", "worker", 0, pid=9), Welcome)
 
     @pytest.mark.spec("R20")
     def test_of_a_rank_that_left(self) -> None:
@@ -672,5 +751,5 @@ def test_a_beat_costs_the_same_in_a_large_cluster() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, kvps.core.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvps.core.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.seats import NAME_MAX, SEATS_MAX, Link, Seat, Settings, State, shortened
+from kvps.core.scheduler.seat import NAME_MAX, SEATS_MAX, Seat, SeatLink, Settings, State, shortened
 from kvps.errors import ConfigError
-from kvps.messages import Hello, Leave, Node, Role
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Hello, Leave
 
 LIMITS = Settings(1, 1)
 
@@ -52,8 +53,8 @@ def test_lost_and_back() -> None:
     seat.lose("silent", 22.0)
     assert seat.is_alive
     assert not seat.is_taken
-    assert seat.may_be_replaced(LIMITS, 261.9)
-    assert not seat.may_be_replaced(LIMITS, 262.0)
+    assert seat.may_be_replaced(LIMITS, 51.9)
+    assert not seat.may_be_replaced(LIMITS, 52.0)
     assert seat.member(25.0)[3:] == ("lost", "", "a", 3.0, "silent", 0)
     seat.revive()
     assert seat.member(25.0)[3:] == ("held", "", "a", 0.0, "", 0)
@@ -90,7 +91,7 @@ def test_who_may_take_it() -> None:
     seat = Seat(Node(Role.WORKER, 0))
     assert seat.is_free_for(hello())
     seat = held()
-    seat.links["r"] = Link("a", 7, None, 10.0)
+    seat.links["r"] = SeatLink("a", 7, None, 10.0)
     assert seat.last_word("r") == 10.0
     assert not seat.is_free_for(hello())
     seat.links.clear()

@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.picture import TOLD_MAX_S, Picture, sights
-from kvps.core.seats import Seat, State
-from kvps.messages import (
-    Envelope,
-    Error,
-    Look,
-    Node,
-    OldRound,
-    Role,
-    Seen,
-    Sight,
-    Stalled,
-    Stop,
-)
-from tests.stage import Stage, sent
+from kvps.core.scheduler.seat import Seat, State
+from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, sights
+from kvps.protocol.envelope import Envelope, Node, Role
+from kvps.protocol.membership import Error, Look, OldRound, Seen, Sight, Stalled, Stop
+from tests.support.scheduler_harness import Stage, sent
 
 NOBODY = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 9)
 OLD = OldRound(0, "kv", "w", 7, (1,), 12.0)
@@ -39,7 +29,7 @@ def look(stage: Stage) -> Seen:
 
 @pytest.mark.spec("R129")
 def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_now() -> None:
-    picture = Picture()
+    picture = StatusReport()
     picture.tell(0, (OLD, OLD._replace(store="other", age_s=30.0)), 100.0)
     picture.tell(1, (OLD._replace(key="b", age_s=15.0),), 101.0)
     picture.tell(2, (OLD._replace(key="c", age_s=3.0),), 102.0)
@@ -54,7 +44,7 @@ def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_
 
 @pytest.mark.spec("R129")
 def test_a_server_that_is_silent_or_lost_tells_nothing() -> None:
-    picture = Picture()
+    picture = StatusReport()
     picture.tell(0, (OLD,), 100.0)
     seats = held(0)
     assert picture.rounds(seats, 100.0 + TOLD_MAX_S)

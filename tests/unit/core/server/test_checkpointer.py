@@ -7,54 +7,43 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvps.core.disk import (
+from kvps.core.effects import Note
+from kvps.core.membership_client import Identity
+from kvps.core.server.checkpointer import Checkpointer
+from kvps.core.server.server import Server
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.core.server.snapshot.storage import (
     Complete,
     Completed,
-    Found,
+    FindCuts,
+    FoundCuts,
     Loaded,
-    Look,
     Order,
     Read,
     Remove,
+    SnapshotWritten,
     Write,
-    Written,
 )
-from kvps.core.effects import Note
-from kvps.core.image import Image
-from kvps.core.keeper import Keeper
-from kvps.core.member import Identity
-from kvps.core.server import Server
 from kvps.errors import Overload, StorageError
-from kvps.messages import (
-    Ack,
-    Ask,
-    Beat,
+from kvps.protocol.checkpoint import (
     Commit,
     Committed,
-    Envelope,
-    Error,
     GiveUp,
     ImageKept,
     ImageSum,
     ImageTaken,
-    Message,
-    Packet,
-    Probe,
-    Probed,
-    Pull,
-    Pulled,
-    Push,
     Recall,
     Restore,
     Restored,
-    Role,
-    Run,
     Shelf,
-    Status,
     StoreSum,
     TakeImage,
 )
-from tests.server_stage import JOB, Said, Seat, ServerStage, acked, heard, pulled
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Beat, Error, Probe, Probed
+from kvps.protocol.stores import Status
+from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Run
+from tests.support.server_harness import JOB, Said, Seat, ServerStage, acked, heard, pulled
 
 SHA256 = "ab" * 32
 FULL = StorageError("checkpoint 5 not written: no space left")
@@ -99,13 +88,13 @@ class TestRecall:
     def test_with_one_it_says_which_are_complete_there(self) -> None:
         one = stage()
         assert order(one, Recall(2)) == []
-        assert one.orders() == [Look(0, 1, JOB)]
-        assert done(one, Found((3, 4), 9)) == [Shelf(2, True, 60.0, (3, 4), 9)]
+        assert one.orders() == [FindCuts(0, 1, JOB)]
+        assert done(one, FoundCuts((3, 4), 9)) == [Shelf(2, True, 60.0, (3, 4), 9)]
 
     def test_a_disk_that_cannot_be_read_has_none(self) -> None:
         one = stage(every_s=0.0)
         order(one, Recall(2))
-        assert done(one, Found(error=StorageError("cannot read /ckpt"))) == [
+        assert done(one, FoundCuts(error=StorageError("cannot read /ckpt"))) == [
             Shelf(2, True, 0.0, (), 0)
         ]
         assert Note("warning", "cannot read /ckpt") in one.notes
@@ -118,7 +107,7 @@ class TestTakeImage:
         assert order(one, TakeImage(5)) == [ImageTaken(5)]
         (write,) = one.orders()
         assert values(write) == [[1.0, 2.0]]
-        assert done(one, Written(5, 900, SHA256)) == [kept()]
+        assert done(one, SnapshotWritten(5, 900, SHA256)) == [kept()]
 
     @pytest.mark.spec("R135")
     def test_or_as_soon_as_nothing_does(self) -> None:
@@ -130,7 +119,7 @@ class TestTakeImage:
         assert heard(said, ImageTaken) == [ImageTaken(5)]
         (write,) = one.orders()
         assert values(write) == [[2.0, 2.0]]
-        assert done(one, Written(5, 900, SHA256)) == [kept(versions=(1, 1))]
+        assert done(one, SnapshotWritten(5, 900, SHA256)) == [kept(versions=(1, 1))]
 
     @pytest.mark.spec("R135")
     def test_what_is_pushed_later_is_not_in_it(self) -> None:
@@ -147,7 +136,7 @@ class TestTakeImage:
                 one.push(rank, "a", [1.0, 1.0], number)
         assert values(write) == before
         assert one.values("a") != before[0]
-        done(one, Written(5, 900, SHA256))
+        done(one, SnapshotWritten(5, 900, SHA256))
         for rank in (0, 1):
             one.push(rank, "a", [1.0, 1.0], 3)
         assert one.span("a").version == 4
@@ -157,7 +146,7 @@ class TestTakeImage:
         one = stage()
         order(one, TakeImage(5))
         assert order(one, TakeImage(5)) == [ImageTaken(5)]
-        done(one, Written(5, 900, SHA256))
+        done(one, SnapshotWritten(5, 900, SHA256))
         assert order(one, TakeImage(5)) == [kept()]
         assert len(one.orders()) == 1
 
@@ -168,14 +157,14 @@ class TestTakeImage:
         one.load("big", torch.zeros(4))
         one.init("nothing", [])
         order(one, TakeImage(5))
-        (written,) = done(one, Written(5, 900, SHA256))
+        (written,) = done(one, SnapshotWritten(5, 900, SHA256))
         assert written == kept(begins=1)
 
     @pytest.mark.spec("R137")
     def test_a_full_disk_is_told(self) -> None:
         one = stage()
         order(one, TakeImage(5))
-        assert done(one, Written(5, 0, "", FULL)) == [
+        assert done(one, SnapshotWritten(5, 0, "", FULL)) == [
             ImageKept(5, 0, "", (StoreSum("kv", 1, 0, 0),), str(FULL))
         ]
         assert Note("error", str(FULL)) in one.notes
@@ -188,9 +177,9 @@ class TestTakeImage:
         assert isinstance(first, Write)
         assert remove == Remove(5, 0)
         assert isinstance(second, Write)
-        assert done(one, Written(5, 900, SHA256)) == []
+        assert done(one, SnapshotWritten(5, 900, SHA256)) == []
         assert order(one, TakeImage(5)) == []
-        assert done(one, Written(6, 900, SHA256)) == [kept(6)]
+        assert done(one, SnapshotWritten(6, 900, SHA256)) == [kept(6)]
 
 
 class TestCommit:
@@ -199,7 +188,7 @@ class TestCommit:
     def written(self) -> ServerStage:
         one = stage()
         order(one, TakeImage(5))
-        done(one, Written(5, 900, SHA256))
+        done(one, SnapshotWritten(5, 900, SHA256))
         one.orders()
         return one
 
@@ -232,7 +221,7 @@ class TestGiveUp:
         order(one, TakeImage(5))
         assert order(one, GiveUp(5)) == []
         assert one.orders()[1:] == [Remove(5, 0)]
-        assert done(one, Written(5, 900, SHA256)) == []
+        assert done(one, SnapshotWritten(5, 900, SHA256)) == []
         assert order(one, TakeImage(5)) == [ImageKept(5, 0, "", (), "it was given up")]
 
     @pytest.mark.spec("R137")
@@ -255,7 +244,7 @@ class TestGiveUp:
         assert order(one, TestCommit.COMMIT) == [Committed(5)]
 
 
-def image_of(one: ServerStage) -> Image:
+def image_of(one: ServerStage) -> Snapshot:
     image, release = one.server.requests.image()
     release()
     return image
@@ -270,7 +259,7 @@ def trained(numbers: Sequence[int] = (0, 1, 2)) -> ServerStage:
     return one
 
 
-def returned(image: Image | None = None, one: ServerStage | None = None) -> ServerStage:
+def returned(image: Snapshot | None = None, one: ServerStage | None = None) -> ServerStage:
     """A server that has just returned to cut 5, in epoch 1; the view shows that all have."""
     here = one or stage()
     order(here, Restore(1, 5))
@@ -431,7 +420,7 @@ class TestServing:
 
 def test_what_is_no_order() -> None:
     one = stage()
-    keeper: Keeper = one.server.keeper
+    keeper: Checkpointer = one.server.keeper
     with pytest.raises(AssertionError, match="Beat is no order"):
         list(keeper.on_order(Beat(0, ""), one.server.requests))
     with pytest.raises(AssertionError, match="it is the server's"):

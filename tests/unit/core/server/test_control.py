@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvps.core.requests import COUNTS_MAX, STATUS_MAX
-from kvps.messages import (
-    Ack,
-    Ask,
-    Beat,
+from kvps.core.server.control import COUNTS_MAX, STATUS_MAX
+from kvps.dtypes import BY_NAME
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Beat, Done, Error, Probe, Probed
+from kvps.protocol.stores import (
     Declare,
     Declared,
-    Done,
     Entry,
-    Error,
     Field,
     Find,
     Found,
     FoundAll,
     GetState,
-    Load,
-    Message,
     Norms,
     Piece,
     Place,
-    Probe,
-    Probed,
-    Pull,
-    Pulled,
-    Push,
     Rate,
-    Run,
     SetState,
     StateIs,
     Status,
     StatusIs,
 )
-from kvps.specs import BY_NAME
+from kvps.protocol.values import Ack, Ask, Load, Pull, Pulled, Push, Receipt, Run
 from kvps.tensors import from_frame
-from tests.server_stage import (
+from tests.support.server_harness import (
     Said,
     ServerStage,
     acked,
@@ -81,8 +73,8 @@ def test_who_does_not_create_waits_for_the_value(stage: ServerStage) -> None:
     stage.declare("b", row)
     assert to(stage.load("a", row), 1) == []
     places = (Place(False, (Piece(1, 0, 2),)), Place(False, (Piece(1, 2, 2),)))
-    assert to(stage.load("b", row), 1) == [Declared(50, places)]
-    assert to(stage.say(1, declaring("b"), seq=51), 1) == [Declared(51, places[1:])]
+    assert to(stage.load("b", row), 1) == [Declared(50, places, 2)]
+    assert to(stage.say(1, declaring("b"), seq=51), 1) == [Declared(51, places[1:], 2)]
 
 
 @pytest.mark.spec("R43")
@@ -118,7 +110,7 @@ def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> Non
         stage.say(0, load, torch.ones(2))
     )
     said = stage.say(1, load, torch.ones(2))
-    assert to(said, 0) == [Declared(50, (Place(False, (Piece(1, 0, 2),)),))]
+    assert to(said, 0) == [Declared(50, (Place(False, (Piece(1, 0, 2),)),), 1)]
 
 
 @pytest.mark.spec("R45")
@@ -141,7 +133,7 @@ def test_a_key_without_elements_is_there_at_once(stage: ServerStage) -> None:
     assert stage.say(1, Declare("kv", False, 0, (empty,)), seq=50) == []
     said = stage.say(0, Declare("kv", True, 0, (empty,)), seq=60)
     assert to(said, 0) == [Declared(60, (Place(True, ()),))]
-    assert to(said, 1) == [Declared(50, (Place(False, ()),))]
+    assert to(said, 1) == [Declared(50, (Place(False, ()),), 1)]
 
 
 def test_a_declaration_of_nothing(stage: ServerStage) -> None:
@@ -195,6 +187,65 @@ def test_a_broadcast_is_waited_for_by_its_number(stage: ServerStage) -> None:
     assert [type(one) for one in to(said, 1)] == [Declared]
     assert acked(stage.load("a", torch.ones(2) * 9, call=1))
     assert stage.values("a") == [5, 5]
+
+
+def early_pull(stage: ServerStage, start: int, size: int, seq: int, call: int = 1) -> list[Said]:
+    return stage.say(1, Pull(1, True, (Ask(start, size, 0, 0),), call=call), seq=seq)
+
+
+def part(stage: ServerStage, start: int, *values: float, call: int = 1) -> list[Said]:
+    load = Load(1, 1, (Run(start, len(values), call),))
+    return stage.say(0, load, torch.tensor(values))
+
+
+@pytest.mark.spec("R223", "R224", "R225")
+def test_a_broadcast_is_read_part_by_part_while_it_is_loaded(stage: ServerStage) -> None:
+    stage.init("a", [1.0] * 6)
+    early = replace(declaring("a", call=1, count=6), early=True)
+    assert stage.say(1, early, seq=50) == []
+    said = stage.declare("a", torch.zeros(6), call=1)
+    assert to(said, 1) == [Declared(50, (Place(False, tuple(stage.pieces["a"])),), 2)]
+    for seq, start in ((51, 0), (52, 2), (53, 4)):
+        assert early_pull(stage, start, 2, seq) == []
+    (probed,) = heard(stage.say(1, Probe((51, 53))), Probed)
+    assert [one.seq for one in probed.pending] == [51, 53]
+    assert "key 'a': rank 0" in probed.pending[0].reason
+    assert "has not given all of its value" in probed.pending[0].reason
+    assert part(stage, 2, 7.0) == [], "it belongs behind what is not there, and is asked for again"
+    assert [one.message for one in part(stage, 0, 7.0)] == [Ack((Receipt(stage.seqs[0], 0),))]
+    assert pulled(part(stage, 1, 8.0, 9.0)) == {51: [7, 8]}
+    assert pulled(part(stage, 3, 10.0, 11.0, 12.0)) == {52: [9, 10], 53: [11, 12]}
+    assert stage.values("a") == [7, 8, 9, 10, 11, 12]
+    (said,) = early_pull(stage, 1, 3, 54)
+    assert said.values() == [8, 9, 10], "of a value that is there"
+    (said,) = stage.say(1, replace(early, early=False), seq=55)
+    assert said.message == Declared(55, (Place(False, tuple(stage.pieces["a"])),), 2)
+
+
+@pytest.mark.spec("R225")
+def test_parts_of_two_lives_of_rank_0_are_never_one_answer(stage: ServerStage) -> None:
+    stage.init("a", [1.0] * 4)
+    stage.declare("a", torch.zeros(4), call=1)
+    part(stage, 0, 2.0, 2.0)
+    assert early_pull(stage, 0, 4, 50) == []
+    stage.replace(0)
+    stage.declare("a", torch.zeros(4), call=1)
+    assert not heard(part(stage, 2, 3.0, 3.0), Pulled)
+    assert not heard(part(stage, 0, 3.0, 3.0), Pulled)
+    said = part(stage, 2, 3.0, 3.0)
+    assert pulled(said) == {50: [3.0] * 4}
+
+
+@pytest.mark.spec("R225")
+def test_who_waits_for_parts_of_a_replaced_key_learns_it(stage: ServerStage) -> None:
+    stage.init("a", [1.0] * 4)
+    stage.init("b", [1.0])
+    assert early_pull(stage, 0, 4, 50) == []
+    assert early_pull(stage, 1, 4, 51) == []
+    said = stage.declare("a", torch.zeros(5), call=1)
+    assert [one.seq for one in heard(said, Error)] == [50, 51]
+    said = early_pull(stage, 2, 1, 52)
+    assert "holds a key that was replaced" in refusal(said)
 
 
 @pytest.mark.spec("R45", "R54")
@@ -315,11 +366,12 @@ def test_the_others_wait_for_rank_0_and_must_agree(stage: ServerStage) -> None:
     assert "0.25" in text
     assert "0.5" in text
     stage.say(0, optimizing("adam", call=2))
-    assert to(stage.say(1, optimizing("sgd", create=False), seq=51), 1) == [Done(51)]
+    again = replace(optimizing("sgd", create=False), refused=1)
+    assert to(stage.say(1, again, seq=51), 1) == [Done(51)]
 
 
 @pytest.mark.spec("R64")
-def test_who_disagrees_is_told_and_nobody_else(stage: ServerStage) -> None:
+def test_who_disagrees_is_told_and_rank_0_is_not(stage: ServerStage) -> None:
     stage.say(1, optimizing("sgd", create=False, lr=0.25), seq=50)
     said = stage.say(0, optimizing("sgd", lr=0.5), seq=60)
     assert to(said, 0) == [Done(60)]
@@ -364,11 +416,11 @@ def test_the_learning_rate(stage: ServerStage) -> None:
         stage.say(1, Rate("kv", 1, False, 0.25))
     )
     stage.optimizer("sgd", call=2, lr=9.0)  # what rank 0 said in its call 1 stays what it said
-    assert to(stage.say(1, Rate("kv", 1, False, 0.5), seq=51), 1) == [Done(51)]
+    assert to(stage.say(1, Rate("kv", 1, False, 0.5, refused=1), seq=51), 1) == [Done(51)]
     assert "rank 1 may not set the learning rate" in refusal(stage.say(1, Rate("kv", 2, True, 1.0)))
     assert "ConfigError" in refusal(stage.say(0, Rate("kv", 2, True, -1.0)))
     assert heard(stage.say(0, Rate("kv", 2, True, 0.125)), Done)
-    assert to(stage.say(1, Rate("kv", 1, False, 7.0), seq=52), 1) == [Done(52)]
+    assert to(stage.say(1, Rate("kv", 1, False, 7.0, refused=1), seq=52), 1) == [Done(52)]
 
 
 @pytest.mark.spec("R65")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.joins import Joins
-from kvps.messages import (
+from kvps.core.server.join import JoinTracker
+from kvps.dtypes import BY_NAME
+from kvps.protocol.membership import (
     Barrier,
     Done,
     Error,
@@ -14,23 +15,19 @@ from kvps.messages import (
     HistoryIs,
     Join,
     Joined,
-    Optimize,
     Probe,
     Probed,
-    Pulled,
-    Push,
-    Rate,
     Return,
-    Run,
 )
-from kvps.specs import BY_NAME
-from tests.server_stage import ServerStage, heard, optimizing, pulled, refusal
+from kvps.protocol.stores import Optimize, Rate
+from kvps.protocol.values import Pulled, Push, Run
+from tests.support.server_harness import ServerStage, heard, optimizing, pulled, refusal
 
 FLOAT = BY_NAME["float32"].id
 
 
 def test_a_rank_is_away_until_its_join_is_over() -> None:
-    joins = Joins()
+    joins = JoinTracker()
     joins.join(1, 1)
     assert joins.away == {1}
     assert joins.missing(frozenset({0, 1, 2})) == (0, 2)
@@ -44,7 +41,7 @@ def test_a_rank_is_away_until_its_join_is_over() -> None:
 
 
 def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
-    joins = Joins()
+    joins = JoinTracker()
     joins.join(1, 1)
     joins.end(1)
     joins.join(0, 1)
@@ -54,7 +51,7 @@ def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
 
 
 def test_who_was_last_is_known_of_the_newest_two() -> None:
-    joins = Joins()
+    joins = JoinTracker()
     for call, last in ((1, 0), (2, 1), (3, 0)):
         joins.join(1 - last, call)
         joins.join(last, call)
@@ -64,7 +61,7 @@ def test_who_was_last_is_known_of_the_newest_two() -> None:
 
 
 def test_nobody_has_joined_where_nobody_is_needed() -> None:
-    assert Joins().judge(frozenset()) == 0
+    assert JoinTracker().judge(frozenset()) == 0
 
 
 # --- on a server ----------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.drops import RANKS_MAX, Drops, Flaw, complain, count_nonfinite
-from kvps.core.plan import Key
+from kvps.core.nonfinite import RANKS_MAX, Flaw, count_nonfinite
+from kvps.core.server.nonfinite_log import NonFiniteLog
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.plan import Key
+from kvps.dtypes import Spec
 from kvps.errors import NonFinite
-from kvps.messages import Ask, Dropped, Piece
-from kvps.specs import Spec
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import Ask, Dropped
 
 NAN, INF = float("nan"), float("inf")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -42,8 +45,8 @@ def test_nothing_and_integers_are_finite() -> None:
 # --- to remember ------------------------------------------------------------------------------------
 
 
-def drops(is_error: bool = True) -> Drops:
-    return Drops("kv", is_error)
+def drops(is_error: bool = True) -> NonFiniteLog:
+    return NonFiniteLog("kv", is_error)
 
 
 def test_only_a_store_that_makes_errors_keeps_which_was_the_last() -> None:

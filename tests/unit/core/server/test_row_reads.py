@@ -5,25 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps import messages
-from kvps.messages import (
-    Ask,
-    Declare,
-    Entry,
-    Piece,
-    Probe,
-    Probed,
-    Pull,
-    PulledRows,
-    PullRows,
-    Push,
-    PushRows,
-    Run,
-)
-from kvps.specs import BY_NAME
+from kvps.dtypes import BY_NAME
+from kvps.protocol.membership import Probe, Probed
+from kvps.protocol.stores import Declare, Entry, Piece
+from kvps.protocol.values import Ask, Pull, PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
-from tests.server_stage import Said, ServerStage, heard, refusal
-from tests.unit.test_tables import MANY, WIDTH, push, push_whole, stage
+from tests.support.server_harness import Said, ServerStage, heard, refusal
+from tests.unit.core.server.update.test_key_rows import MANY, WIDTH, push, push_whole, stage
 
 
 def pull(
@@ -149,7 +137,7 @@ def test_integers_are_not_followed() -> None:
 
 def test_rows_that_fill_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     one = stage()
-    monkeypatch.setattr(messages, "ROWS_FRAME_BYTES", 2 * WIDTH * 4)
+    monkeypatch.setattr("kvps.protocol.values.ROWS_FRAME_BYTES", 2 * WIDTH * 4)
     message = PushRows("kv", "t", 1, (0,), 0, WIDTH, 3)
     halves = (torch.ones(2 * WIDTH), torch.full((WIDTH,), 3.0))
     assert one.say(0, message, torch.tensor([0, 2, 3]), *halves)

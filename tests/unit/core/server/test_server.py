@@ -7,34 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvps.core.disk import Found, Loaded, Look, Read
 from kvps.core.effects import Connect, Exit, Note, Send
-from kvps.core.image import Image
-from kvps.core.member import Identity
-from kvps.core.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
+from kvps.core.membership_client import Identity
+from kvps.core.server.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.core.server.snapshot.storage import FindCuts, FoundCuts, Loaded, Read
 from kvps.errors import Fenced, StorageError
-from kvps.messages import (
-    Beat,
-    Declare,
-    Entry,
-    Envelope,
-    Error,
-    Find,
-    FoundAll,
-    Hello,
-    Norms,
-    Probe,
-    Probed,
-    Pulled,
-    Revive,
-    Revived,
-    Role,
-    Status,
-    StatusIs,
-    Stop,
-    Welcome,
-)
-from tests.server_stage import (
+from kvps.protocol.checkpoint import Revive, Revived
+from kvps.protocol.envelope import Envelope, Role
+from kvps.protocol.membership import Beat, Error, Hello, Probe, Probed, Stop, Welcome
+from kvps.protocol.stores import Declare, Entry, Find, FoundAll, Norms, Status, StatusIs
+from kvps.protocol.values import Pulled
+from tests.support.server_harness import (
     JOB,
     Seat,
     ServerStage,
@@ -390,7 +374,7 @@ def with_shelf() -> ServerStage:
     return stage(every_s=0.0)
 
 
-def image_of(*values: float) -> Image:
+def image_of(*values: float) -> Snapshot:
     """The image of a server whose key ``a`` has these values, after two rounds."""
     one = stage()
     one.init("b", [0.0])
@@ -408,9 +392,9 @@ def test_rank_0_asks_which_cuts_there_are() -> None:
     one = with_shelf()
     assert one.say(0, Revive("kv", "best", 0), seq=50) == []
     (look,) = one.orders()
-    assert isinstance(look, Look)
+    assert isinstance(look, FindCuts)
     assert (look.job, look.tag) == (None, "best")
-    said = one.disk(Found((3, 7), 9, look.for_whom))
+    said = one.disk(FoundCuts((3, 7), 9, look.for_whom))
     assert [(each.to, each.message) for each in said] == [(b"w0", Revived(50, (3, 7)))]
 
 
@@ -442,12 +426,12 @@ def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
     ("answer", "match"),
     [
         (Loaded(None, None, StorageError("a bit is flipped")), "StorageError: a bit is flipped"),
-        (Loaded(Image(0, 1, ()), None), "the checkpoint has no store 'kv'; it has none"),
-        (Found(error=StorageError("cannot read")), "StorageError: cannot read"),
+        (Loaded(Snapshot(0, 1, ()), None), "the checkpoint has no store 'kv'; it has none"),
+        (FoundCuts(error=StorageError("cannot read")), "StorageError: cannot read"),
     ],
 )
 def test_what_cannot_be_read_is_told_and_changes_nothing(
-    answer: Loaded | Found, match: str
+    answer: Loaded | FoundCuts, match: str
 ) -> None:
     one = with_shelf()
     before = one.snapshot()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvps.core.sessions import Reading, Session
+from kvps.core.server.sessions import PendingRead, Session
 
 
 def test_a_reading_is_pending_while_its_session_has_it() -> None:
     session = Session(0, b"w0", 1)
-    reading, again = (Reading(session, 5, "kv", 1, True, ()) for _ in range(2))
+    reading, again = (PendingRead(session, 5, "kv", 1, True, ()) for _ in range(2))
     assert not reading.is_pending
     session.pending[5] = reading
     assert reading.is_pending

@@ -7,21 +7,22 @@ import math
 import pytest
 import torch
 
-from kvps.core.hyper import resolve
-from kvps.core.namespace import Namespace
-from kvps.core.rounds import Due
-from kvps.core.slab import Chunks
-from kvps.core.strip import Strip, Sum
+from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.server.chunks.rounds import PendingUpdate
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
-from kvps.messages import Entry, Load, Place, Run
-from kvps.specs import BY_NAME
-from tests.server_stage import opening
+from kvps.protocol.stores import Entry, Place
+from kvps.protocol.values import Load, Run
+from tests.support.server_harness import opening
 
 LIFE = (0, 10)
 
 
-def make(limit: int | None = None, **options: object) -> Namespace:
-    return Namespace(opening(**options), Chunks(), limit)  # type: ignore[arg-type]
+def make(limit: int | None = None, **options: object) -> ServerStore:
+    return ServerStore(opening(**options), Chunks(), limit)  # type: ignore[arg-type]
 
 
 def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: int = -1) -> Entry:
@@ -30,7 +31,7 @@ def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: i
 
 
 def create(
-    space: Namespace, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
+    space: ServerStore, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
 ) -> list[Place]:
     places, replaced = space.create(entries, call, life)
     for old in replaced:
@@ -39,7 +40,7 @@ def create(
 
 
 def load(
-    space: Namespace, key: str, value: float, call: int = 0, pieces: slice = slice(None)
+    space: ServerStore, key: str, value: float, call: int = 0, pieces: slice = slice(None)
 ) -> bool:
     """Load ``value`` into all elements of ``key``; say whether that made it ready."""
     ready = False
@@ -50,7 +51,7 @@ def load(
     return ready
 
 
-def value(space: Namespace, key: str) -> set[float]:
+def value(space: ServerStore, key: str) -> set[float]:
     return {
         number
         for piece in space.shards[key].pieces
@@ -272,10 +273,79 @@ def test_a_broadcast_of_another_shape_replaces_the_key() -> None:
         space.find(entry("w", 4), 0)
 
 
+def part(space: ServerStore, start: int, stop: int, value: float, call: int = 1) -> bool | None:
+    """Load ``value`` into these elements of the first chunk."""
+    message = Load(1, 1, (Run(start, stop - start, call),))
+    return space.load(space._chunks.by_number[1], message, torch.full((stop - start,), value))
+
+
+@pytest.mark.spec("R223")
+def test_a_value_may_come_in_parts_from_its_beginning_on() -> None:
+    space = make()
+    w = entry("w", 10)
+    create(space, w)
+    load(space, "w", 1.0)
+    create(space, w, call=1)
+    chunk = space._chunks.by_number[1]
+    assert part(space, 4, 8, 2.0) is None, "what belongs before it is not there"
+    assert part(space, 0, 4, 2.0) is False
+    assert part(space, 0, 4, 9.0) is False, "again"
+    assert part(space, 6, 10, 2.0) is None
+    assert value(space, "w") == {2.0, 1.0}
+    assert space.find(w, 1) is None
+    assert [space.lacks(chunk, *place, 1) for place in ((0, 4), (2, 6), (5, 9))] == [None, 4, 5]
+    assert space.lacks(chunk, 0, 10, 0) is None, "that value is there"
+    assert space.lacks(chunk, 0, 10, 2) == 0, "nobody gives that one"
+    assert part(space, 2, 9, 2.0) is False, "of which some is in"
+    message = Load(1, 1, (Run(9, 1, 1),))
+    assert space.load(chunk, message, torch.full((1,), 2.0)) is True
+    assert value(space, "w") == {2.0}
+    assert space.lacks(chunk, 0, 10, 1) is None
+
+
+@pytest.mark.spec("R223")
+def test_one_message_may_carry_parts_of_several_keys() -> None:
+    space = make()
+    create(space, entry("a", 4), entry("b", 6), call=1)
+    assert part(space, 0, 7, 2.0) is True, "a is there"
+    assert (space.shards["a"].ready, space.shards["b"].ready) == (True, False)
+    both = Load(1, 1, (Run(7, 1, 1), Run(8, 2, 1)))
+    assert space.load(space._chunks.by_number[1], both, torch.full((3,), 2.0)) is True
+    assert value(space, "b") == {2.0}
+
+
+@pytest.mark.spec("R223")
+def test_another_life_of_the_creator_begins_the_parts_anew() -> None:
+    space = make()
+    w = entry("w", 10)
+    create(space, w, call=1)
+    first = space.stamp([w])
+    part(space, 0, 4, 2.0)
+    create(space, w, call=1)
+    assert space.stamp([w]) == first, "the same DECLARE again"
+    create(space, w, call=1, life=(0, 11))
+    assert space.stamp([w]) > first
+    assert space.lacks(space._chunks.by_number[1], 0, 10, 1) == 0
+    assert part(space, 4, 10, 3.0) is None
+    assert part(space, 0, 10, 3.0) is True
+    assert value(space, "w") == {3.0}
+
+
+@pytest.mark.spec("R224")
+def test_where_a_key_lies_is_known_before_its_value() -> None:
+    space = make()
+    w = entry("w", 4)
+    assert space.find(w, 1, early=True) is None
+    (place,) = create(space, w, call=1)
+    assert space.find(w, 1, early=True) == Place(False, place.pieces)
+    assert space.find(w, 2, early=True) is None
+    assert space.find(w, 1) is None
+
+
 # --- the optimizer ----------------------------------------------------------------------------------
 
 
-def trained(name: str, **numbers: object) -> Namespace:
+def trained(name: str, **numbers: object) -> ServerStore:
     """A store whose optimizer has state."""
     space = make()
     create(space, entry("a", 2), entry("b", 2))
@@ -309,7 +379,7 @@ def test_another_rule_begins_anew() -> None:
 
 def test_another_store_is_not_touched() -> None:
     space = trained("sgd", momentum=0.9)
-    other = Namespace(opening(store="other"), space._chunks, None)
+    other = ServerStore(opening(store="other"), space._chunks, None)
     create(other, entry("x", 2))
     other.optimize(resolve("adam", {}))
     assert space._chunks.by_number[1].state is not None
@@ -323,7 +393,9 @@ def test_an_optimizer_that_cannot_update_what_is_pushed_is_refused(rule: str) ->
     before = (space.hyper, space.updater)
     chunk = space._chunks.by_number[1]
     chunk.state = {} if rule == "test" else None
-    chunk.spans[0].due.append(Due(0, (), Sum((Strip([torch.zeros(2, dtype=torch.int32)]),))))
+    chunk.spans[0].due.append(
+        PendingUpdate(0, (), GradientSum((DenseGradient([torch.zeros(2, dtype=torch.int32)]),)))
+    )
     with pytest.raises(ConfigError, match=r"torch\.int32"):
         space.optimize(resolve(rule, {"rescale_grad": 0.5}))
     assert (space.hyper, space.updater) == before

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvps.core.effects import Note
-from kvps.core.presence import ranks_in_words
-from kvps.core.stalls import STALL_AFTER_S, Stall, Stalls
-from kvps.messages import OldRound, Stalled
-from tests.server_stage import ServerStage
+from kvps.core.liveness import ranks_in_words
+from kvps.core.server.stragglers import STALL_AFTER_S, Stall, StragglerLog
+from kvps.protocol.membership import OldRound, Stalled
+from tests.support.server_harness import ServerStage
 
 
 def stall(store: str = "kv", age_s: float = STALL_AFTER_S, *missing: int) -> Stall:
@@ -16,12 +16,12 @@ def stall(store: str = "kv", age_s: float = STALL_AFTER_S, *missing: int) -> Sta
     return Stall(store, "w", 7, age_s, missing, ranks_in_words(missing))
 
 
-def texts(stalls: Stalls, *oldest: Stall) -> list[str]:
+def texts(stalls: StragglerLog, *oldest: Stall) -> list[str]:
     return [note.text for note in stalls.look(oldest)]
 
 
 def test_a_round_that_is_open_for_long_is_worth_a_line() -> None:
-    stalls = Stalls()
+    stalls = StragglerLog()
     assert texts(stalls, stall(age_s=9.9)) == []
     assert texts(stalls, stall(age_s=10.4)) == [
         "store 'kv': round 7 of key 'w' has been open for 10 s and waits for rank 3"
@@ -30,7 +30,7 @@ def test_a_round_that_is_open_for_long_is_worth_a_line() -> None:
 
 
 def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
-    stalls = Stalls()
+    stalls = StragglerLog()
     texts(stalls, stall("kv", 10, 1, 3))
     assert texts(stalls, stall("kv", 15, 3))[0].endswith("for 15 s and waits for rank 3")
     assert texts(stalls) == ["store 'kv': rounds close again"]
@@ -38,29 +38,29 @@ def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
 
 
 def test_what_goes_on_is_said_again_when_it_is_twice_as_old() -> None:
-    stalls = Stalls()
+    stalls = StragglerLog()
     told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
     assert told == [10, 20, 40, 80]
 
 
 def test_a_younger_round_of_the_same_rank_is_no_news() -> None:
-    stalls = Stalls()
+    stalls = StragglerLog()
     texts(stalls, stall("kv", 30))
     assert texts(stalls, stall("kv", 12)) == []
 
 
 def test_each_store_has_its_own() -> None:
-    stalls = Stalls()
+    stalls = StragglerLog()
     assert len(texts(stalls, stall("a"), stall("b"))) == 2
     assert texts(stalls, stall("b")) == ["store 'a': rounds close again"]
 
 
 def test_one_that_waits_for_norms_waits_for_no_rank() -> None:
-    assert texts(Stalls(), Stall("kv", "w", 7, 99.0, (), "")) == []
+    assert texts(StragglerLog(), Stall("kv", "w", 7, 99.0, (), "")) == []
 
 
 def test_not_every_rank_of_a_thousand_is_named() -> None:
-    (text,) = texts(Stalls(), stall("kv", 10, *range(1000)))
+    (text,) = texts(StragglerLog(), stall("kv", 10, *range(1000)))
     assert text.endswith("18, 19 and 980 more")
 
 

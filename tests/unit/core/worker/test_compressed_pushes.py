@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import BIT1, BIT2, CODECS, FP16, RANDOMK, TOPK, Code, size
-from kvps.core.image import Image
-from kvps.messages import Ask, Pull, Pulled, Push, PushRows, Run, Steps
+from kvps.compression.codecs import decode, encode
+from kvps.compression.spec import BIT1, BIT2, CODECS, FP16, RANDOMK, TOPK, CodecSpec, size
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.protocol.values import Ask, Pull, Pulled, Push, PushRows, Run, Steps
 from kvps.tensors import from_frame
-from tests.server_stage import Said, ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal
 
-TWO = Code(BIT2, 0.5)
+TWO = CodecSpec(BIT2, 0.5)
 COUNT = 40
 
 
@@ -33,7 +33,11 @@ class Worker:
     """A worker that compresses: its rest, and its copy of the values."""
 
     def __init__(
-        self, at: ServerStage, rank: int, code: Code | None = TWO, back: Code | None = None
+        self,
+        at: ServerStage,
+        rank: int,
+        code: CodecSpec | None = TWO,
+        back: CodecSpec | None = None,
     ) -> None:
         self.at, self.rank, self.code, self.back = at, rank, code, back
         self.rest = torch.zeros(COUNT)
@@ -104,7 +108,7 @@ def both(workers: list[Worker], gradients: list[torch.Tensor]) -> tuple[torch.Te
 @pytest.mark.spec("R152")
 @pytest.mark.parametrize("name", CODECS)
 def test_what_was_written_counts_as_if_it_had_come_as_it_is(name: str) -> None:
-    code = Code(CODECS[name], 0.1)
+    code = CodecSpec(CODECS[name], 0.1)
     one = stage()
     workers = [Worker(one, rank, code) for rank in range(2)]
     for step in range(3):
@@ -147,8 +151,8 @@ def test_a_lent_push_is_read_once_and_not_kept() -> None:
 @pytest.mark.spec("R153")
 def test_octets_that_cannot_be_change_nothing() -> None:
     one = stage(workers=1)
-    worker = Worker(one, 0, Code(TOPK, 0.1))
-    good = encode(Code(TOPK, 0.1), random(1))
+    worker = Worker(one, 0, CodecSpec(TOPK, 0.1))
+    good = encode(CodecSpec(TOPK, 0.1), random(1))
     for index in (-1, COUNT):
         bad = good.clone()
         bad[12:16] = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
@@ -164,7 +168,7 @@ def test_octets_that_cannot_be_change_nothing() -> None:
 def test_few_octets_do_not_allocate_much(size_: int) -> None:
     """What a run says is checked before anything of its size is made."""
     one = stage(workers=1)
-    code = Code(RANDOMK, 1e-12)
+    code = CodecSpec(RANDOMK, 1e-12)
     (piece,) = one.places("w")
     message = Worker(one, 0, code).message(runs=(Run(piece.start, size_, 0),))
     before = one.snapshot()
@@ -189,7 +193,7 @@ def test_norms_are_those_of_the_weights_and_not_of_what_is_pulled() -> None:
     exact.optimizer("lars", lr=0.1, trust_coefficient=0.01, weight_decay=0.0)
     for other in (one, exact):
         other.init("w", random(9), call=1)
-    worker = Worker(one, 0, None, Code(BIT2, 1e-3))
+    worker = Worker(one, 0, None, CodecSpec(BIT2, 1e-3))
     for step in range(4):
         gradient = random(step)
         worker.take(worker.push(gradient)[1])
@@ -233,8 +237,10 @@ def test_only_float32_is_compressed() -> None:
 
 
 @pytest.mark.spec("R157", "R158")
-@pytest.mark.parametrize("code", [TWO, Code(BIT1, 0.2), Code(FP16)], ids=["2bit", "1bit", "fp16"])
-def test_a_sum_comes_back_as_it_was_written(code: Code) -> None:
+@pytest.mark.parametrize(
+    "code", [TWO, CodecSpec(BIT1, 0.2), CodecSpec(FP16)], ids=["2bit", "1bit", "fp16"]
+)
+def test_a_sum_comes_back_as_it_was_written(code: CodecSpec) -> None:
     one = stage()
     workers = [Worker(one, rank, code, code) for rank in range(2)]
     rest = torch.zeros(COUNT)
@@ -339,8 +345,8 @@ def test_of_two_keys_one_may_come_as_it_is() -> None:
 
 
 @pytest.mark.spec("R156")
-@pytest.mark.parametrize("other", [None, Code(FP16), Code(BIT2, 0.25)])
-def test_a_round_whose_pushes_want_it_otherwise_is_not_written(other: Code | None) -> None:
+@pytest.mark.parametrize("other", [None, CodecSpec(FP16), CodecSpec(BIT2, 0.25)])
+def test_a_round_whose_pushes_want_it_otherwise_is_not_written(other: CodecSpec | None) -> None:
     one = stage()
     workers = [Worker(one, 0, TWO, TWO), Worker(one, 1, TWO, other)]
     total, answers = both(workers, [random(1), random(2)])
@@ -449,7 +455,7 @@ def test_an_image_has_the_rests() -> None:
     assert torch.equal(rest, torch.tensor(_rests(image)[0]))
 
 
-def _rests(image: Image) -> list[list[float]]:
+def _rests(image: Snapshot) -> list[list[float]]:
     return [
         portion.state["kvps.rest"].tolist()
         for store in image.stores

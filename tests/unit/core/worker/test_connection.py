@@ -9,18 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core import link
-from kvps.core.link import (
+from kvps.core.worker import connection as link
+from kvps.core.worker.connection import (
     PROBE_AFTER_S,
     PROBE_SEQS_MAX,
     UPLINK_BYTES,
     WINDOW_BYTES,
-    Link,
+    Connection,
     Request,
-    Uplink,
+    SendScheduler,
 )
-from kvps.core.plan import HERE
-from kvps.messages import Status
+from kvps.core.worker.plan import HERE
+from kvps.protocol.stores import Status
 from kvps.tensors import Private
 
 
@@ -37,18 +37,18 @@ def request(
     )
 
 
-def ready() -> Link:
-    one = Link("server 0")
+def ready() -> Connection:
+    one = Connection("server 0")
     one.ready = True
     return one
 
 
-def names(link: Link, now: float = 0.0) -> list[str]:
+def names(link: Connection, now: float = 0.0) -> list[str]:
     """Send what is due."""
     return [name for _, name in sent(link._uplink, now)]
 
 
-def sent(uplink: Uplink, now: float = 0.0) -> list[tuple[int, str]]:
+def sent(uplink: SendScheduler, now: float = 0.0) -> list[tuple[int, str]]:
     """Send what is due over all links; return to whom and what."""
     return [
         (int(link.route[-1]), one.message.store)
@@ -57,14 +57,14 @@ def sent(uplink: Uplink, now: float = 0.0) -> list[tuple[int, str]]:
     ]
 
 
-def queued(link: Link, *requests: Request) -> list[Request]:
+def queued(link: Connection, *requests: Request) -> list[Request]:
     for one in requests:
         link.queue(one)
     return list(requests)
 
 
 def test_nothing_is_sent_before_the_server_has_answered_hello() -> None:
-    one = Link("server 0")
+    one = Connection("server 0")
     queued(one, request("a"))
     assert names(one) == []
     one.ready = True
@@ -127,10 +127,10 @@ class TestPriority:
         assert names(one) == expected
 
 
-def two(payload_bytes: int) -> tuple[Uplink, Link, Link]:
+def two(payload_bytes: int) -> tuple[SendScheduler, Connection, Connection]:
     """Two links whose requests were queued in turns."""
-    uplink = Uplink()
-    links = [Link(f"server {server}", uplink=uplink) for server in (0, 1)]
+    uplink = SendScheduler()
+    links = [Connection(f"server {server}", uplink=uplink) for server in (0, 1)]
     for index in range(3):
         for name, one in zip("ab", links, strict=True):
             one.ready = True
@@ -176,8 +176,8 @@ def test_there_is_room_for_some_requests_however_large(sharers: int, first: str)
 
 
 def test_an_uplink_without_limits_has_room_for_all() -> None:
-    uplink = Uplink(is_limited=False)
-    one = Link("worker 1", uplink=uplink)
+    uplink = SendScheduler(is_limited=False)
+    one = Connection("worker 1", uplink=uplink)
     one.ready = True
     queued(one, *[request(str(index), payload_bytes=WINDOW_BYTES) for index in range(5)])
     assert len(names(one)) == 5
@@ -249,7 +249,7 @@ class TestWindow:
             def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
                 return route == "server 0"
 
-        one = Link("server 0", memory=Lending())
+        one = Connection("server 0", memory=Lending())
         one.ready = True
         queued(one, *[request(str(index), payload_bytes=UPLINK_BYTES) for index in range(3)])
         assert names(one) == ["0", "1", "2"]

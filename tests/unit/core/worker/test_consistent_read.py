@@ -10,13 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.calls import Views
-from kvps.core.catalogue import Catalogue
-from kvps.core.link import Request
-from kvps.core.plan import Held
-from kvps.core.reading import (
-    Drain,
-    Lagging,
+from kvps.core.worker.calls import Views
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import (
+    AwaitAcks,
+    LaggingReads,
     Pieces,
     Rows,
     Step,
@@ -25,30 +23,33 @@ from kvps.core.reading import (
     sink_for,
     stand,
 )
+from kvps.core.worker.plan import PieceLocation
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ProtocolError
-from kvps.messages import Ask, Packet, Pull, Pulled, Stand
-from kvps.specs import BY_NAME, Spec
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import Ask, Pull, Pulled, Stand
 from kvps.tensors import PRIVATE, to_frame
-from tests.workbench import Readable, opened, spec
+from tests.support.worker_harness import Readable, opened, spec
 
 ENVELOPE: Any = None
 """Nobody here reads it."""
 
 
-def book(mode: str = "sync") -> Catalogue:
+def book(mode: str = "sync") -> WorkerStore:
     """``a`` and ``b`` lie side by side on server 0; ``big`` on both servers."""
-    one = Catalogue(opened(mode=mode), 0, 2, 240.0)
+    one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
     one.place(
         [
-            ("a", spec(2), [Held(0, 1, 0, 2, 0)]),
-            ("b", spec(3), [Held(0, 1, 2, 3, 0)]),
-            ("big", spec(8), [Held(0, 2, 0, 4, 0), Held(1, 1, 0, 4, 4)]),
+            ("a", spec(2), [PieceLocation(0, 1, 0, 2, 0)]),
+            ("b", spec(3), [PieceLocation(0, 1, 2, 3, 0)]),
+            ("big", spec(8), [PieceLocation(0, 2, 0, 4, 0), PieceLocation(1, 1, 0, 4, 4)]),
         ]
     )
     return one
 
 
-def reading(one: Catalogue, *names: str, after: int = 0) -> tuple[Steps, list[torch.Tensor]]:
+def reading(one: WorkerStore, *names: str, after: int = 0) -> tuple[Steps, list[torch.Tensor]]:
     plan = one.plan(names)
     sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
     conditions = [after] * len(names)
@@ -56,7 +57,7 @@ def reading(one: Catalogue, *names: str, after: int = 0) -> tuple[Steps, list[to
 
 
 def pulls(step: Step) -> list[Pull]:
-    assert not isinstance(step, Drain)
+    assert not isinstance(step, AwaitAcks)
     return [one.message for one in step if isinstance(one.message, Pull)]
 
 
@@ -122,7 +123,7 @@ class TestTorn:
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
-        assert isinstance(again, Lagging)
+        assert isinstance(again, LaggingReads)
         assert [one.server for one in again] == [1]
         assert pulls(again) == [Pull(1, True, (Ask(0, 4, 1, 5),))]
         assert ends(steps, [answer(again[0], 5)])
@@ -133,9 +134,9 @@ class TestTorn:
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
-        assert isinstance(again, Lagging)
+        assert isinstance(again, LaggingReads)
         more = steps.send([answer(again[0], 7)])
-        assert isinstance(more, Lagging)
+        assert isinstance(more, LaggingReads)
         assert [one.server for one in more] == [0]
         assert pulls(more) == [Pull(2, True, (Ask(0, 4, 0, 7),))]
         assert ends(steps, [answer(more[0], 7)])
@@ -147,7 +148,7 @@ class TestTorn:
         assert isinstance(step, list)
         assert [(one.server, one.lane) for one in step] == [(0, 1), (1, 1), (0, 2)]
         again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
-        assert isinstance(again, Lagging)
+        assert isinstance(again, LaggingReads)
         assert [(one.server, one.lane) for one in again] == [(1, 1)]
         assert ends(steps, [answer(again[0], 3)])
         assert [sink.tolist() for sink in sinks] == [[9] * 2, [3] * 8, [9] * 3]
@@ -158,7 +159,7 @@ class TestTorn:
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
-        assert isinstance(again, Lagging)
+        assert isinstance(again, LaggingReads)
         one.is_short = True
         assert ends(steps, [])
         assert sink.tolist() == [5] * 4 + [4] * 4
@@ -169,15 +170,19 @@ class TestTorn:
         steps, _ = reading(one, "big")
         step = next(steps)
         assert isinstance(step, list)
-        assert isinstance(steps.send([answer(step[0], 5), answer(step[1], 4)]), Lagging)
+        assert isinstance(steps.send([answer(step[0], 5), answer(step[1], 4)]), LaggingReads)
 
     @given(st.data())
     def test_every_key_ends_at_one_version(self, data: st.DataObject) -> None:
         """Whatever versions the parts stand at whenever they are read."""
         parts = data.draw(st.integers(1, 4))
-        one = Catalogue(opened(), 0, parts, 240.0)
+        one = WorkerStore(opened(), 0, parts, 240.0)
         one.place(
-            (name, spec(2 * parts), [Held(at, 1 + which, 0, 2, 2 * at) for at in range(parts)])
+            (
+                name,
+                spec(2 * parts),
+                [PieceLocation(at, 1 + which, 0, 2, 2 * at) for at in range(parts)],
+            )
             for which, name in enumerate("kl")
         )
         now = {(at, chunk): 0 for at in range(parts) for chunk in (1, 2)}
@@ -243,14 +248,14 @@ class TestWhatIsKnownToBeApplied:
 class TestViews:
     """Values that stay where they are."""
 
-    def read(self, one: Catalogue, *names: str) -> tuple[Steps, Pieces]:
+    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, Pieces]:
         sink = sink_for(Views.VIEWS, one.plan(names))
         assert isinstance(sink, Pieces)
         return read(one, one.plan(names), sink, 0, 0, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
         one = book()
-        one.place([("m", Spec("float32", (2, 2)), [Held(0, 1, 5, 4, 0)])])
+        one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
         steps, sink = self.read(one, "b", "m")
         step = next(steps)
         assert isinstance(step, list)
@@ -293,9 +298,9 @@ class TestViews:
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
-        assert isinstance(again, Lagging)
+        assert isinstance(again, LaggingReads)
         more = steps.send([answer(again[0], 4)])
-        assert isinstance(more, Lagging)
+        assert isinstance(more, LaggingReads)
         assert ends(steps, [answer(more[0], 4)])
         views = sink.views(one.plan(("a", "big", "b")).keys, PRIVATE)
         assert [view.tolist() for view in views] == [[9] * 2, [4] * 8, [9] * 3]

@@ -5,34 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.codecs import decode, encode
-from kvps.codes import BIT2, FP16, RANDOMK, Code, size
-from kvps.compression import rules_of
-from kvps.core import calls
+from kvps.compression.codecs import decode, encode
+from kvps.compression.policy import rules_of
+from kvps.compression.spec import BIT2, FP16, RANDOMK, CodecSpec, size
+from kvps.core.worker import calls
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, ProtocolError
-from kvps.messages import (
-    Ack,
-    Declare,
-    Declared,
-    Error,
-    Message,
-    Piece,
-    Place,
-    Probe,
-    Probed,
-    Pull,
-    Pulled,
-    Push,
-    Receipt,
-    Stand,
-    Steps,
-    Welcome,
-)
-from kvps.specs import Spec
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Error, Probe, Probed, Welcome
+from kvps.protocol.stores import Declare, Declared, Piece, Place
+from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand, Steps
 from kvps.tensors import from_frame
-from tests.workbench import Bench, Readable
+from tests.support.worker_harness import Bench, Readable
 
-TWO = Code(BIT2, 0.5)
+TWO = CodecSpec(BIT2, 0.5)
 ALL = {"type": "2bit", "min_bytes": 0}
 BOTH_WAYS = {"type": "2bit", "min_bytes": 0, "pull": True}
 
@@ -120,8 +106,8 @@ def test_each_key_travels_by_its_rule() -> None:
     one = bench({"min_bytes": 0, "rules": [{"pattern": "a", "type": "fp16"}]})
     push(one, "a", "b", seed=4)
     sent = {message.code: message for message in one.sent(Push)}
-    assert set(sent) == {Code(FP16), None}
-    assert [run.size for run in sent[Code(FP16)].runs] == [20]
+    assert set(sent) == {CodecSpec(FP16), None}
+    assert [run.size for run in sent[CodecSpec(FP16)].runs] == [20]
     assert [run.size for run in sent[None].runs] == [30]
     ack_all(one)
     assert set(rests(one)) == {"a"}
@@ -153,7 +139,7 @@ def test_the_seed_of_randomk_follows_the_number_of_the_push() -> None:
         push(one, "a", seed=number)
         message, _, seq = last(one, Push)
         assert isinstance(message, Push)
-        assert message.code == Code(RANDOMK, 0.5, 1.0, 9 + number)
+        assert message.code == CodecSpec(RANDOMK, 0.5, 1.0, 9 + number)
         one.server(0, Ack((Receipt(seq, 1),)))
 
 

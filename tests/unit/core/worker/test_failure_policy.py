@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.catalogue import Catalogue
-from kvps.core.losses import Losses
+from kvps.core.worker.failure_policy import FailurePolicy
+from kvps.core.worker.store import WorkerStore
 from kvps.errors import ServerLost, WorkerLost
-from kvps.messages import Member, Node, Role, View
-from tests.workbench import member, opened
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Member, View
+from tests.support.worker_harness import member, opened
 
 S0, S1, W0, W1 = (Node(role, rank) for role in (Role.SERVER, Role.WORKER) for rank in (0, 1))
 SERVERS = {0: member(S0).incarnation, 1: member(S1).incarnation}
 
 
-def book(grace_s: float = 60.0, **options: object) -> Catalogue:
-    return Catalogue(opened(**options), 0, 2, grace_s)
+def book(grace_s: float = 60.0, **options: object) -> WorkerStore:
+    return WorkerStore(opened(**options), 0, 2, grace_s)
 
 
-def learn(losses: Losses, *members: Member, now: float = 100.0) -> Losses:
+def learn(losses: FailurePolicy, *members: Member, now: float = 100.0) -> FailurePolicy:
     losses.learn(View(1, "running", "", members), SERVERS, now)
     return losses
 
@@ -28,14 +29,14 @@ def lost(node: Node, for_s: float = 0.0, state: str = "lost", **more: object) ->
 
 
 def test_nobody_is_lost() -> None:
-    losses = learn(Losses(), member(S0), member(W0), member(W1, "left"), member(S1, "empty"))
+    losses = learn(FailurePolicy(), member(S0), member(W0), member(W1, "left"), member(S1, "empty"))
     assert losses.error(book(), 1e9) is None
     assert losses.error(None, 1e9) is None
     assert losses.deadline(book()) is None
 
 
 def test_a_replacement_is_remembered() -> None:
-    losses = learn(Losses(), member(S0), member(W0), member(W1, "empty", incarnation=0))
+    losses = learn(FailurePolicy(), member(S0), member(W0), member(W1, "empty", incarnation=0))
     learn(losses, member(S0), member(W0), member(W1))
     learn(losses, member(S0), member(W0), lost(W1))
     learn(losses, member(S0, incarnation=98), member(W0), member(W1))
@@ -48,7 +49,7 @@ def test_a_replacement_is_remembered() -> None:
 class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
     def test_that_is_lost_ends_all_stores(self, state: str) -> None:
-        losses = learn(Losses(), member(S0), lost(S1, state=state))
+        losses = learn(FailurePolicy(), member(S0), lost(S1, state=state))
         for one in (book(), book(mode="async"), None):
             error = losses.error(one, 100.0)
             assert isinstance(error, ServerLost)
@@ -60,19 +61,19 @@ class TestServer:
         )
 
     def test_that_was_replaced_is_empty(self) -> None:
-        losses = learn(Losses(), member(S0, incarnation=99), member(S1))
+        losses = learn(FailurePolicy(), member(S0, incarnation=99), member(S1))
         error = losses.error(None, 100.0)
         assert "server 0 (host-server-0 tcp://s0:1) took the place" in str(error)
 
     def test_that_comes_back_is_no_loss(self) -> None:
-        losses = learn(Losses(), lost(S0), lost(S1))
+        losses = learn(FailurePolicy(), lost(S0), lost(S1))
         assert "server 0" in str(losses.error(book(), 100.0))
         assert learn(losses, member(S0), member(S1)).error(book(), 101.0) is None
 
 
 class TestWorker:
     def test_is_waited_for_until_its_grace_is_over(self) -> None:
-        losses = learn(Losses(), lost(W1, 5.0))
+        losses = learn(FailurePolicy(), lost(W1, 5.0))
         assert losses.deadline(book()) == 155.0
         assert losses.error(book(), 154.9) is None
         error = losses.error(book(), 155.0)
@@ -85,30 +86,30 @@ class TestWorker:
 
     def test_is_not_waited_for_with_fail(self) -> None:
         one = book(on_worker_lost="fail")
-        losses = learn(Losses(), lost(W1))
+        losses = learn(FailurePolicy(), lost(W1))
         assert losses.deadline(one) == 100.0
         assert "on_worker_lost='fail' does not wait" in str(losses.error(one, 100.0))
 
     def test_nor_when_none_can_come(self) -> None:
-        error = learn(Losses(), lost(W1, state="gone")).error(book(), 100.0)
+        error = learn(FailurePolicy(), lost(W1, state="gone")).error(book(), 100.0)
         assert "no replacement can come. What was pushed is kept. Start the job again" in str(error)
 
     @pytest.mark.parametrize(
         "options", [{"on_worker_lost": "shrink"}, {"mode": "async"}, {"mode": "ssp"}]
     )
     def test_is_not_missed_where_nobody_waits_for_it(self, options: dict[str, str]) -> None:
-        losses = learn(Losses(), lost(W1, state="gone"))
+        losses = learn(FailurePolicy(), lost(W1, state="gone"))
         assert losses.error(book(**options), 1e9) is None
         assert losses.deadline(book(**options)) is None
 
     def test_ends_the_calls_of_a_store_without_rounds_if_that_is_to_fail(self) -> None:
         one = book(mode="async", on_worker_lost="fail")
-        error = learn(Losses(), lost(W1)).error(one, 100.0)
+        error = learn(FailurePolicy(), lost(W1)).error(one, 100.0)
         assert isinstance(error, WorkerLost)
         assert "Calls of store 'kv' need it, and on_worker_lost='fail' does not wait" in str(error)
 
     def test_has_been_lost_since_the_first_word_of_it(self) -> None:
-        losses = learn(Losses(), lost(W1, 5.0), now=100.0)
+        losses = learn(FailurePolicy(), lost(W1, 5.0), now=100.0)
         learn(losses, lost(W1, 6.0), now=103.0)  # a view that was long on its way
         assert losses.deadline(book()) == 155.0
         learn(losses, lost(W1, 1.0, incarnation=77), now=104.0)  # its replacement

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from kvps.core.placement import parts
-from kvps.core.plan import Held, Key, make
-from kvps.messages import Declare, Declared, Entry, Load, Pulled, Push
-from kvps.specs import Spec
+from kvps.core.worker.plan import Key, PieceLocation, make
+from kvps.dtypes import Spec
+from kvps.protocol.stores import Declare, Declared, Entry
+from kvps.protocol.values import Load, Pulled, Push
 from kvps.tensors import PRIVATE
-from tests.server_stage import ServerStage, heard
+from tests.support.server_harness import ServerStage, heard
 
 KEYS = 1000
 SERVERS = 2
@@ -26,7 +27,7 @@ def test_a_thousand_keys_on_two_servers() -> None:
         stage.open()
         (answer,) = heard(stage.say(0, Declare("kv", True, 0, tuple(entries[server]))), Declared)
         for entry, place in zip(entries[server], answer.places, strict=True):
-            held = tuple(Held(server, *piece, 0) for piece in place.pieces)
+            held = tuple(PieceLocation(server, *piece, 0) for piece in place.pieces)
             keys.append(Key(entry.key, Spec("float32", (256,)), held))
     plan = make(keys)
     rows = [torch.full((256,), float(index)) for index in range(KEYS)]

@@ -11,35 +11,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.plan import (
+from kvps.core.worker.plan import (
     PIECES_MAX,
     WINDOWS_MAX,
-    Held,
+    ChunkSlice,
     Key,
-    Plan,
-    Share,
+    PieceLocation,
+    TransferPlan,
     alike,
     allocate,
+    cut,
     make,
     of_key,
 )
-from kvps.messages import Ask, Run
-from kvps.specs import Spec
+from kvps.dtypes import Spec
+from kvps.protocol.values import Ask, Run
 from kvps.tensors import PRIVATE, TORCH, to_frame
-from tests.workbench import Readable
+from tests.support.worker_harness import Readable
 
 
-def key(name: str, *pieces: Held, dtype: str = "float32") -> Key:
+def key(name: str, *pieces: PieceLocation, dtype: str = "float32") -> Key:
     return Key(name, Spec(dtype, (sum(piece.size for piece in pieces),)), pieces)
 
 
-def neighbours() -> Plan:
+def neighbours() -> TransferPlan:
     """Three keys in one chunk, side by side but for a gap of 2 before the last."""
     return make(
         [
-            key("c", Held(0, 5, 12, 3, 0)),
-            key("a", Held(0, 5, 0, 4, 0)),
-            key("b", Held(0, 5, 4, 6, 0)),
+            key("c", PieceLocation(0, 5, 12, 3, 0)),
+            key("a", PieceLocation(0, 5, 0, 4, 0)),
+            key("b", PieceLocation(0, 5, 4, 6, 0)),
         ]
     )
 
@@ -52,7 +53,7 @@ def test_keys_of_one_chunk_are_one_share_in_the_order_of_the_chunk() -> None:
 
 
 def test_shares_go_round_the_servers() -> None:
-    pieces = [Held(server, chunk, 0, 1, 0) for server in (1, 0) for chunk in (8, 3, 5)]
+    pieces = [PieceLocation(server, chunk, 0, 1, 0) for server in (1, 0) for chunk in (8, 3, 5)]
     plan = make([key(f"k{index}", piece) for index, piece in enumerate(pieces)])
     assert [(one.server, one.chunk) for one in plan.shares] == [
         (0, 3),
@@ -65,7 +66,7 @@ def test_shares_go_round_the_servers() -> None:
 
 
 def test_a_key_without_elements_has_no_share() -> None:
-    plan = make([key("nothing"), key("a", Held(0, 1, 0, 2, 0))])
+    plan = make([key("nothing"), key("a", PieceLocation(0, 1, 0, 2, 0))])
     assert [segment.key for share in plan.shares for segment in share.segments] == [1]
     assert make([]).shares == []
 
@@ -101,7 +102,7 @@ def test_neighbours_with_one_condition_are_one_ask(
 
 
 def test_one_whole_key_is_copied_as_it_is() -> None:
-    (share,) = make([key("a", Held(0, 1, 0, 4, 0), dtype="int8")]).shares
+    (share,) = make([key("a", PieceLocation(0, 1, 0, 4, 0), dtype="int8")]).shares
     row = torch.arange(4, dtype=torch.int8)
     gathered = share.gather([row], PRIVATE, "server 0")[0]
     row.zero_()
@@ -122,7 +123,7 @@ def test_what_is_gathered_and_scattered_is_every_element_once(data: st.DataObjec
             start = place[server] + gap
             place[server] = start + size
             chunk = 10 * server + start // 8
-            pieces.append(Held(server, chunk, start, size, offset))
+            pieces.append(PieceLocation(server, chunk, start, size, offset))
             offset += size
         keys.append(key(f"k{name}", *pieces))
     plan = make(keys)
@@ -142,7 +143,7 @@ def test_rows_keep_their_shapes(dtype: str) -> None:
     keys, start = [], 0
     for index, shape in enumerate(shapes):
         one = Spec(dtype, shape)
-        keys.append(Key(f"k{index}", one, (Held(0, 1, start, one.count, 0),)))
+        keys.append(Key(f"k{index}", one, (PieceLocation(0, 1, start, one.count, 0),)))
         start += one.count
     (share,) = make(keys).shares
     rows = [torch.ones(shape).to(TORCH[dtype]) * index for index, shape in enumerate(shapes)]
@@ -180,7 +181,7 @@ def places(pieces: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
 
 
 def test_what_is_side_by_side_as_on_the_server_is_lent_as_it_is() -> None:
-    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     memory, (a, b) = lending(4, 6)
     assert places(plan.shares[0].gather([a, b], memory, "server 0")) == [(a.data_ptr(), 10)]
     assert len(memory.blocks) == 1
@@ -198,7 +199,7 @@ def test_neighbours_are_joined_and_others_are_pieces() -> None:
 
 
 def test_a_tensor_twice_is_two_pieces() -> None:
-    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 4, 0))])
+    plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 4, 0))])
     memory, (row,) = lending(4)
     pieces = plan.shares[0].gather([row, row], memory, "server 0")
     assert places(pieces) == [(row.data_ptr(), 4)] * 2
@@ -206,7 +207,7 @@ def test_a_tensor_twice_is_two_pieces() -> None:
 
 def test_neighbours_of_two_storages_stay_two() -> None:
     """Who keeps the first alive does not keep the second."""
-    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     memory, (whole,) = lending(10)
     a, b = (torch.from_numpy(one) for one in np.split(whole.numpy(), [4]))
     pieces = plan.shares[0].gather([a, b], memory, "server 0")
@@ -215,8 +216,8 @@ def test_neighbours_of_two_storages_stay_two() -> None:
 
 def test_shapes_do_not_matter_to_what_is_lent() -> None:
     keys = [
-        Key("a", Spec("float32", (2, 2)), (Held(0, 1, 0, 4, 0),)),
-        Key("b", Spec("float32", ()), (Held(0, 1, 4, 1, 0),)),
+        Key("a", Spec("float32", (2, 2)), (PieceLocation(0, 1, 0, 4, 0),)),
+        Key("b", Spec("float32", ()), (PieceLocation(0, 1, 4, 1, 0),)),
     ]
     memory, (a, b) = lending(4, 1)
     (piece,) = make(keys).shares[0].gather([a.view(2, 2), b.view(())], memory, "server 0")
@@ -226,7 +227,7 @@ def test_shapes_do_not_matter_to_what_is_lent() -> None:
 
 
 def test_parts_of_a_key_are_lent_each_to_its_server() -> None:
-    plan = make([key("big", Held(0, 1, 0, 4, 0), Held(1, 1, 0, 6, 4))])
+    plan = make([key("big", PieceLocation(0, 1, 0, 4, 0), PieceLocation(1, 1, 0, 6, 4))])
     memory, (row,) = lending(10)
     memory.routes = ("server 0", "server 1")
     found = [one.gather([row], memory, f"server {one.server}") for one in plan.shares]
@@ -250,7 +251,7 @@ def test_what_the_server_cannot_read_is_copied() -> None:
 
 @pytest.mark.parametrize(("count", "is_lent"), [(PIECES_MAX, True), (PIECES_MAX + 1, False)])
 def test_what_lies_in_too_many_places_is_copied(count: int, is_lent: bool) -> None:
-    plan = make([key(f"k{index}", Held(0, 1, index, 1, 0)) for index in range(count)])
+    plan = make([key(f"k{index}", PieceLocation(0, 1, index, 1, 0)) for index in range(count)])
     memory, rows = lending(*[2] * count)
     pieces = plan.shares[0].gather([row[:1] for row in rows], memory, "server 0")
     assert len(pieces) == (count if is_lent else 1)
@@ -259,7 +260,7 @@ def test_what_lies_in_too_many_places_is_copied(count: int, is_lent: bool) -> No
 
 def test_a_parameter_is_lent_as_well() -> None:
     memory, (a, b) = lending(4, 6)
-    plan = make([key("a", Held(0, 1, 0, 4, 0)), key("b", Held(0, 1, 4, 6, 0))])
+    plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     for count, names in ((4, [a]), (10, [a, b])):
         one = make(plan.keys[: len(names)]).shares[0]
         with torch.no_grad():  # as the loop of a worker runs
@@ -273,10 +274,10 @@ class TestAllocate:
         memory = Readable("server 0")
         plan = make(
             [
-                Key("b", Spec("float32", (2, 3)), (Held(0, 1, 4, 6, 0),)),
-                key("a", Held(0, 1, 0, 4, 0)),
+                Key("b", Spec("float32", (2, 3)), (PieceLocation(0, 1, 4, 6, 0),)),
+                key("a", PieceLocation(0, 1, 0, 4, 0)),
                 Key("nothing", Spec("int8", (0, 2))),
-                Key("half", Spec("float16", ()), (Held(0, 2, 0, 1, 0),)),
+                Key("half", Spec("float16", ()), (PieceLocation(0, 2, 0, 1, 0),)),
             ]
         )
         rows = allocate(plan, memory)
@@ -298,9 +299,9 @@ class TestAllocate:
         memory = Readable("server 0", "server 1")
         plan = make(
             [
-                key("a", Held(0, 1, 0, 4, 0)),
-                key("big", Held(0, 1, 4, 3, 0), Held(1, 1, 0, 5, 3)),
-                key("b", Held(0, 1, 7, 2, 0)),
+                key("a", PieceLocation(0, 1, 0, 4, 0)),
+                key("big", PieceLocation(0, 1, 4, 3, 0), PieceLocation(1, 1, 0, 5, 3)),
+                key("b", PieceLocation(0, 1, 7, 2, 0)),
             ]
         )
         rows = allocate(plan, memory)
@@ -315,7 +316,7 @@ class TestAllocate:
 class TestWindows:
     """One tensor for each key on what came, remembered by where that lies."""
 
-    def share(self) -> Share:
+    def share(self) -> ChunkSlice:
         return neighbours().shares[0]
 
     def test_are_made_once_for_each_place(self) -> None:
@@ -349,7 +350,7 @@ class TestWindows:
         assert owner() is None
 
     def test_of_a_share_with_one_key_are_not_needed(self) -> None:
-        (share,) = make([key("a", Held(0, 1, 0, 4, 0))]).shares
+        (share,) = make([key("a", PieceLocation(0, 1, 0, 4, 0))]).shares
         place = torch.arange(4.0)
         assert share._windows_of(place)[0].data_ptr() == place.data_ptr()
         assert not share._windows
@@ -360,8 +361,8 @@ class TestWindows:
         floats, bytes_ = (
             make(
                 [
-                    key("a", Held(0, 1, 0, size, 0), dtype=dtype),
-                    key("b", Held(0, 1, size, size, 0), dtype=dtype),
+                    key("a", PieceLocation(0, 1, 0, size, 0), dtype=dtype),
+                    key("b", PieceLocation(0, 1, size, size, 0), dtype=dtype),
                 ]
             ).shares[0]
             for dtype, size in (("float32", 2), ("uint8", 4))
@@ -371,3 +372,37 @@ class TestWindows:
             assert torch.equal(torch.cat(halves).view(torch.uint8), memory)
             parts = bytes_._windows_of(memory[:8])
             assert [one.tolist() for one in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_plan_is_cut_into_shares_of_so_many_bytes() -> None:
+    whole = neighbours()
+    parts = cut(whole, 20).shares
+    assert [(one.server, one.chunk, one.blocks) for one in parts] == [
+        (0, 5, [(0, 5)]),
+        (0, 5, [(5, 5)]),
+        (0, 5, [(12, 3)]),
+    ]
+    assert [one.payload_bytes for one in parts] == [20, 20, 12]
+    rows = [torch.arange(3.0), torch.arange(4.0) + 10, torch.arange(6.0) + 20]
+    values = torch.cat([part for one in parts for part in one.gather(rows, PRIVATE, "server 0")])
+    assert values.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 0, 1, 2]
+    found = [torch.zeros(3), torch.zeros(4), torch.zeros(6)]
+    for one in parts:
+        one.scatter(torch.cat(one.gather(rows, PRIVATE, "server 0")), found)
+    assert [row.tolist() for row in found] == [row.tolist() for row in rows]
+
+
+def test_shares_of_several_chunks_are_cut_one_by_one() -> None:
+    plan = make(
+        [key("a", PieceLocation(0, 1, 0, 5, 0), PieceLocation(1, 2, 0, 3, 5), dtype="float64")]
+    )
+    parts = cut(plan, 16).shares
+    assert [(one.server, one.chunk, one.blocks) for one in parts] == [
+        (0, 1, [(0, 2)]),
+        (0, 1, [(2, 2)]),
+        (0, 1, [(4, 1)]),
+        (1, 2, [(0, 2)]),
+        (1, 2, [(2, 1)]),
+    ]
+    assert [share.size for share in cut(plan, 1).shares] == [1] * 8, "at least an element"
+    assert cut(plan, 1 << 20).shares == plan.shares

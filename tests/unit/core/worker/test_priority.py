@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import kvps
-from kvps.core import link
-from kvps.core.plan import Held, Key, make
+from kvps.core.worker import connection
+from kvps.core.worker.plan import Key, PieceLocation, make
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.messages import Pull, Push
-from kvps.specs import Spec
-from tests.workbench import Bench, pull, push
+from kvps.protocol.values import Pull, Push
+from tests.support.worker_harness import Bench, pull, push
 
 BIG = 400
 """Elements of a key that is cut: a part of 800 octets on each server."""
@@ -20,8 +20,8 @@ BIG = 400
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A worker of two servers, with one chunk of the big keys under way at once."""
-    monkeypatch.setattr(link, "UPLINK_BYTES", 1)
-    monkeypatch.setattr(link, "UPLINK_LEAST", 1)
+    monkeypatch.setattr(connection, "UPLINK_BYTES", 1)
+    monkeypatch.setattr(connection, "UPLINK_LEAST", 1)
     one = Bench()
     one.open()
     one.init({name: torch.zeros(BIG) for name in ("first", "second", "third")})
@@ -85,14 +85,15 @@ def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
 
 def test_a_chunk_has_the_highest_priority_of_its_keys() -> None:
     keys = [
-        Key(name, Spec("float32", (4,)), (Held(0, 1, 4 * i, 4, 0),)) for i, name in enumerate("ab")
+        Key(name, Spec("float32", (4,)), (PieceLocation(0, 1, 4 * i, 4, 0),))
+        for i, name in enumerate("ab")
     ]
     (share,) = make(keys).shares
     assert (share.highest(3), share.highest((1, 2)), share.highest((-1, -2))) == (3, 2, -1)
 
 
 def test_every_worker_begins_with_another_server() -> None:
-    pieces = tuple(Held(server, 1, 0, 4, 4 * server) for server in range(3))
+    pieces = tuple(PieceLocation(server, 1, 0, 4, 4 * server) for server in range(3))
     key = Key("a", Spec("float32", (12,)), pieces)
     firsts = [[share.server for share in make([key], rank).shares] for rank in range(4)]
     assert firsts == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]

@@ -5,47 +5,47 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import calls
-from kvps.core.catalogue import Catalogue
-from kvps.core.hyper import resolve
-from kvps.core.plan import Held as Piece
-from kvps.core.recipe import recipe_of
-from kvps.core.standstill import (
+from kvps.core.embedding.spec import recipe_of
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.worker import calls
+from kvps.core.worker.plan import PieceLocation as Piece
+from kvps.core.worker.quiesce import (
     FREE_STAND_MAX_S,
     PATIENCE_S,
     SILENCE_MAX_S,
     STAND_MAX_S,
-    Standstill,
+    Quiesce,
 )
-from kvps.messages import Halt, Proceed
-from tests.workbench import opened, pull, push, spec
+from kvps.core.worker.store import WorkerStore
+from kvps.protocol.checkpoint import Halt, Proceed
+from tests.support.worker_harness import opened, pull, push, spec
 
 ROW = torch.zeros(4)
 SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
 
 
-def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, Catalogue]:
+def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
     """One store, whose keys have been pushed so often."""
-    book = Catalogue(opened(mode=mode), rank, 1, 240.0)
+    book = WorkerStore(opened(mode=mode), rank, 1, 240.0)
     book.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
     for name, number in numbers.items():
         book.keys[name].number = number
     return {"kv": book}
 
 
-def halted(known: dict[str, Catalogue], cut: int = 1, **least: int) -> Standstill:
-    one = Standstill()
+def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce:
+    one = Quiesce()
     assert one.halt(Halt(cut, least), known, 100.0) == []
     return one
 
 
-def holds(one: Standstill, known: dict[str, Catalogue], *names: str) -> bool:
+def holds(one: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
     return one.holds(known["kv"], push(dict.fromkeys(names, ROW)))
 
 
 def test_nothing_is_held_before() -> None:
     known = books(a=3)
-    one = Standstill()
+    one = Quiesce()
     assert not holds(one, known, "a")
     assert one.deadline(100.0) is None
     assert not one.is_impatient(100.0, 1e9)
@@ -178,18 +178,18 @@ def test_whoever_makes_a_table_is_held(rank: int) -> None:
     recipe = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
     known = books(rank, a=3)
     one = halted(known)
-    assert one.holds(known["kv"], calls.Embed("kv", "new", recipe, rank))
-    assert not one.holds(known["kv"], calls.Embed("kv", "a", recipe, rank))
-    rows = calls.PushIds("kv", ("a",), (), None, 0, True, 1, ())
+    assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
+    assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
+    rows = calls.PushTableRows("kv", ("a",), (), None, 0, True, 1, ())
     assert one.holds(known["kv"], rows)
 
 
 def test_calls_keep_their_order() -> None:
-    known = books(a=3) | {"other": Catalogue(opened("other"), 0, 1, 240.0)}
+    known = books(a=3) | {"other": WorkerStore(opened("other"), 0, 1, 240.0)}
     one = halted(known)
     one.hold(7, push({"a": ROW}), 200.0)
     assert one.holds(known["kv"], pull({"a": ROW}))
-    assert not one.holds(known["other"], calls.Ask("other"))
+    assert not one.holds(known["other"], calls.AskStatus("other"))
 
 
 def test_an_unknown_key_is_not_its_business() -> None:

@@ -5,43 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import calls
-from kvps.core.catalogue import Catalogue
 from kvps.core.effects import Connect, Effect
-from kvps.core.hyper import resolve
+from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
-from kvps.core.rejoin import Rejoin, epoch_changed
+from kvps.core.worker import calls
+from kvps.core.worker.resync import StoreResync, epoch_changed
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
-from kvps.messages import (
-    Ack,
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import (
     Barrier,
-    Declare,
-    Declared,
     Done,
     Error,
-    Find,
-    Found,
-    FoundAll,
     Hello,
     History,
     HistoryIs,
-    Node,
+    Probe,
+    Released,
+    Welcome,
+)
+from kvps.protocol.stores import (
+    Declare,
+    Declared,
+    Find,
+    Found,
+    FoundAll,
     Open,
     Optimize,
     Piece,
     Place,
-    Probe,
-    Pull,
-    Pulled,
-    Push,
-    Receipt,
-    Released,
-    Role,
-    Stand,
-    Welcome,
 )
-from kvps.specs import BY_NAME
-from tests.workbench import Bench, member, opened, pull, push, sends, spec
+from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand
+from tests.support.worker_harness import Bench, member, opened, pull, push, sends, spec
 
 FLOAT = BY_NAME["float32"].id
 S0, W1 = Node(Role.SERVER, 0), Node(Role.WORKER, 1)
@@ -158,7 +154,7 @@ def test_an_optimizer_that_rank_0_is_setting_again_is_there_when_all_servers_hav
     for server, known in enumerate(calls_known):
         seq = one.seqs(History, server)[-1]
         one.server(server, HistoryIs(seq, known, 0, 0, 0, 0.0, 0, joined=False))
-    assert changed_at(one, one.call(calls.Ask("kv"))).has_optimizer == is_set
+    assert changed_at(one, one.call(calls.AskStatus("kv"))).has_optimizer == is_set
     one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
     assert one.sent(Optimize)[-1].call == 1, "the one that rank 0 makes"
 
@@ -169,7 +165,7 @@ def test_all_calls_under_way_are_told_of_one_change() -> None:
     tickets = [
         one.call(push({"w": ONES})),
         one.call(pull({"w": torch.zeros(4)}, least=9)),
-        one.call(calls.Stand("kv", None)),
+        one.call(calls.StandAtBarrier("kv", None)),
         one.call(calls.SetRate("kv", 0.5)),
     ]
     begin(one)
@@ -183,13 +179,13 @@ def test_all_calls_under_way_are_told_of_one_change() -> None:
 
 def test_who_waits_at_a_barrier_is_not_released_by_the_past() -> None:
     one = trained()
-    ticket = one.call(calls.Stand("kv", None))
+    ticket = one.call(calls.StandAtBarrier("kv", None))
     begin(one)
     one.scheduler(Released(one.seqs(Barrier)[-1]))
     assert one.finish(ticket) is None
     rejoin(one)
     changed_at(one, ticket)
-    one.call(calls.Stand("kv", None))
+    one.call(calls.StandAtBarrier("kv", None))
     assert one.sent(Barrier)[-1].number == 0, "barriers are counted anew"
 
 
@@ -212,7 +208,7 @@ def test_keys_that_came_after_the_cut_are_absent() -> None:
     one = trained()
     begin(one)
     rejoin(one, version=-1)
-    error = changed_at(one, one.call(calls.Ask("kv")))
+    error = changed_at(one, one.call(calls.AskStatus("kv")))
     assert (error.before, error.after) == ({"w": 3}, {})
     assert "'w' 3 -> absent" in str(error)
     assert not one.core.books["kv"].keys
@@ -261,9 +257,9 @@ def test_a_second_epoch_before_the_user_was_told_of_the_first() -> None:
     rejoin(one, version=2)
     begin(one, 2, member(S0, incarnation=111))
     rejoin(one, version=1)
-    error = changed_at(one, one.call(calls.Ask("kv")))
+    error = changed_at(one, one.call(calls.AskStatus("kv")))
     assert (error.before, error.after) == ({"w": 3}, {"w": 1})
-    assert one.finish(one.call(calls.Ask("kv"))) is None
+    assert one.finish(one.call(calls.AskStatus("kv"))) is None
 
 
 def test_a_server_that_was_not_replaced_keeps_its_connection() -> None:
@@ -293,7 +289,7 @@ def test_who_waits_loses_patience_and_the_store_finds_its_way_all_the_same() -> 
     one.wait(5.0)
     assert isinstance(one.error(ticket), Timeout)
     rejoin(one)
-    changed_at(one, one.call(calls.Ask("kv")))
+    changed_at(one, one.call(calls.AskStatus("kv")))
 
 
 def test_the_timeout_of_one_who_waits_for_the_return_says_so() -> None:
@@ -342,9 +338,9 @@ class TestLost:
         one = trained()
         ticket = one.call(push({"w": ONES}))
         begin(one, phase="returning")
-        waiting = one.call(calls.Ask("kv"))
+        waiting = one.call(calls.AskStatus("kv"))
         one.view(REPLACED, reason="no cut is complete", epoch=1, since=2, cut=0)
-        for each in (ticket, waiting, one.call(calls.Ask("kv"))):
+        for each in (ticket, waiting, one.call(calls.AskStatus("kv"))):
             assert isinstance(one.error(each), ServerLost)
             assert "no cut is complete" in str(one.error(each))
         one.wait(10.0)
@@ -364,8 +360,8 @@ class TestLost:
 
 def test_the_text_names_some_keys_and_counts_the_others() -> None:
     before = dict.fromkeys("abcde", 9)
-    one = Rejoin(before, 0, after=dict.fromkeys("abc", 7))
-    error = epoch_changed(Catalogue(opened(), 0, 1, 240.0), 4, one)
+    one = StoreResync(before, 0, after=dict.fromkeys("abc", 7))
+    error = epoch_changed(WorkerStore(opened(), 0, 1, 240.0), 4, one)
     assert "('a' 9 -> 7, 'b' 9 -> 7, 'c' 9 -> 7 and 2 more)" in str(error)
     assert "(epoch 4)" in str(error)
     assert set(error.before) == set("abcde")

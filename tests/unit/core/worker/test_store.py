@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.catalogue import NONE, Catalogue, Made
-from kvps.core.plan import Held
+from kvps.core.worker.plan import PieceLocation
+from kvps.core.worker.store import NONE, Made, WorkerStore
 from kvps.errors import KeyNotFound
-from tests.workbench import opened, spec
+from tests.support.worker_harness import opened, spec
 
 
-def book(**options: object) -> Catalogue:
-    return Catalogue(opened(**options), 0, 2, 240.0)
+def book(**options: object) -> WorkerStore:
+    return WorkerStore(opened(**options), 0, 2, 240.0)
 
 
-def place(one: Catalogue, *names: str, chunk: int = 1) -> None:
-    one.place((name, spec(4), [Held(0, chunk, 4 * at, 4, 0)]) for at, name in enumerate(names))
+def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
+    one.place(
+        (name, spec(4), [PieceLocation(0, chunk, 4 * at, 4, 0)]) for at, name in enumerate(names)
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_what_was_counted_of_a_key_stays_unless_it_is_another() -> None:
     key.number = 7
     place(one, "a", chunk=3)
     assert one.key("a") is key
-    assert key.pieces == (Held(0, 3, 0, 4, 0),)
+    assert key.pieces == (PieceLocation(0, 3, 0, 4, 0),)
     one.place([("a", spec(5), [])])
     assert (one.key("a").number, one.key("a").spec) == (0, spec(5))
 

@@ -7,13 +7,13 @@ from dataclasses import fields
 import pytest
 import torch
 
-from kvps.core import calls, link
 from kvps.core.effects import Connect, Copied, Exit, Finish
-from kvps.core.hyper import resolve
-from kvps.core.member import Identity
-from kvps.core.rounds import WINDOW
-from kvps.core.talks import LAG_MAX_S, LATE_MAX
-from kvps.core.worker import ANSWERS, Worker
+from kvps.core.membership_client import Identity
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.worker import calls, connection
+from kvps.core.worker.call_table import LAG_MAX_S, LATE_MAX
+from kvps.core.worker.worker import ANSWERS, Worker
+from kvps.dtypes import BY_NAME
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -24,46 +24,41 @@ from kvps.errors import (
     Timeout,
     WorkerLost,
 )
-from kvps.messages import (
-    MESSAGES,
-    Ack,
+from kvps.protocol.checkpoint import Halt, Halted, Proceed, Proceeding
+from kvps.protocol.envelope import MESSAGES, WINDOW, Node, Role
+from kvps.protocol.membership import (
     Barrier,
     Beat,
-    Declare,
-    Declared,
     Done,
     Error,
-    Halt,
-    Halted,
     Hello,
     Join,
     Joined,
     Leave,
     Left,
-    Node,
-    Optimize,
     Pending,
-    Piece,
-    Place,
     Probe,
     Probed,
-    Proceed,
-    Proceeding,
-    Pull,
-    Pulled,
-    Push,
-    Rate,
     Released,
     Resume,
     Return,
-    Role,
-    Stand,
     Stop,
     View,
     Welcome,
 )
-from kvps.specs import BY_NAME
-from tests.workbench import Bench, Readable, member, opened, pull, push, sends, spec, values_of
+from kvps.protocol.stores import Declare, Declared, Optimize, Piece, Place, Rate
+from kvps.protocol.values import Ack, Pull, Pulled, Push, Stand
+from tests.support.worker_harness import (
+    Bench,
+    Readable,
+    member,
+    opened,
+    pull,
+    push,
+    sends,
+    spec,
+    values_of,
+)
 
 FLOAT = BY_NAME["float32"].id
 W1 = Node(Role.WORKER, 1)
@@ -278,8 +273,8 @@ class TestLent:
         return one, memory.empty(count, "float32")
 
     def test_takes_nothing_of_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(link, "WINDOW_BYTES", 16)
-        monkeypatch.setattr(link, "UPLINK_BYTES", 16)
+        monkeypatch.setattr(connection, "WINDOW_BYTES", 16)
+        monkeypatch.setattr(connection, "UPLINK_BYTES", 16)
         one, row = self.lent()
         for _ in range(10):
             one.call(push({"w": row}))
@@ -391,7 +386,7 @@ class TestTimeout:
 
     def test_of_a_resume_does_not_number_behind_its_callers_back(self) -> None:
         one = small()
-        ticket = one.call(calls.Resume("kv", ("w",)), 5.0)
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)), 5.0)
         one.wait(5.0)
         assert isinstance(one.error(ticket), Timeout)
         one.call(push({"w": torch.ones(4)}))
@@ -440,7 +435,7 @@ class TestCallsOfAllRanks:
     """They count when they succeed: made again after a Timeout, it is the same call."""
 
     CALLS = (
-        (calls.Stand("kv", "x"), Barrier),
+        (calls.StandAtBarrier("kv", "x"), Barrier),
         (calls.SetOptimizer("kv", resolve("test", {})), Optimize),
         (calls.SetRate("kv", 0.5), Rate),
     )
@@ -501,25 +496,25 @@ class TestCallsOfAllRanks:
 
     def test_another_is_another(self) -> None:
         one = small()
-        one.call(calls.Stand("kv", "x"), 1.0)
+        one.call(calls.StandAtBarrier("kv", "x"), 1.0)
         one.wait(1.0)
-        one.call(calls.Stand("kv", "y"))
+        one.call(calls.StandAtBarrier("kv", "y"))
         assert [message.name for message in dict.fromkeys(one.sent(Barrier))] == ["x", "y"]
 
     def test_each_of_several_that_came_late_is_found(self) -> None:
         one = small()
         for name in ("x", "y"):
-            one.call(calls.Stand("kv", name), 1.0)
+            one.call(calls.StandAtBarrier("kv", name), 1.0)
         one.wait(1.0)
         for seq in dict.fromkeys(one.seqs(Barrier)):
             one.scheduler(Released(seq))
-        assert one.is_done(one.call(calls.Stand("kv", "y")))
-        assert one.is_done(one.call(calls.Stand("kv", "x")))
+        assert one.is_done(one.call(calls.StandAtBarrier("kv", "y")))
+        assert one.is_done(one.call(calls.StandAtBarrier("kv", "x")))
 
     def test_what_came_too_late_is_not_kept_for_ever(self) -> None:
         one = small()
         for number in range(LATE_MAX + 5):
-            one.call(calls.Stand("kv", str(number)), 1.0)
+            one.call(calls.StandAtBarrier("kv", str(number)), 1.0)
         one.wait(1.0)
         for seq in one.seqs(Barrier):
             one.scheduler(Released(seq))
@@ -582,7 +577,7 @@ class TestProbes:
 
     def test_a_barrier_is_asked_for_again_every_two_seconds(self) -> None:
         one = small()
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         one.wait(5.0)
         assert one.seqs(Barrier) == [1, 1, 1]
         one.scheduler(Released(1))
@@ -594,7 +589,7 @@ class TestProbes:
 class TestRefusals:
     def test_end_their_call_and_no_other(self) -> None:
         one = small()
-        refused, other = one.call(push({"w": torch.ones(4)})), one.call(calls.Ask("kv"))
+        refused, other = one.call(push({"w": torch.ones(4)})), one.call(calls.AskStatus("kv"))
         effects = one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
         assert [type(one.error(refused)), one.finish(other)] == [Mismatch, None]
         assert one.is_copied(refused), "it had returned already: the next call will say so"
@@ -628,7 +623,7 @@ class TestRefusals:
     @pytest.mark.spec("R21")
     def test_to_be_fenced_ends_all(self) -> None:
         one = small()
-        tickets = [one.call(push({"w": torch.ones(4)})), one.call(calls.Stand("kv", None))]
+        tickets = [one.call(push({"w": torch.ones(4)})), one.call(calls.StandAtBarrier("kv", None))]
         one.server(0, Error(one.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
         tickets.append(one.call(pull({"w": torch.zeros(4)})))
         assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
@@ -644,7 +639,7 @@ class TestRefusals:
     @pytest.mark.spec("R21")
     def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
         one = small()
-        tickets = [one.call(calls.Resume("kv", ("w",)))]
+        tickets = [one.call(calls.ResumeKeys("kv", ("w",)))]
         one.server(0, Pulled(one.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
         tickets.append(one.call(push({"w": torch.ones(4)})))
         one.scheduler(Error(one.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
@@ -804,9 +799,9 @@ class TestLosses:
         one = Bench()
         one.open()
         one.open("async", mode="async")
-        tickets = [one.call(calls.Ask("kv")), one.call(calls.Stand("async", None))]
+        tickets = [one.call(calls.AskStatus("kv")), one.call(calls.StandAtBarrier("async", None))]
         one.view(member(Node(Role.SERVER, 1), "lost"))
-        tickets.append(one.call(calls.Ask("kv")))
+        tickets.append(one.call(calls.AskStatus("kv")))
         tickets.append(one.join())
         assert {type(one.error(ticket)) for ticket in tickets} == {ServerLost}
         one.wait(5.0)
@@ -814,15 +809,15 @@ class TestLosses:
 
     def test_a_lost_worker_ends_calls_when_its_grace_is_over(self) -> None:
         one = small(worker_grace_s=10.0)
-        ticket = one.call(calls.Stand("kv", None))
+        ticket = one.call(calls.StandAtBarrier("kv", None))
         one.view(member(W1, "lost", lost_for_s=3.0))
         one.wait(6.9)
         assert one.finish(ticket) is None
         one.wait(0.1)
         assert isinstance(one.error(ticket), WorkerLost)
-        assert isinstance(one.error(one.call(calls.Ask("kv"))), WorkerLost)
+        assert isinstance(one.error(one.call(calls.AskStatus("kv"))), WorkerLost)
         one.view()
-        again = one.call(calls.Stand("kv", None))
+        again = one.call(calls.StandAtBarrier("kv", None))
         assert [message.number for message in one.sent(Barrier)][-1] == 0
         one.scheduler(Released(one.seqs(Barrier)[-1]))
         assert one.is_done(again)
@@ -897,7 +892,7 @@ class TestLosses:
 class TestScheduler:
     def test_a_late_barrier_says_how_the_job_stands(self) -> None:
         one = small()
-        ticket = one.call(calls.Stand("kv", "epoch"), 5.0)
+        ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 5.0)
         one.wait(4.9)
         one.scheduler(Beat(0, "going on, but worker 1 is lost (exit code 9)"))
         one.wait(0.1)
@@ -910,7 +905,7 @@ class TestScheduler:
     @pytest.mark.spec("R127")
     def test_a_late_barrier_names_who_is_missing(self) -> None:
         one = small()
-        ticket = one.call(calls.Stand("kv", "epoch"), 1.0)
+        ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 1.0)
         one.wait(0.9)
         assert len(one.sent(Barrier)) == 2  # it asks before it gives up
         (seq,) = set(one.seqs(Barrier))
@@ -922,13 +917,13 @@ class TestScheduler:
     def test_one_without_a_number_is_named_by_its_place(self) -> None:
         one = small()
         one.core.books["kv"].is_resumed = True
-        ticket = one.call(calls.Stand("kv", "epoch"), 1.0)
+        ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 1.0)
         one.wait(1.0)
         assert "not every worker stands at 'epoch' after round 0" in str(one.error(ticket))
 
     def test_a_late_resume_waits_for_the_scheduler(self) -> None:
         one = small()
-        ticket = one.call(calls.Resume("kv", ()), 1.0)
+        ticket = one.call(calls.ResumeKeys("kv", ()), 1.0)
         one.wait(1.0)
         assert "resume() of store 'kv' is not done: the scheduler has not answered" in str(
             one.error(ticket)
@@ -936,7 +931,7 @@ class TestScheduler:
 
     def test_a_barrier_without_a_scheduler_is_its_loss(self) -> None:
         one = small()
-        ticket = one.call(calls.Stand("kv", None), 20.0)
+        ticket = one.call(calls.StandAtBarrier("kv", None), 20.0)
         one.wait(20.0)
         assert isinstance(one.error(ticket), SchedulerLost)
         assert (
@@ -1004,7 +999,7 @@ class TestScheduler:
 def test_progress_is_what_the_user_asks_for() -> None:
     one = small()
     before = one.core.member.progress
-    one.call(calls.Ask("kv"))
+    one.call(calls.AskStatus("kv"))
     one.wait(1.0)
     assert one.sent(Beat)[-1].progress == before + 1
 

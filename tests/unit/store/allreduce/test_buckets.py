@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.specs import DTYPES, Spec
-from kvps.store.flat import Load, buckets_of
+from kvps.dtypes import DTYPES, Spec
+from kvps.store.allreduce.buckets import BucketPlan, buckets_of
 
 
 def specs(*shapes, dtype="float32"):
@@ -40,7 +40,7 @@ def test_values_come_back_in_their_types_and_shapes(dtype):
         torch.tensor(7).to(kind),
         torch.empty(0, 4).to(kind),
     ]
-    load = Load(
+    load = BucketPlan(
         "push",
         list(zip("abc", [Spec(dtype, tuple(one.shape)) for one in rows], strict=True)),
         "cpu",
@@ -56,7 +56,7 @@ def test_values_come_back_in_their_types_and_shapes(dtype):
 
 def test_types_take_turns_without_mixing():
     keys = [Spec("float32", (2,)), Spec("int64", (3,)), Spec("float32", (4,))]
-    load = Load("push", list(zip("abc", keys, strict=True)), "cpu")
+    load = BucketPlan("push", list(zip("abc", keys, strict=True)), "cpu")
     rows = [torch.ones(2), torch.full((3,), 2**60), torch.full((4,), 3.0)]
     assert [one.indices for one in load.buckets] == [(0, 2), (1,)]
     back = load.rows([bucket.filled(rows) for bucket in load.buckets])
@@ -77,21 +77,21 @@ def test_filling_copies():
 
 def test_only_the_same_call_has_the_same_digest():
     keys = list(zip("ab", specs((2,), (3,)), strict=True))
-    same = Load("push", keys, "cpu")
-    assert Load("push", keys, "cpu").digest == same.digest
+    same = BucketPlan("push", keys, "cpu")
+    assert BucketPlan("push", keys, "cpu").digest == same.digest
     assert len(same.digest) == 16
     others = [
-        Load("init", keys, "cpu"),
-        Load("push", keys, "cuda"),
-        Load("push", keys[::-1], "cpu"),
-        Load("push", keys[:1], "cpu"),
-        Load("push", list(zip("ab", specs((2,), (3, 1)), strict=True)), "cpu"),
-        Load("push", list(zip("ab", specs((2,), (3,), dtype="int32"), strict=True)), "cpu"),
+        BucketPlan("init", keys, "cpu"),
+        BucketPlan("push", keys, "cuda"),
+        BucketPlan("push", keys[::-1], "cpu"),
+        BucketPlan("push", keys[:1], "cpu"),
+        BucketPlan("push", list(zip("ab", specs((2,), (3, 1)), strict=True)), "cpu"),
+        BucketPlan("push", list(zip("ab", specs((2,), (3,), dtype="int32"), strict=True)), "cpu"),
     ]
     assert len({one.digest for one in (same, *others)}) == 7
 
 
 def test_a_call_in_words():
     keys = [(f"k{i}", Spec("float32", (i,))) for i in range(5)]
-    assert Load("push", keys[:1], "cuda").words == "push('k0' float32[0] on cuda)"
-    assert Load("init", keys, "cpu").words.endswith("'k2' float32[2] and 2 more keys)")
+    assert BucketPlan("push", keys[:1], "cuda").words == "push('k0' float32[0] on cuda)"
+    assert BucketPlan("init", keys, "cpu").words.endswith("'k2' float32[2] and 2 more keys)")

@@ -11,29 +11,29 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Timeout, WorkerLost
-from kvps.store import turns as module
-from kvps.store.cells import Awaited, Cells
-from kvps.store.turns import Turn, Turns
+from kvps.store.allreduce import queue as module
+from kvps.store.allreduce.cells import Cells, CollectiveTicket
+from kvps.store.allreduce.queue import Collective, CollectiveQueue
 
 WAIT_S = 20.0
 
 
 @pytest.fixture
 def turns():
-    made = Turns("mine")
+    made = CollectiveQueue("mine")
     yield made
     assert made.stop(WAIT_S)
 
 
 def gives(*values):
-    return Turn("push()", lambda: [torch.tensor(one) for one in values])
+    return Collective("push()", lambda: [torch.tensor(one) for one in values])
 
 
 def fails(error):
     def make():
         raise error
 
-    return Turn("push()", make)
+    return Collective("push()", make)
 
 
 def held(gate, begun=None):
@@ -43,13 +43,14 @@ def held(gate, begun=None):
         assert gate.wait(WAIT_S)
         return []
 
-    return Turn("held()", make)
+    return Collective("held()", make)
 
 
 def test_turns_are_made_in_order_and_gradients_are_not_tracked(turns):
     seen = []
     some = [
-        Turn(str(i), lambda i=i: seen.append((i, torch.is_grad_enabled())) or []) for i in range(9)
+        Collective(str(i), lambda i=i: seen.append((i, torch.is_grad_enabled())) or [])
+        for i in range(9)
     ]
     for one in some:
         turns.add(one, WAIT_S)
@@ -93,7 +94,7 @@ def test_a_time_limit_cancels_nothing(turns):
 
 def test_so_many_turns_may_wait(monkeypatch):
     monkeypatch.setattr(module, "PENDING_MAX", 1)
-    turns, gate, begun = Turns("mine"), threading.Event(), threading.Event()
+    turns, gate, begun = CollectiveQueue("mine"), threading.Event(), threading.Event()
     turns.add(held(gate, begun), WAIT_S)
     assert begun.wait(WAIT_S)
     turns.add(gives(1.0), WAIT_S)
@@ -105,7 +106,7 @@ def test_so_many_turns_may_wait(monkeypatch):
 
 
 def test_after_the_end_nothing_is_made():
-    turns = Turns("mine")
+    turns = CollectiveQueue("mine")
     assert turns.stop(WAIT_S)
     assert turns.stop(WAIT_S)
     late = turns.add(gives(1.0), WAIT_S)
@@ -132,13 +133,13 @@ def wait(turn, left_s, limit_s):
 def test_values_and_versions_follow_the_turns(turns):
     cells = Cells(turns)
     cells.begin(gives(0.0, 10.0), ["a", "b"], 0, WAIT_S)
-    early = Awaited(["b", "a"], cells.of(["b", "a"]), WAIT_S, wait)
+    early = CollectiveTicket(["b", "a"], cells.of(["b", "a"]), WAIT_S, wait)
     cells.begin(gives(1.0), ["a"], 1, WAIT_S)
     cells.begin(gives(11.0, 2.0), ["b", "a"], 1, WAIT_S)
     assert [one.item() for one in early.wait()] == [10, 0]
     assert early.wait() is early.wait()
     a, b = cells.of(["a", "b"])
-    Awaited(["a", "b"], [a, b], WAIT_S, wait).wait()
+    CollectiveTicket(["a", "b"], [a, b], WAIT_S, wait).wait()
     assert (a.version("a"), b.version("b")) == (2, 1)
     assert "a" in cells
     assert "c" not in cells
@@ -153,7 +154,7 @@ def test_a_key_whose_turn_fails_has_the_value_that_it_had(turns):
     good = cells.begin(gives(5.0), ["b"], 0, WAIT_S)
     assert good.wait(WAIT_S)
     assert bad.is_over
-    (value,) = Awaited(["a"], cells.of(["a"]), WAIT_S, wait).wait()
+    (value,) = CollectiveTicket(["a"], cells.of(["a"]), WAIT_S, wait).wait()
     assert value.item() == 0
     assert "new" not in cells
 
@@ -189,7 +190,7 @@ def test_values_that_nobody_wants_are_freed_at_once(turns):
 
 def test_what_was_not_begun_leaves_no_cell(monkeypatch):
     monkeypatch.setattr(module, "PENDING_MAX", 1)
-    turns, gate, begun = Turns("mine"), threading.Event(), threading.Event()
+    turns, gate, begun = CollectiveQueue("mine"), threading.Event(), threading.Event()
     turns.add(held(gate, begun), WAIT_S)
     assert begun.wait(WAIT_S)
     cells = Cells(turns)
@@ -206,10 +207,10 @@ def test_what_was_not_begun_leaves_no_cell(monkeypatch):
 def test_an_awaited_call_ends_with_its_time(turns):
     cells, gate = Cells(turns), threading.Event()
     cells.begin(held(gate), ["a"], 0, WAIT_S)
-    late = Awaited(["a"], cells.of(["a"]), 0.01, wait)
+    late = CollectiveTicket(["a"], cells.of(["a"]), 0.01, wait)
     with pytest.raises(Timeout, match=r"not in 0\.01 s"):
         late.wait()
     assert late.is_over
-    waiting = Awaited(["a"], cells.of(["a"]), WAIT_S, wait)
+    waiting = CollectiveTicket(["a"], cells.of(["a"]), WAIT_S, wait)
     assert not waiting.is_over
     gate.set()

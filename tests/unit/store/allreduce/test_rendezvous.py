@@ -7,8 +7,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from kvps import config
 from kvps.errors import ConfigError, Timeout
-from kvps.store import meeting as module
-from kvps.store.meeting import Meeting, Places, ranks
+from kvps.store.allreduce import rendezvous as module
+from kvps.store.allreduce.rendezvous import Ranks, Rendezvous, ranks
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def meet_two(places, name=None, taken=()):
 
 
 def test_a_process_that_nobody_told_anything_is_a_world_of_one(caplog):
-    places = Places()
+    places = Ranks()
     first, second = meet_two(places), meet_two(places)
-    assert first == Meeting("allreduce-0", 0, 1, None, "")
+    assert first == Rendezvous("allreduce-0", 0, 1, None, "")
     assert second.name == "allreduce-1"
     first.gather(0.01)
     assert caplog.text.count("world of one worker") == 1
@@ -45,7 +45,7 @@ def test_a_process_that_nobody_told_anything_is_a_world_of_one(caplog):
 
 def test_stores_share_a_rendezvous_and_nothing_else(monkeypatch, boards):
     monkeypatch.setattr(config, "world", lambda: config.World(1, 3, "127.0.0.1", 29500))
-    places = Places()
+    places = Ranks()
     one, two, named = meet_two(places), meet_two(places), meet_two(places, "mine")
     assert [(found.name, found.rank, found.size) for found in (one, two, named)] == [
         ("allreduce-0", 1, 3),
@@ -68,7 +68,7 @@ def test_stores_share_a_rendezvous_and_nothing_else(monkeypatch, boards):
 )
 def test_ranks_of_one_machine_listen_on_loopback(monkeypatch, boards, master, host):
     monkeypatch.setattr(config, "world", lambda: config.World(0, 2, master, 29500))
-    assert meet_two(Places()).host == host
+    assert meet_two(Ranks()).host == host
 
 
 def test_ranks_gather_or_say_who_does_not_come():
@@ -77,16 +77,16 @@ def test_ranks_gather_or_say_who_does_not_come():
     with pytest.raises(
         Timeout, match=r"'mine': ranks 2, 3 did not create it in 0\.05 s, and rank 1"
     ):
-        Meeting("mine", 1, 4, board, "").gather(0.05)
+        Rendezvous("mine", 1, 4, board, "").gather(0.05)
     board.add("here/2", 1)
-    Meeting("mine", 3, 4, board, "").gather(5.0)
+    Rendezvous("mine", 3, 4, board, "").gather(5.0)
 
 
 def test_a_second_process_of_a_rank_is_refused():
     board = PrefixStore("mine", HashStore())
-    Meeting("mine", 0, 1, board, "").gather(5.0)
+    Rendezvous("mine", 0, 1, board, "").gather(5.0)
     with pytest.raises(ConfigError, match=r"a process was rank 0 before.*dist_sync"):
-        Meeting("mine", 0, 1, board, "").gather(5.0)
+        Rendezvous("mine", 0, 1, board, "").gather(5.0)
 
 
 def test_nobody_at_the_masters_address():

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import kvps
-from kvps.checkpoint import disk
-from kvps.checkpoint.shelf import Shelf
-from kvps.core.hyper import resolve
-from kvps.core.image import History, KeyImage, Portion
+from kvps.checkpoint import atomic_file
+from kvps.checkpoint.directory import CheckpointDirectory
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.server.snapshot.model import KeySnapshot, SnapshotPart, SpanHistory
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, Mismatch, StorageError
-from kvps.specs import Spec
-from kvps.store import keeping
 from kvps.store.kvstore import KVStore
-from tests import cuts
+from kvps.store.local import checkpoint
+from tests.support import snapshots
 
 W = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 ONES = torch.ones(2, 2)
@@ -96,7 +96,7 @@ class TestLocal:
 
     def test_the_files_are_those_of_one_server(self, folder: Path) -> None:
         store().checkpoint("best")
-        (manifest,) = Shelf(folder).complete()
+        (manifest,) = CheckpointDirectory(folder).complete()
         assert (manifest.tag, manifest.servers, manifest.job) == ("best", 1, bytes(16))
         assert manifest.stores["local"].keys == 2
 
@@ -174,11 +174,11 @@ class TestRefused:
         kv = store()
         kv.checkpoint()
         with monkeypatch.context() as patched:
-            patched.setattr(disk.os, "write", _no_space)
+            patched.setattr(atomic_file.os, "write", _no_space)
             with pytest.raises(StorageError, match="checkpoint 2 not written: No space left"):
                 kv.checkpoint()
         train(kv, 1)
-        assert [manifest.cut for manifest in Shelf(folder).complete()] == [1]
+        assert [manifest.cut for manifest in CheckpointDirectory(folder).complete()] == [1]
         assert kv.checkpoint() > 1
 
     def test_without_room_for_the_manifest_its_image_goes_too(
@@ -186,11 +186,11 @@ class TestRefused:
     ) -> None:
         kv = store()
 
-        def refuse(self: Shelf, manifest: object) -> None:
+        def refuse(self: CheckpointDirectory, manifest: object) -> None:
             raise StorageError("no room for the manifest")
 
         with monkeypatch.context() as patched:
-            patched.setattr(Shelf, "commit", refuse)
+            patched.setattr(CheckpointDirectory, "commit", refuse)
             with pytest.raises(StorageError, match="no room for the manifest"):
                 kv.checkpoint()
         assert not list(folder.rglob("*.safetensors"))
@@ -205,31 +205,33 @@ class TestOfServers:
     """A local store reads what servers wrote: the laptop of one who trained on a cluster."""
 
     def test_however_many_they_were(self, folder: Path) -> None:
-        cuts.put(folder, 7, servers=3)
+        snapshots.put(folder, 7, servers=3)
         kv = kvps.create("local", name="default")
         assert kv.restore() == 7
         row = torch.zeros(12, 10)
         kv.pull("layer1.weight", out=row)
-        assert torch.equal(row.flatten(), cuts.values(cuts.KEYS["layer1.weight"]))
+        assert torch.equal(row.flatten(), snapshots.values(snapshots.KEYS["layer1.weight"]))
         nothing = torch.ones(0, 3)
         kv.pull("nothing", out=nothing)
 
     def test_where_its_parts_differ_a_key_stands_where_the_last_one_does(self) -> None:
-        def portion(start: int, version: int, state: bool) -> Portion:
+        def portion(start: int, version: int, state: bool) -> SnapshotPart:
             rows = {"momentum_buffer": torch.ones(2)} if state else {}
-            history = History(version, version, {0: version}, {})
-            return Portion(start, history, torch.full((2,), float(start)), rows)
+            history = SpanHistory(version, version, {0: version}, {})
+            return SnapshotPart(start, history, torch.full((2,), float(start)), rows)
 
-        key = KeyImage("w", Spec("float32", (4,)), 0, (portion(0, 5, True), portion(2, 4, False)))
-        kept = keeping._kept(key)
+        key = KeySnapshot(
+            "w", Spec("float32", (4,)), 0, (portion(0, 5, True), portion(2, 4, False))
+        )
+        kept = checkpoint._kept(key)
         assert (kept.version, kept.step, kept.state) == (4, 4, {})
         assert kept.row.tolist() == [0.0, 0.0, 2.0, 2.0]
 
 
 def test_an_image_of_a_key_without_elements_has_no_portion(folder: Path) -> None:
-    kept = keeping.Kept(Spec("float32", (0, 3)), torch.empty(0))
-    assert keeping.keep("kv", resolve("sgd", {"lr": 0.1}), {"none": kept}, "") == 1
-    cut, hyper, keys, tables = keeping.read("kv", None)
+    kept = checkpoint.Kept(Spec("float32", (0, 3)), torch.empty(0))
+    assert checkpoint.keep("kv", resolve("sgd", {"lr": 0.1}), {"none": kept}, "") == 1
+    cut, hyper, keys, tables = checkpoint.read("kv", None)
     assert tables == {}
     assert (cut, keys["none"].spec.count, len(keys["none"].row)) == (1, 0, 0)
     assert hyper is not None

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError, WorkerLost
-from kvps.torch import collectives
-from kvps.torch.collectives import Collectives
-from kvps.torch.rows import Staged
+from kvps.torch.distributed import collectives
+from kvps.torch.distributed.collectives import Collectives
+from kvps.torch.distributed.host_tensor import Staged
 
 
 class Desk:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.rows import FOLDS, Staged, blank, check, fold, octets, padded
+from kvps.torch.distributed.host_tensor import FOLDS, Staged, blank, check, fold, octets, padded
 
 
 def test_a_tensor_that_is_a_row_is_used_as_it_is() -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvps.store.handle import Ticket
-from kvps.torch import posts
-from kvps.torch.rows import Staged, octets
-from kvps.torch.tracks import Steps
+from kvps.runtime.ticket import Ticket
+from kvps.torch.distributed import mailbox
+from kvps.torch.distributed.host_tensor import Staged, octets
+from kvps.torch.distributed.ordered_executor import Steps
 
 RANKS = 3
 
@@ -129,7 +129,7 @@ def test_a_swap_brings_what_belongs_to_it(seed: int) -> None:
             mine = [(f"p/{rank}/{count}", row(turn, rank, count=count))]
             room = {other: row(count=count) for other in range(RANKS) if other != rank}
             theirs = [(f"p/{other}/{count}", other, room[other]) for other in room]
-            yield from posts.swap(desk, 1.0, mine, theirs)  # type: ignore[arg-type]
+            yield from mailbox.swap(desk, 1.0, mine, theirs)  # type: ignore[arg-type]
             for other, found in room.items():
                 assert found.tolist()[:2] == [turn, other], (turn, rank)
 
@@ -142,11 +142,11 @@ def test_a_swap_brings_what_belongs_to_it(seed: int) -> None:
 def test_a_letter_is_read_by_all_before_the_next_but_one_is_written(seed: int) -> None:
     def collectives(desk: Desk, rank: int) -> list[Steps]:
         def tell(turn: int) -> Steps:
-            yield from posts.tell(desk, 1.0, [("m", row(turn))], RANKS - 1)  # type: ignore[arg-type]
+            yield from mailbox.tell(desk, 1.0, [("m", row(turn))], RANKS - 1)  # type: ignore[arg-type]
 
         def hear(turn: int) -> Steps:
             staged = Staged(row())
-            yield from posts.hear(desk, 1.0, [("m", 0, staged)])  # type: ignore[arg-type]
+            yield from mailbox.hear(desk, 1.0, [("m", 0, staged)])  # type: ignore[arg-type]
             assert staged.row[0] == turn, (turn, rank)
 
         return [hear(turn) if rank else tell(turn) for turn in range(12)]
@@ -160,13 +160,13 @@ def test_a_letter_that_fits_its_class_is_read_where_it_belongs() -> None:
     def collectives(desk: Desk, rank: int) -> list[Steps]:
         if rank == 0:
             told = torch.arange(16.0)
-            return [posts.tell(desk, 1.0, [("m", told)], 1)]  # type: ignore[arg-type]
+            return [mailbox.tell(desk, 1.0, [("m", told)], 1)]  # type: ignore[arg-type]
         if rank == 1:
             staged = Staged(torch.zeros(16))
             assert octets(staged.row).nbytes == 64
             found.append(staged.row)
-            return [posts.hear(desk, 1.0, [("m", 0, staged)])]  # type: ignore[arg-type]
-        return [posts.tell(desk, 1.0, [("alone", row(1))], 0)]  # type: ignore[arg-type]
+            return [mailbox.hear(desk, 1.0, [("m", 0, staged)])]  # type: ignore[arg-type]
+        return [mailbox.tell(desk, 1.0, [("alone", row(1))], 0)]  # type: ignore[arg-type]
 
     play(0, collectives)
     assert found[0].tolist() == list(range(16))

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvps.errors import ConfigError, WorkerLost
-from kvps.store.handle import Ticket
-from kvps.torch.tracks import Steps, Tracks
-from kvps.torch.work import Work
+from kvps.runtime.ticket import Ticket
+from kvps.torch.distributed.ordered_executor import OrderedExecutor, Steps
+from kvps.torch.distributed.work import Work
 
 
 @pytest.fixture
-def tracks() -> Iterator[Tracks]:
-    one = Tracks()
+def tracks() -> Iterator[OrderedExecutor]:
+    one = OrderedExecutor()
     yield one
     one.close()
     one._thread.join(30.0)
@@ -28,7 +28,7 @@ def steps(log: list[str], name: str, *tickets: list[Ticket]) -> Steps:
         log.append(f"{name} goes on")
 
 
-def test_a_collective_goes_on_when_all_its_calls_are_over(tracks: Tracks) -> None:
+def test_a_collective_goes_on_when_all_its_calls_are_over(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     first, second, third = Ticket(), Ticket(), Ticket()
     work = Work("one", [])
@@ -42,7 +42,7 @@ def test_a_collective_goes_on_when_all_its_calls_are_over(tracks: Tracks) -> Non
     assert log == ["one begins", "one goes on", "one goes on"]
 
 
-def test_what_needs_no_waiting_is_done_at_once(tracks: Tracks) -> None:
+def test_what_needs_no_waiting_is_done_at_once(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     over = Ticket()
     over.end(None, None)
@@ -52,7 +52,7 @@ def test_what_needs_no_waiting_is_done_at_once(tracks: Tracks) -> None:
     assert log == ["one begins", *["one goes on"] * 3]
 
 
-def test_those_of_one_track_follow_each_other_and_others_pass(tracks: Tracks) -> None:
+def test_those_of_one_track_follow_each_other_and_others_pass(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     tickets = [Ticket() for _ in range(3)]
     works = [Work(name, []) for name in "abc"]
@@ -69,7 +69,9 @@ def test_those_of_one_track_follow_each_other_and_others_pass(tracks: Tracks) ->
     assert log[-4:] == ["c goes on", "a goes on", "b begins", "b goes on"]
 
 
-def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(tracks: Tracks) -> None:
+def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(
+    tracks: OrderedExecutor,
+) -> None:
     log: list[str] = []
     ticket, other = Ticket(), Ticket()
     works = [Work(name, []) for name in "abcd"]
@@ -88,7 +90,7 @@ def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(tracks: T
     assert log == ["a begins", "d begins"]
 
 
-def test_what_a_step_raises_is_the_error(tracks: Tracks) -> None:
+def test_what_a_step_raises_is_the_error(tracks: OrderedExecutor) -> None:
     def refused() -> Steps:
         yield []
         raise ConfigError("no")
@@ -99,7 +101,7 @@ def test_what_a_step_raises_is_the_error(tracks: Tracks) -> None:
         work.wait()
 
 
-def test_steps_are_made_where_parameters_may_be_written_to(tracks: Tracks) -> None:
+def test_steps_are_made_where_parameters_may_be_written_to(tracks: OrderedExecutor) -> None:
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(1))

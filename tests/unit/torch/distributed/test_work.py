@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvps.errors import Timeout, WorkerLost
-from kvps.torch.work import Work
+from kvps.torch.distributed.work import Work
 
 TENSOR = torch.ones(2)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Linear, ModuleDict, ModuleList, Sequential
 
 from kvps.errors import ConfigError
-from kvps.torch.blocks import Order, cut
+from kvps.torch.sharded.param_groups import ExecutionOrder, cut
 
 
 def model() -> torch.nn.Module:
@@ -60,7 +60,7 @@ def test_a_block_must_be_a_module_inside_that_is_called() -> None:
 
 
 def test_the_order_is_that_of_the_pass_before() -> None:
-    order = Order(4)
+    order = ExecutionOrder(4)
     order.begin()
     assert [order.enter(one) for one in (0, 2, 1)] == [1, 3, 2]
     assert order.is_last(3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.errors import ConfigError
-from kvps.torch.buckets import Buckets
+from kvps.torch.sync.buckets import Buckets
 
 SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core.changes import LEAST_COUNT, VERSION_COUNT, Changes
+from kvps.core.server.chunks.change_log import LEAST_COUNT, VERSION_COUNT, ChangeLog
 
 
-def noted(*versions: tuple[int, list[int]], rows: int = 20) -> Changes:
-    changes = Changes(rows)
+def noted(*versions: tuple[int, list[int]], rows: int = 20) -> ChangeLog:
+    changes = ChangeLog(rows)
     for version, ids in versions:
         changes.add(version, torch.tensor(ids, dtype=torch.int64))
         changes.check()
     return changes
 
 
-def since(changes: Changes, version: int, now: int) -> list[int] | None:
+def since(changes: ChangeLog, version: int, now: int) -> list[int] | None:
     found = changes.since(version, now)
     return None if found is None else found.tolist()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.codecs import decode
-from kvps.codes import BIT1, BIT2, FP16, INT8, RANDOMK, Code
-from kvps.core.steps import STEPS_MAX, Back, Step, code_of
+from kvps.compression.codecs import decode
+from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, CodecSpec
+from kvps.core.server.chunks.delta_log import STEPS_MAX, CompressedHistory, Step, code_of
 
-TWO = Code(BIT2, 0.5)
+TWO = CodecSpec(BIT2, 0.5)
 
 
 class Piece:
@@ -17,10 +17,12 @@ class Piece:
 
     def __init__(self) -> None:
         self.values = torch.zeros(16)
-        self.back = Back(16)
+        self.back = CompressedHistory(16)
         self.version = 0
 
-    def move(self, by: list[float], code: Code | None = TWO, *, adds: bool = True) -> list[float]:
+    def move(
+        self, by: list[float], code: CodecSpec | None = TWO, *, adds: bool = True
+    ) -> list[float]:
         """Let the values lack ``by`` more, and publish them; return them."""
         self.version += 1
         self.back.own_rest()[4:12] += torch.tensor(by)
@@ -91,10 +93,11 @@ def test_another_piece_or_version_has_no_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "kept"), [(TWO, 8), (Code(BIT1, 0.0), STEPS_MAX), (Code(FP16), 1), (Code(INT8), 1)]
+    ("code", "kept"),
+    [(TWO, 8), (CodecSpec(BIT1, 0.0), STEPS_MAX), (CodecSpec(FP16), 1), (CodecSpec(INT8), 1)],
 )
-def test_steps_are_kept_while_they_are_smaller_than_the_values(code: Code, kept: int) -> None:
-    back, values = Back(4096), torch.zeros(4096)
+def test_steps_are_kept_while_they_are_smaller_than_the_values(code: CodecSpec, kept: int) -> None:
+    back, values = CompressedHistory(4096), torch.zeros(4096)
     for version in range(1, 40):
         back.own_rest()[:] += torch.randn(4096)
         back.publish(values, 0, 4096, version, code, adds=True)
@@ -182,11 +185,11 @@ def test_an_image_keeps_the_rests_it_saw() -> None:
 
 @pytest.mark.spec("R156")
 def test_how_a_step_is_written() -> None:
-    drawn, half = Code(RANDOMK, 0.1, 1.0, 5), Code(FP16)
+    drawn, half = CodecSpec(RANDOMK, 0.1, 1.0, 5), CodecSpec(FP16)
     assert code_of(None, 3, 0.1) is None
     assert code_of(TWO, 3, None) == TWO
     assert code_of(TWO, 3, 0.1) == TWO._replace(scale=0.1)
-    assert code_of(Code(BIT1), 3, -0.1) == Code(BIT1, scale=0.1)
+    assert code_of(CodecSpec(BIT1), 3, -0.1) == CodecSpec(BIT1, scale=0.1)
     assert code_of(TWO, 3, 0.0) is None
     assert code_of(half, 3, 0.0) == half
     assert code_of(drawn, 3, 0.1) == code_of(drawn, 3, None) == drawn._replace(seed=8)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.rounds import LENT_MAX, WINDOW, Due, Round, Span, Verdict
-from kvps.core.strip import Strip, Sum
+from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.server.chunks.rounds import LENT_MAX, PendingUpdate, Round, Span, Verdict
+from kvps.protocol.envelope import WINDOW
 
 ALL = frozenset({0, 1, 2})
 
@@ -23,7 +24,7 @@ def ones(count: int = 10) -> torch.Tensor:
 def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
     one.take((rank,), number)
     one.round(number, 0.0).add(
-        (rank,), Strip([ones() if gradient is None else gradient]), lent=False, keep=False
+        (rank,), DenseGradient([ones() if gradient is None else gradient]), lent=False, keep=False
     )
     one.check()
 
@@ -47,7 +48,7 @@ def test_a_round_that_closed_without_a_rank_is_not_owed_any_more() -> None:
 
 def test_a_round_that_is_due_is_closed_already() -> None:
     one = Span(0, 10, version=5)
-    one.due.append(Due(5, (), Sum((Strip([ones()]),))))
+    one.due.append(PendingUpdate(5, (), GradientSum((DenseGradient([ones()]),))))
     assert one.owed(0, ordered=True) == 6
     assert one.judge((0,), 5, ordered=True) is Verdict.DUPLICATE
 
@@ -96,14 +97,14 @@ def test_an_unopened_round_misses_everybody() -> None:
 def test_a_sum_is_taken_as_pushes_come() -> None:
     one = Round(0, 0.0)
     for rank, value in ((2, 1e8), (0, 1.0), (1, -1e8)):
-        one.add((rank,), Strip([torch.tensor([value])]), lent=False, keep=False)
+        one.add((rank,), DenseGradient([torch.tensor([value])]), lent=False, keep=False)
     assert one.sum().whole().tolist() == [0.0]  # 1e8 + 1 is 1e8 in float32
 
 
 def test_or_in_the_order_of_ranks() -> None:
     one = Round(0, 0.0)
     for rank, value in ((2, 1.0), (0, 1e8), (1, -1e8)):
-        one.add((rank,), Strip([torch.tensor([value])]), lent=False, keep=True)
+        one.add((rank,), DenseGradient([torch.tensor([value])]), lent=False, keep=True)
     assert one.ranks == {0, 1, 2}
     assert one.sum().whole().tolist() == [1.0]
 
@@ -115,7 +116,7 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> Non
     for rank in range(3):
         one.add(
             (rank,),
-            Strip([torch.tensor([2048.0 if rank == 0 else 1.0], dtype=dtype)]),
+            DenseGradient([torch.tensor([2048.0 if rank == 0 else 1.0], dtype=dtype)]),
             lent=False,
             keep=keep,
         )
@@ -127,7 +128,7 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> Non
 
 
 def add(one: Round, rank: int, gradient: torch.Tensor, *, lent: bool) -> None:
-    one.add((rank,), Strip([gradient]), lent=lent, keep=False)
+    one.add((rank,), DenseGradient([gradient]), lent=lent, keep=False)
 
 
 def test_few_that_are_lent_are_left_where_they_lie() -> None:
@@ -182,7 +183,7 @@ def test_halves_of_what_is_lent_move_apart() -> None:
     left, lent = span(), [torch.arange(10.0), torch.arange(10.0)]
     for rank, gradient in enumerate(lent):
         left.take((rank,), 0)
-        pieces = Strip(gradient.split([3, 4, 3]))
+        pieces = DenseGradient(gradient.split([3, 4, 3]))
         left.round(0, 0.0).add((rank,), pieces, lent=True, keep=False)
     right = left.cut(5)
     for half in (left, right):
@@ -209,7 +210,8 @@ def test_ahead_of_the_slowest_live_rank_that_has_pushed() -> None:
 def test_a_push_that_waits_for_norms_is_not_in_the_values() -> None:
     one = span(r0=7, r1=9)
     one.due.extend(
-        Due(number, ranks, Sum((Strip([ones()]),))) for number, ranks in ((8, (1,)), (5, (0, 3)))
+        PendingUpdate(number, ranks, GradientSum((DenseGradient([ones()]),)))
+        for number, ranks in ((8, (1,)), (5, (0, 3)))
     )
     assert (one.applied(0), one.applied(1), one.applied(3), one.applied(4)) == (5, 8, 5, 0)
     assert one.ahead(1, ALL) == 4
@@ -242,10 +244,10 @@ def test_a_replaced_rank_is_never_set_back(one: Span, rank: int) -> None:
 def test_both_halves_have_the_history() -> None:
     left = span(r0=1)
     left.head_start[1] = 4
-    left.due.append(Due(0, (), Sum((Strip([torch.arange(10.0)]),))))
-    left.round(1, 5.0).add((0,), Strip([torch.arange(10.0)]), lent=False, keep=False)
+    left.due.append(PendingUpdate(0, (), GradientSum((DenseGradient([torch.arange(10.0)]),))))
+    left.round(1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), lent=False, keep=False)
     left.take((0,), 1)
-    left.round(2, 6.0).add((0,), Strip([torch.arange(10.0)]), lent=False, keep=True)
+    left.round(2, 6.0).add((0,), DenseGradient([torch.arange(10.0)]), lent=False, keep=True)
     left.take((0,), 2)
     right = left.cut(4)
     for half in (left, right):
@@ -296,6 +298,6 @@ def test_neighbours_that_differ_do_not() -> None:
         left, right = halves(**change)
         assert not left.may_join(right), change
     left, right = halves()
-    left.due.append(Due(0, (0,), Sum((Strip([ones(4)]),))))
+    left.due.append(PendingUpdate(0, (0,), GradientSum((DenseGradient([ones(4)]),))))
     assert not left.may_join(right)
     assert not right.may_join(left)

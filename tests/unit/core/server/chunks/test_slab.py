@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.sessions import Reading, Session
-from kvps.core.slab import OPEN_CHUNKS, PAGE_BYTES, Buffer, Chunk, Chunks, Slab
+from kvps.core.server.chunks.slab import OPEN_CHUNKS, PAGE_BYTES, Buffer, Chunk, Chunks, Slab
+from kvps.core.server.sessions import PendingRead, Session
 from kvps.errors import KeyNotFound, ProtocolError
-from kvps.messages import RUNS_MAX, Piece, Run
+from kvps.protocol.envelope import RUNS_MAX
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import Run
 
 CHUNK_BYTES = 1 << 20
 
@@ -227,8 +229,8 @@ def test_releasing_too_often_is_a_bug() -> None:
         Buffer(torch.empty(1)).release()
 
 
-def reading(at: int) -> Reading:
-    return Reading(Session(0, b"w0", 1), at, "kv", 1, True, (), at=at)
+def reading(at: int) -> PendingRead:
+    return PendingRead(Session(0, b"w0", 1), at, "kv", 1, True, (), at=at)
 
 
 def test_readings_wait_at_an_element() -> None:
@@ -362,7 +364,7 @@ def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None
     chunks = Chunks()
     slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
     first, second = slab.place("a", 10), slab.place("b", 10)
-    waits = Reading(Session(0, b"w0", 1), 1, "kv", 1, True, (), at=10)
+    waits = PendingRead(Session(0, b"w0", 1), 1, "kv", 1, True, (), at=10)
     chunks.by_number[1].wait(waits)
     assert chunks.retire(first) == []
     assert chunks.retire(second) == [waits]

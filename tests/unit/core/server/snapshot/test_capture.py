@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.codes import BIT2, Code
-from kvps.core import imaging
-from kvps.core.image import Image
+from kvps.checkpoint.reshard import regroup
+from kvps.compression.spec import BIT2, CodecSpec
 from kvps.core.placement import parts
-from kvps.core.regroup import regroup
+from kvps.core.server.snapshot import capture
+from kvps.core.server.snapshot.model import Snapshot
+from kvps.dtypes import BY_NAME
 from kvps.errors import Mismatch, Overload, StorageError
-from kvps.messages import Ask, Declare, Declared, Dropped, Entry, Piece, Pull, Push, Run
-from kvps.specs import BY_NAME
+from kvps.protocol.stores import Declare, Declared, Entry, Piece
+from kvps.protocol.values import Ask, Dropped, Pull, Push, Run
 from kvps.tensors import TORCH
-from tests.cuts import elements, same
-from tests.server_stage import ServerStage, acked, heard
+from tests.support.server_harness import ServerStage, acked, heard
+from tests.support.snapshots import elements, same
 
 BOUND = 64
 
@@ -26,7 +27,7 @@ def stage(server: int = 0, servers: int = 1, **more: object) -> ServerStage:
     return one
 
 
-def image_of(one: ServerStage) -> Image:
+def image_of(one: ServerStage) -> Snapshot:
     image, release = one.server.requests.image()
     release()
     return image
@@ -60,7 +61,7 @@ def trained(server: int = 0, servers: int = 1) -> ServerStage:
     return one
 
 
-def fresh(image: Image) -> ServerStage:
+def fresh(image: Snapshot) -> ServerStage:
     """A server that holds what the image says."""
     one = ServerStage(servers=image.servers, rank=image.server, every_s=0.0)
     one.server.requests.restore(image)
@@ -157,7 +158,7 @@ def test_a_part_that_lacks_something_beside_one_that_lacks_nothing() -> None:
         one.load("v", torch.zeros(part.size))
         (piece,) = one.pieces["v"]
         runs = (Run(piece.start, piece.size, 0),)
-        back = Code(BIT2, 0.3) if server == 0 else None
+        back = CodecSpec(BIT2, 0.3) if server == 0 else None
         for rank in (0, 1):
             row = torch.linspace(0.1, 1, part.size)
             one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, runs, None, back), row)
@@ -204,7 +205,7 @@ def test_a_part_without_states_beside_one_with_some_is_as_new() -> None:
 class TestInPlace:
     """A store that is open, and in use, takes the values of a cut."""
 
-    def revive(self, one: ServerStage, image: Image, store: str = "kv") -> None:
+    def revive(self, one: ServerStage, image: Snapshot, store: str = "kv") -> None:
         one.take(one.server.requests.revive(store, image))
 
     @pytest.mark.spec("R147")
@@ -338,12 +339,12 @@ class TestInPlace:
         with pytest.raises(StorageError, match=r"has no store 'other'; it has 'kv'\. Create"):
             self.revive(one, image_of(trained()), "other")
         with pytest.raises(StorageError, match="it has none"):
-            self.revive(one, Image(0, 1, ()), "kv")
+            self.revive(one, Snapshot(0, 1, ()), "kv")
 
 
 def test_pieces_that_were_written_are_named() -> None:
     one = trained()
     space = one.server.requests.spaces["kv"]
-    pieces = imaging.revive(space, one.server.requests.engine.chunks, image_of(one).stores[0])
+    pieces = capture.revive(space, one.server.requests.engine.chunks, image_of(one).stores[0])
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert sum(piece.size for piece in pieces) == 40 + 40_000 + 30 + 100

@@ -12,24 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.checkpoint import disk, images
+from kvps.checkpoint import atomic_file, snapshot_writer
 from kvps.checkpoint.manifest import holdings
-from kvps.core import arenas, by_ids, table_imaging
-from kvps.core.ids import servers_of
-from kvps.core.image import Image
+from kvps.checkpoint.reshard import regroup
+from kvps.core.embedding import arena
+from kvps.core.embedding.id_hash import servers_of
+from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
 from kvps.core.placement import home
-from kvps.core.recipe import Recipe, recipe_of
-from kvps.core.regroup import regroup
+from kvps.core.server.snapshot import capture_tables
+from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import Mismatch, StorageError
-from kvps.messages import Declared, Find, FoundAll, PulledIds, PullIds, PushIds, TableRate
+from kvps.protocol.stores import Declared, Find, FoundAll
+from kvps.protocol.values import PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import from_frame
-from tests.server_stage import ServerStage, acked, heard
+from tests.support.server_harness import ServerStage, acked, heard
 
 KEY = "kvps.embedding:t"
 ALL = np.arange(100)
 
 
-def recipe(**more: Any) -> Recipe:
+def recipe(**more: Any) -> EmbeddingSpec:
     plain: dict[str, Any] = {"admit": 1, "evict": None, "lr": 1.0, "momentum": 0.5}
     given = plain | more
     return recipe_of(
@@ -47,26 +49,28 @@ def recipe(**more: Any) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MIN", 8 * 24)
-    monkeypatch.setattr(arenas, "ARENA_BYTES_MAX", 16 * 24)
-    monkeypatch.setattr(table_imaging, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 8 * 24)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 16 * 24)
+    monkeypatch.setattr(capture_tables, "BLOCK_ROWS", 5)
 
 
-def write(path: Path, image: Image) -> None:
-    disk.put(path, path.with_suffix(".aside"), images.stream(image).write)
+def write(path: Path, image: Snapshot) -> None:
+    atomic_file.put(path, path.with_suffix(".aside"), snapshot_writer.stream(image).write)
 
 
 class Tabled:
     """One server of several, with a table."""
 
-    def __init__(self, server: int, servers: int, image: Image | None = None, **more: Any) -> None:
+    def __init__(
+        self, server: int, servers: int, image: Snapshot | None = None, **more: Any
+    ) -> None:
         self.stage = ServerStage(1, servers=servers, rank=server, every_s=0.0)
         self.server, self.servers, self.version = server, servers, 0
         if image is None:
             self.stage.open()
             if home("w", servers) == server:
                 self.stage.init("w", [1.0, 2.0])
-            said = self.stage.say(0, by_ids.message_of("kv", KEY, recipe(**more)))
+            said = self.stage.say(0, message_of("kv", KEY, recipe(**more)))
             (answer,) = heard(said, Declared)
             self.chunk = answer.places[0].pieces[0].chunk
         else:
@@ -101,7 +105,7 @@ class Tabled:
         assert int(self.stage.chunk(self.chunk).buffer.tensor[0]) == len(rows)
         return len(rows)
 
-    def image(self) -> Image:
+    def image(self) -> Snapshot:
         found, release = self.stage.server.requests.image()
         release()
         return found
@@ -133,7 +137,7 @@ def test_rows_come_back_on_any_number_of_servers(
     for one in old:
         path = tmp_path / f"{one.server}.safetensors"
         write(path, one.image())
-        files.append(images.read(path))
+        files.append(snapshot_writer.read(path))
     new = [Tabled(server, after, regroup(files, server, after)) for server in range(after)]
     assert together(new) == wanted
     if "evict" not in more or before == after:
@@ -170,7 +174,7 @@ def test_a_table_is_no_key_of_an_image() -> None:
 def test_a_new_table_makes_an_image_too(tmp_path: Path) -> None:
     image = Tabled(0, 1, admit=2).image()
     write(tmp_path / "i", image)
-    back = Tabled(0, 1, images.read(tmp_path / "i"))
+    back = Tabled(0, 1, snapshot_writer.read(tmp_path / "i"))
     assert (back.count, back.version) == (0, 0)
     (found,) = heard(back.stage.say(0, Find("kv", (KEY,))), FoundAll)
     assert found.found[0].shape == (1,)
@@ -196,11 +200,11 @@ def test_the_rate_that_was_set_comes_back(tmp_path: Path) -> None:
     one = trained()
     one.stage.say(0, TableRate(one.chunk, 0.125))
     write(tmp_path / "i", one.image())
-    other = Tabled(0, 1, images.read(tmp_path / "i"))
+    other = Tabled(0, 1, snapshot_writer.read(tmp_path / "i"))
     for some in (one, other):
         some.push(0, 70)
     assert other.rows() == one.rows()
-    assert heard(other.stage.say(0, by_ids.message_of("kv", KEY, recipe())), Declared)
+    assert heard(other.stage.say(0, message_of("kv", KEY, recipe())), Declared)
 
 
 def test_another_table_of_this_name_is_refused() -> None:
@@ -231,12 +235,12 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Write the image of a trained server whose JSON was changed."""
     import json
 
-    octets = b"".join(_frames(images.stream(trained(admit=2).image())))
+    octets = b"".join(_frames(snapshot_writer.stream(trained(admit=2).image())))
     length = int.from_bytes(octets[:8], "little")
     header = json.loads(octets[8 : 8 + length])
-    image = json.loads(header["__metadata__"][images.ENTRY])
+    image = json.loads(header["__metadata__"][snapshot_writer.ENTRY])
     change(image["stores"][0]["tables"][0])
-    header["__metadata__"][images.ENTRY] = json.dumps(image)
+    header["__metadata__"][snapshot_writer.ENTRY] = json.dumps(image)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + octets[8 + length :])
@@ -276,11 +280,11 @@ def test_a_file_that_lies_is_refused(
 ) -> None:
     changed(tmp_path / "lie", change)
     with pytest.raises(StorageError, match=says):
-        images.read(tmp_path / "lie")
+        snapshot_writer.read(tmp_path / "lie")
 
 
 def test_an_older_file_has_no_tables(tmp_path: Path) -> None:
     image = trained().image()
     older = replace(image, stores=(replace(image.stores[0], tables=()),))
     write(tmp_path / "i", older)
-    assert images.read(tmp_path / "i").stores[0].tables == ()
+    assert snapshot_writer.read(tmp_path / "i").stores[0].tables == ()

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import engine
-from kvps.core.rounds import WINDOW
-from kvps.core.slab import Chunk
-from kvps.messages import Ack, Error, GetState, Pulled, Push, Run, StateIs
-from kvps.specs import BY_NAME
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.update import aggregator
+from kvps.dtypes import BY_NAME
+from kvps.protocol.envelope import WINDOW
+from kvps.protocol.membership import Error
+from kvps.protocol.stores import GetState, StateIs
+from kvps.protocol.values import Ack, Pulled, Push, Run
 from kvps.tensors import TORCH
-from tests.server_stage import ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import ServerStage, acked, heard, pulled, refusal
 
 
 def stage(workers: int = 2, mode: str = "sync", optimizer: str = "", **options: object):
@@ -291,7 +293,7 @@ def test_what_is_updated_block_by_block_is_updated_as_a_whole(
     rows = [torch.randn(20, generator=torch.Generator().manual_seed(n)) for n in range(6)]
     results = []
     for block in (3, 7, 100):
-        monkeypatch.setattr(engine, "BLOCK_COUNT", block)
+        monkeypatch.setattr(aggregator, "BLOCK_COUNT", block)
         one = ServerStage(2)
         one.open()
         for key, count in (("x", 4), ("y", 16)):
@@ -380,7 +382,7 @@ def test_an_async_push_needs_an_optimizer() -> None:
     one = stage(1, "async")
     before = one.snapshot()
     said = one.push(0, "a", [1, 1], 0)
-    assert "ConfigError: store 'kv' is async and has no optimizer" in refusal(said)
+    assert "ConfigError: store 'kv' of type dist_async has no optimizer" in refusal(said)
     assert one.snapshot() == before
 
 

@@ -11,38 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import by_ids
-from kvps.core.ids import First, servers_of
-from kvps.core.recipe import Recipe, recipe_of
-from kvps.messages import (
+from kvps.core.embedding.id_hash import Initializer, servers_of
+from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
+from kvps.core.server.update import embedding_rows
+from kvps.dtypes import BY_NAME
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Done, Join, Probe, Probed, Return
+from kvps.protocol.stores import Declare, Declared, Entry, Find, Found, FoundAll, Place
+from kvps.protocol.values import (
     Ask,
-    Declare,
-    Declared,
-    Done,
     Embed,
-    Entry,
     Export,
     Exported,
-    Find,
-    Found,
-    FoundAll,
-    Join,
-    Message,
-    Place,
-    Probe,
-    Probed,
     Pull,
     PulledIds,
     PullIds,
     Push,
     PushIds,
-    Return,
     Run,
     TableRate,
 )
-from kvps.specs import BY_NAME
 from kvps.tensors import from_frame
-from tests.server_stage import Said, ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal
 
 KEY = "kvps.embedding:words"
 PLAIN: dict[str, Any] = {
@@ -56,12 +46,12 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def recipe(**given: Any) -> Recipe:
+def recipe(**given: Any) -> EmbeddingSpec:
     return recipe_of("words", given.pop("dim", 2), **(PLAIN | given))
 
 
 def embed(**given: Any) -> Embed:
-    return by_ids.message_of("kv", KEY, recipe(**given))
+    return message_of("kv", KEY, recipe(**given))
 
 
 class Tabled:
@@ -249,9 +239,9 @@ def test_first_values_are_as_the_document_says() -> None:
     uniform = [((mixed(p, 0) >> 40) * 2 - (2**24 - 1)) * (scale / 2**24) for p in places]
     parts = [[mixed(p, s) >> 16 * k & 0xFFFF for s in range(3) for k in range(4)] for p in places]
     normal = [(2 * sum(some) - 12 * 65535) * (scale / 2**17) for some in parts]
-    assert First("uniform", scale).values(np.array([one]), 3, seed).tolist() == [uniform]
-    assert First("normal", scale).values(np.array([one]), 3, seed).tolist() == [normal]
-    assert First("zeros", 0.0).values(np.array([one]), 3, seed).tolist() == [[0.0] * 3]
+    assert Initializer("uniform", scale).values(np.array([one]), 3, seed).tolist() == [uniform]
+    assert Initializer("normal", scale).values(np.array([one]), 3, seed).tolist() == [normal]
+    assert Initializer("zeros", 0.0).values(np.array([one]), 3, seed).tolist() == [[0.0] * 3]
 
 
 def mixed(number: int, salt: int) -> int:
@@ -495,7 +485,7 @@ def test_a_pull_makes_no_row() -> None:
     before = table.stage.snapshot()
     first = table.rows(3, 4, 3)
     assert first[0] == first[2] != first[1]
-    wanted = First("uniform", 0.5).values(np.array([3]), 2, 9).astype(np.float32)
+    wanted = Initializer("uniform", 0.5).values(np.array([3]), 2, 9).astype(np.float32)
     assert first[0] == wanted[0].tolist()
     after = table.stage.snapshot()
     assert after == before
@@ -589,7 +579,7 @@ def test_an_export_of_no_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     table = Tabled(mode="async")
     table.push(0, [1, 2, 3], 0)
     assert "no rows" in refusal(table.stage.say(0, Export(table.piece.chunk, 0, 0, 0, False)))
-    monkeypatch.setattr(by_ids, "EXPORT_BYTES", 32)  # two rows of two times eight octets
+    monkeypatch.setattr(embedding_rows, "EXPORT_BYTES", 32)  # two rows of two times eight octets
     answer, _ = exported(table.stage.say(0, Export(table.piece.chunk, 0, 2**62, 0, False)))
     assert (answer.count, answer.next) == (2, 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.norms import Norm
+from kvps.core.server.update.global_norms import PartialNorms
 from kvps.errors import Mismatch
 
 ID = ("kv", "w", None, 3)
@@ -17,7 +17,7 @@ def sums(*values: float) -> torch.Tensor:
 
 
 def test_a_whole_tensor_on_one_server() -> None:
-    norm = Norm(ID)
+    norm = PartialNorms(ID)
     assert (norm.mine, norm.complete) == ((), False)
     norm.measure(sums(1, 2), pieces=2, holders=frozenset())
     assert (norm.mine, norm.complete) == ((), False)
@@ -27,7 +27,7 @@ def test_a_whole_tensor_on_one_server() -> None:
 
 
 def test_parts_on_other_servers_may_be_told_before_and_after() -> None:
-    norm = Norm(ID)
+    norm = PartialNorms(ID)
     norm.hear(2, (5, 6))
     norm.measure(sums(1, 2), pieces=1, holders=OTHERS)
     assert (norm.unheard, norm.complete) == ({0}, False)
@@ -43,7 +43,7 @@ def test_all_add_in_one_order() -> None:
     parts = {0: 1.0, 1: 1.0, 2: 1e16}
     totals = set()
     for me in parts:
-        norm = Norm(ID)
+        norm = PartialNorms(ID)
         for server in sorted(parts.keys() - {me}, reverse=True):
             norm.hear(server, (parts[server],))
         norm.measure(sums(parts[me]), 1, frozenset(parts) - {me})
@@ -52,7 +52,7 @@ def test_all_add_in_one_order() -> None:
 
 
 def test_sums_of_another_optimizer() -> None:
-    norm = Norm(ID)
+    norm = PartialNorms(ID)
     norm.hear(0, (1, 2, 3))
     norm.hear(2, (1, 2))
     norm.measure(sums(1, 2), 1, OTHERS)
@@ -62,14 +62,14 @@ def test_sums_of_another_optimizer() -> None:
 
 
 def test_measuring_a_piece_twice_is_a_bug() -> None:
-    norm = Norm(ID)
+    norm = PartialNorms(ID)
     norm.measure(sums(1), 1, OTHERS)
     with pytest.raises(AssertionError, match="more pieces measured"):
         norm.measure(sums(1), 1, OTHERS)
 
 
 def test_sums_that_are_no_numbers_travel_as_minus_one() -> None:
-    one, other = Norm(ID), Norm(ID)
+    one, other = PartialNorms(ID), PartialNorms(ID)
     one.measure(sums(float("inf"), 2), 1, frozenset({2}))
     other.measure(sums(1, float("nan")), 1, frozenset({1}))
     assert (one.mine, other.mine) == ((-1, 2), (1, -1))
@@ -80,7 +80,7 @@ def test_sums_that_are_no_numbers_travel_as_minus_one() -> None:
 
 
 def test_counts_are_what_sums_under_two_rules_have_in_common() -> None:
-    norm = Norm(ID, counts=True)
+    norm = PartialNorms(ID, counts=True)
     norm.hear(0, (2, 5, 6), (7,))
     norm.measure(sums(0, 1, 1), pieces=2, holders=OTHERS)
     norm.measure(sums(1), pieces=2, holders=OTHERS, culprits=(4, 3))

@@ -7,17 +7,15 @@ import copy
 import pytest
 import torch
 
-from kvps import messages
-from kvps.codes import BIT2, Code
-from kvps.core.hyper import resolve
-from kvps.core.updaters import create
-from kvps.messages import (
+from kvps.compression.spec import BIT2, CodecSpec
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.optim.torch_rules import create
+from kvps.dtypes import BY_NAME
+from kvps.protocol.membership import Error
+from kvps.protocol.stores import Declare, Entry, Norms
+from kvps.protocol.values import (
     Ack,
     Changed,
-    Declare,
-    Entry,
-    Error,
-    Norms,
     PullChanged,
     PulledRows,
     PullRows,
@@ -25,9 +23,8 @@ from kvps.messages import (
     PushRows,
     Run,
 )
-from kvps.specs import BY_NAME
 from kvps.tensors import from_frame
-from tests.server_stage import Said, ServerStage, acked, heard, refusal
+from tests.support.server_harness import Said, ServerStage, acked, heard, refusal
 
 WIDTH = 3
 CHUNK_BYTES = 64 << 10
@@ -154,7 +151,9 @@ def test_a_table_whose_rows_are_larger_than_a_chunk_is_no_table() -> None:
 @pytest.mark.spec("R172")
 def test_a_store_without_rounds_needs_an_optimizer_for_rows_too() -> None:
     one = stage(mode="async")
-    assert refusal(push(one, 0, [1])).startswith("ConfigError: store 'kv' is async and has no opt")
+    assert refusal(push(one, 0, [1])).startswith(
+        "ConfigError: store 'kv' of type dist_async has no optimizer"
+    )
 
 
 def test_means_of_integers_are_refused() -> None:
@@ -524,7 +523,7 @@ def test_where_each_push_is_applied_by_itself_each_is_a_version() -> None:
 def test_more_than_a_message_holds_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     one = optimized()
     round_of(one, 0, [1, 2, 3], [])
-    monkeypatch.setattr(messages, "IDS_FRAME_BYTES", 16)
+    monkeypatch.setattr("kvps.protocol.values.IDS_FRAME_BYTES", 16)
     assert changed(one, 0) is None
 
 
@@ -534,7 +533,7 @@ def test_values_that_were_owed_something_change_as_a_whole() -> None:
     one = optimized()
     (piece,) = one.pieces["t"]
     run = Run(piece.start, piece.size, 0)
-    back = Code(BIT2, 100.0)
+    back = CodecSpec(BIT2, 100.0)
     for rank in (0, 1):
         message = Push(piece.chunk, BY_NAME["float32"].id, (rank,), 1.0, False, (run,), back=back)
         one.say(rank, message, torch.ones(piece.size))

@@ -5,23 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import engine, namespace, sums
-from kvps.core.rounds import Due, Round
-from kvps.core.strip import Strip
-from kvps.messages import (
-    Ask,
-    Dropped,
-    Error,
-    Open,
-    Piece,
-    Pull,
-    Pulled,
-    Push,
-    Run,
-    Status,
-    StatusIs,
+from kvps.core.gradients import DenseGradient
+from kvps.core.server import store
+from kvps.core.server.chunks.rounds import PendingUpdate, Round
+from kvps.core.server.update import aggregator, sums
+from kvps.protocol.membership import Error
+from kvps.protocol.stores import Open, Piece, Status, StatusIs
+from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run
+from tests.support.server_harness import (
+    ServerStage,
+    acked,
+    heard,
+    opening,
+    optimizing,
+    pulled,
+    refusal,
 )
-from tests.server_stage import ServerStage, acked, heard, opening, optimizing, pulled, refusal
 
 NAN, INF = float("nan"), float("inf")
 ABC = ["a", "b", "c"]
@@ -130,7 +129,7 @@ def test_none_of_a_round_is_applied_if_none_is_finite() -> None:
 def test_the_last_block_is_looked_at_before_the_first_is_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "BLOCK_COUNT", 10)
+    monkeypatch.setattr(aggregator, "BLOCK_COUNT", 10)
     one = ServerStage(2)
     one.open("sync", on_nonfinite="skip")
     one.init("w", torch.zeros(95))
@@ -195,10 +194,10 @@ def test_a_push_for_several_ranks_names_them() -> None:
 def test_whose_the_parts_of_a_sum_are() -> None:
     one = Round(0, 0.0)
     for ranks in ((4,), (1, 0), (2,)):
-        one.add(ranks, Strip([torch.ones(2)]), lent=False, keep=False)
+        one.add(ranks, DenseGradient([torch.ones(2)]), lent=False, keep=False)
     assert one.whose() == ((0, 1, 4), (2,))
     assert len(one.sum().parts) == 2
-    assert Due(0, (), one.sum(), one.whose()).rank is None
+    assert PendingUpdate(0, (), one.sum(), one.whose()).rank is None
 
 
 @pytest.mark.spec("R102", "R103")
@@ -294,7 +293,7 @@ def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyP
 def cut(workers: int = 1, mode: str = "sync", optimizer: str = "test") -> ServerStage:
     """A key of three pieces, each in a chunk of its own, and a small one."""
     one = ServerStage(workers)
-    one.open(mode, on_nonfinite="error", chunk_bytes=namespace.CHUNK_BYTES_MIN)
+    one.open(mode, on_nonfinite="error", chunk_bytes=store.CHUNK_BYTES_MIN)
     one.init("big", torch.zeros(3 << 14))
     one.init("small", torch.zeros(3))
     one.optimizer(optimizer)

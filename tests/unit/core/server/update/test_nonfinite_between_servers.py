@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvps.core.effects import Note
-from kvps.messages import Dropped, Norms, Probe, Probed, Pulled
-from tests.server_cluster import COUNT, Cluster, gradient
-from tests.server_stage import heard, optimizing, refusal
+from kvps.protocol.membership import Probe, Probed
+from kvps.protocol.stores import Norms
+from kvps.protocol.values import Dropped, Pulled
+from tests.support.server_cluster import COUNT, Cluster, gradient
+from tests.support.server_harness import heard, optimizing, refusal
 
 NAN, INF = float("nan"), float("inf")
 RULES = ["sgd", "lars", "lamb", None]

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
-from kvps.messages import Norms, Probe, Probed, Pulled
-from tests.server_cluster import Cluster
-from tests.server_stage import heard, optimizing, refusal
+from kvps.protocol.membership import Probe, Probed
+from kvps.protocol.stores import Norms
+from kvps.protocol.values import Pulled
+from tests.support.server_cluster import Cluster
+from tests.support.server_harness import heard, optimizing, refusal
 
 RULES = ("lars", "lamb")
 

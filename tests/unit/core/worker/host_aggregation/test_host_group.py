@@ -5,38 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.codes import FP16, Code
-from kvps.core import calls
-from kvps.core.bundles import HURRY_S, WAIT_MAX_S
+from kvps.compression.spec import FP16, CodecSpec
 from kvps.core.effects import Connect, Effect, Exit, Listen, Send
-from kvps.core.neighbours import MUTE_AFTER_S
+from kvps.core.worker import calls
+from kvps.core.worker.host_aggregation.host_group import MUTE_AFTER_S
+from kvps.core.worker.host_aggregation.merge_queue import HURRY_S, WAIT_MAX_S
+from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, Timeout
-from kvps.messages import (
-    Ack,
-    Ask,
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import (
     Beat,
-    Envelope,
     Error,
     Hello,
     Join,
     Joined,
-    Message,
-    Node,
-    Packet,
     Pending,
     Probe,
     Probed,
-    Pull,
-    Pulled,
-    Push,
-    Receipt,
-    Role,
-    Run,
-    Stand,
     Welcome,
 )
-from kvps.specs import BY_NAME
-from tests.workbench import JOB, Bench, pull, push, values_of
+from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Receipt, Run, Stand
+from tests.support.worker_harness import JOB, Bench, pull, push, values_of
 
 FLOAT = BY_NAME["float32"].id
 KEYS = {"a": 1, "b": 2, "c": 3}
@@ -425,7 +414,7 @@ class TestLeading:
         assert one.is_done(ticket)
 
     @pytest.mark.spec("R155")
-    @pytest.mark.parametrize("more", [{"code": Code(FP16)}, {"held": (3,)}])
+    @pytest.mark.parametrize("more", [{"code": CodecSpec(FP16)}, {"held": (3,)}])
     def test_takes_in_nothing_that_is_compressed(self, more: dict[str, object]) -> None:
         one = bench()
         message = Push(3, FLOAT, (1,), 1.0, True, (Run(0, 4, 0),), **more)  # type: ignore[arg-type]

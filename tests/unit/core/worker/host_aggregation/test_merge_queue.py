@@ -7,14 +7,21 @@ import weakref
 import pytest
 import torch
 
-from kvps.core import bundles
-from kvps.core.bundles import HURRY_S, WAIT_MAX_S, Answer, Asker, Bundle, Bundles
-from kvps.core.link import Request
-from kvps.core.strip import Strip
-from kvps.messages import Ask, Pull, Pulled, Push, Run, Stand
-from kvps.specs import BY_NAME
+from kvps.core.gradients import DenseGradient
+from kvps.core.worker.connection import Request
+from kvps.core.worker.host_aggregation import merge_queue
+from kvps.core.worker.host_aggregation.merge_queue import (
+    HURRY_S,
+    WAIT_MAX_S,
+    Bundles,
+    MergedRequest,
+    Participant,
+    Reply,
+)
+from kvps.dtypes import BY_NAME
+from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import PRIVATE, from_frame, to_frame
-from tests.workbench import Readable
+from tests.support.worker_harness import Readable
 
 FLOAT = BY_NAME["float32"].id
 CHUNK = 7
@@ -38,17 +45,26 @@ def push(
     priority: int = 0,
     weight: float = 1.0,
     dtype: str = "float32",
-) -> Asker:
+) -> Participant:
     """A push of ``value`` to every element of ``runs``, which are (start, size)."""
     tiles = tuple(Run(start, size, number) for start, size in runs)
     message = Push(chunk, BY_NAME[dtype].id, (rank,), weight, pull, tiles)
     count = sum(size for _, size in runs)
     values = torch.full((count,), value, dtype=getattr(torch, dtype))
-    return Asker(rank, message, rank, lambda: Strip([values]), priority)
+    return Participant(rank, message, rank, lambda: DenseGradient([values]), priority)
 
 
-def pull(rank: int, after: int = 0, least: int = 0, broadcasts: int = 0, size: int = 4) -> Asker:
-    return Asker(rank, Pull(CHUNK, True, (Ask(0, size, after, least),), broadcasts), rank)
+def pull(
+    rank: int,
+    after: int = 0,
+    least: int = 0,
+    broadcasts: int = 0,
+    size: int = 4,
+    call: int | None = None,
+    stamp: int = 0,
+) -> Participant:
+    asks = (Ask(0, size, after, least),)
+    return Participant(rank, Pull(CHUNK, True, asks, broadcasts, (), call, stamp), rank)
 
 
 def ranks(requests: list[Request]) -> list[tuple[int, ...]]:
@@ -70,12 +86,12 @@ def values_in(request: Request) -> torch.Tensor:
     )
 
 
-def bundle_of(request: Request) -> Bundle:
-    assert isinstance(request.owner, Bundle)
+def bundle_of(request: Request) -> MergedRequest:
+    assert isinstance(request.owner, MergedRequest)
     return request.owner
 
 
-def asked(bundles_: Bundles, asker: Asker) -> Request:
+def asked(bundles_: Bundles, asker: Participant) -> Request:
     """Pull; the server must be asked."""
     found = bundles_.pull(asker)
     assert isinstance(found, Request)
@@ -84,7 +100,7 @@ def asked(bundles_: Bundles, asker: Asker) -> Request:
 
 def answer(
     bundles_: Bundles, request: Request, value: float, version: int = 1, size: int = 4
-) -> Answer:
+) -> Reply:
     message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, size, version, 0),))
     return bundles_.answered(bundle_of(request), message, torch.full((size,), value))
 
@@ -180,7 +196,7 @@ class TestGoes:
 
     def test_also_when_it_has_forgotten_who_pushed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of too many ways to cut a chunk, it does not remember who has pushed what."""
-        monkeypatch.setattr(bundles, "SHAPES_MAX", 2)
+        monkeypatch.setattr(merge_queue, "SHAPES_MAX", 2)
         one = leading(frozenset({4, 5}))
         for start in (0, 4, 8):
             assert one.push(push(4, 5, runs=((start, 4),)), 0.0) == []
@@ -358,7 +374,7 @@ class TestPull:
         [pull(6, after=2), pull(6, least=1), pull(6, broadcasts=1), pull(6, size=3)],
         ids=["after more", "of a version", "after a broadcast", "other elements"],
     )
-    def test_for_something_else_is_asked_by_itself(self, other: Asker) -> None:
+    def test_for_something_else_is_asked_by_itself(self, other: Participant) -> None:
         one = leading()
         first = asked(one, pull(4, after=1))
         assert asked(one, other) is not first
@@ -371,7 +387,7 @@ class TestPull:
         assert list(bundle_of(first).askers) == [4]
         assert list(bundle_of(second).askers) == [4, 6]
         answer(one, first, 1.0)
-        assert isinstance(one.pull(pull(5)), Answer)
+        assert isinstance(one.pull(pull(5)), Reply)
         assert one.pull(pull(5)) is None, "the second has no answer yet"
 
     def test_is_answered_to_who_comes_later_once(self) -> None:
@@ -380,7 +396,7 @@ class TestPull:
         answer(one, asked(one, pull(4)), 2.0, version=2)
         # Rank 6 has pulled before: it is likely to come.
         found = one.pull(pull(6, after=2))
-        assert isinstance(found, Answer)
+        assert isinstance(found, Reply)
         assert found.values.tolist() == [2.0] * 4
         assert isinstance(one.pull(pull(6, after=2)), Request), "twice may mean that it waits"
 
@@ -401,16 +417,30 @@ class TestPull:
         [pull(6, after=3), pull(6, least=3), pull(6, broadcasts=1), pull(6, size=3)],
         ids=["after more", "of a version", "after a broadcast", "other elements"],
     )
-    def test_that_the_answer_does_not_meet_is_asked(self, other: Asker) -> None:
+    def test_that_the_answer_does_not_meet_is_asked(self, other: Participant) -> None:
         one = leading()
         answer(one, asked(one, pull(6)), 1.0, version=2)
         answer(one, asked(one, pull(4)), 2.0, version=2)
         assert isinstance(one.pull(other), Request)
 
+    @pytest.mark.parametrize("is_there", [False, True])
+    def test_of_a_value_that_is_loaded_goes_by_its_life(self, is_there: bool) -> None:
+        """Rank 0 was replaced between the two: one answer must not be for both."""
+        one = leading()
+        if is_there:
+            answer(one, asked(one, pull(6, call=1, stamp=3)), 1.0)
+        first = asked(one, pull(4, call=1, stamp=3))
+        if is_there:
+            answer(one, first, 1.0)
+        assert isinstance(one.pull(pull(6, call=1, stamp=4)), Request)
+        assert isinstance(one.pull(pull(6)), Request)
+        same = one.pull(pull(6, call=1, stamp=3))
+        assert isinstance(same, Reply) if is_there else same is None
+
     def test_is_held_against_the_lowest_version_of_each_run(self) -> None:
         one = leading()
         askers = [
-            Asker(rank, Pull(CHUNK, True, (Ask(0, 4, 0, 0), Ask(6, 2, after, 0))), rank)
+            Participant(rank, Pull(CHUNK, True, (Ask(0, 4, 0, 0), Ask(6, 2, after, 0))), rank)
             for rank, after in ((6, 0), (4, 0), (6, 5), (6, 4))
         ]
         stands = (Stand(0, 1, 9, 0), Stand(1, 3, 3, 0), Stand(6, 1, 4, 0), Stand(7, 1, 5, 0))
@@ -418,7 +448,7 @@ class TestPull:
         for asker in askers[:2]:
             one.answered(bundle_of(asked(one, asker)), message, torch.zeros(6))
         assert isinstance(one.pull(askers[2]), Request)
-        assert isinstance(one.pull(askers[3]), Answer)
+        assert isinstance(one.pull(askers[3]), Reply)
 
     def test_an_answer_is_given_up_when_all_have_come_for_it(self) -> None:
         one = leading()

@@ -5,32 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core import calls
+from kvps.core.worker import calls
+from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError, Timeout
-from kvps.messages import (
-    Barrier,
-    Checkpoint,
-    Checkpointed,
-    Declare,
-    Declared,
-    Error,
-    Find,
-    Found,
-    FoundAll,
-    History,
-    HistoryIs,
-    Piece,
-    Place,
-    Pull,
-    Pulled,
-    Push,
-    Released,
-    Revive,
-    Revived,
-    Stand,
-)
-from kvps.specs import BY_NAME
-from tests.workbench import Bench, push
+from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
+from kvps.protocol.membership import Barrier, Error, History, HistoryIs, Released
+from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
+from kvps.protocol.values import Pull, Pulled, Push, Stand
+from tests.support.worker_harness import Bench, push
 
 FLOAT = BY_NAME["float32"].id
 TAKE = calls.TakeCheckpoint("kv", "best")
@@ -62,7 +44,9 @@ class TestCheckpoint:
         ticket = one.call(TAKE)
         assert not one.sent(Barrier)
         one.ack(0, *one.seqs(Push))
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0, after=1)]
+        assert one.sent(Barrier) == [
+            Barrier("kv", "kvps.checkpoint", 0, after=1, what="checkpoint('best')")
+        ]
         assert not one.sent(Checkpoint)
         meet(one)
         assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 1)]
@@ -122,7 +106,7 @@ class TestRestore:
     def test_rank_0_takes_the_newest_that_all_servers_have(self) -> None:
         one = bench()
         ticket = one.call(RESTORE)
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.restore", 0)]
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.restore", 0, what="restore('best')")]
         meet(one)
         assert one.sent(Revive) == [Revive("kv", "best", 0)] * 2
         self.revive(one, (3, 7, 9), (3, 7))
@@ -138,16 +122,29 @@ class TestRestore:
     @pytest.mark.parametrize(
         ("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")]
     )
-    def test_without_a_common_one_it_fails_and_the_number_of_the_barrier_stays(
+    @pytest.mark.spec("R229")
+    def test_without_a_common_one_it_fails_for_all_who_wait_at_the_barrier(
         self, tag: str, what: str
     ) -> None:
         one = bench()
         ticket = one.call(calls.RestoreCheckpoint("kv", tag))
         meet(one)
         self.revive(one, (3,), (4,))
+        sent = one.sent(Barrier)[-1]
+        assert (sent.number, sent.code) == (1, StorageError.code)
+        one.scheduler(Error(one.seqs(Barrier)[-1], sent.code, sent.text))
         assert isinstance(one.error(ticket), StorageError)
         assert what in str(one.error(ticket))
         assert "complete on all 2 servers" in str(one.error(ticket))
+
+    def test_it_fails_though_the_others_have_passed(self) -> None:
+        """They were told before, by the scheduler that was there then."""
+        one = bench()
+        ticket = one.call(RESTORE)
+        meet(one)
+        self.revive(one, (3,), (4,))
+        meet(one)
+        assert isinstance(one.error(ticket), StorageError)
 
     @pytest.mark.spec("R143")
     def test_others_wait_for_it_and_all_count_from_what_the_servers_hold(self) -> None:

@@ -7,55 +7,48 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvps.core import calls, dispatch
-from kvps.core.hyper import resolve
-from kvps.core.rounds import WINDOW
+from kvps.compression.policy import rules_of
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.worker import calls
+from kvps.core.worker.operations import dispatch
+from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
-from kvps.messages import (
-    ENTRIES_MAX,
-    Ask,
+from kvps.protocol.envelope import ENTRIES_MAX, WINDOW, Message, Node, Role
+from kvps.protocol.membership import (
     Barrier,
+    Done,
+    Error,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
+    Released,
+    Resume,
+    Resumed,
+    Return,
+)
+from kvps.protocol.stores import (
     Declare,
     Declared,
-    Done,
-    Dropped,
     Entry,
-    Error,
     Field,
     Find,
     Found,
     FoundAll,
     GetState,
-    History,
-    HistoryIs,
-    Join,
-    Joined,
-    Load,
-    Message,
-    Node,
     Open,
     Optimize,
     Piece,
     Place,
-    Pull,
-    Pulled,
-    Push,
     Rate,
-    Released,
-    Resume,
-    Resumed,
-    Return,
-    Role,
-    Run,
     SetState,
-    Stand,
     StateIs,
     Status,
     StatusIs,
 )
-from kvps.specs import BY_NAME, Spec
+from kvps.protocol.values import Ask, Dropped, Load, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import PRIVATE, Memory
-from tests.workbench import (
+from tests.support.worker_harness import (
     Bench,
     Readable,
     member,
@@ -468,6 +461,46 @@ class TestWindow:
         assert values_of(one.sends(Push, 0)[-1]) == [*range(16)]
 
 
+class TestOptimizerNeeded:
+    """Where each push is applied by itself, the call that pushes without an optimizer fails."""
+
+    @pytest.mark.spec("R227")
+    @pytest.mark.parametrize("mode", ["async", "ssp"])
+    def test_a_push_that_may_be_refused_waits_for_the_answer(self, mode: str) -> None:
+        one = ready(mode=mode)
+        ticket = one.call(push({"w": HOT}))
+        assert len(one.sent(Push)) == 2
+        assert not one.is_copied(ticket)
+        one.ack(0, one.seqs(Push, 0)[0])
+        assert not one.is_copied(ticket)
+        one.server(1, Error(one.seqs(Push, 1)[0], ConfigError.code, "no optimizer"))
+        assert not one.is_copied(ticket)
+        assert isinstance(one.error(ticket), ConfigError)
+
+    @pytest.mark.spec("R227")
+    def test_behind_one_that_was_taken_in_they_do_not_wait(self) -> None:
+        """Another rank has set the optimizer."""
+        one = ready(mode="async")
+        ticket = one.call(push({"w": HOT}))
+        one.ack(0, one.seqs(Push, 0)[0])
+        one.ack(1, one.seqs(Push, 1)[0])
+        assert one.is_done(ticket)
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+    @pytest.mark.spec("R227")
+    def test_behind_an_optimizer_they_do_not_wait(self) -> None:
+        one = ready(mode="async")
+        ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+        for server in (0, 1):
+            one.server(server, Done(one.seqs(Optimize, server)[0]))
+        assert one.is_done(ticket)
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+    def test_rounds_need_none(self) -> None:
+        one = ready(mode="sync")
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+
 class TestRefused:
     """A push that was refused changed nothing, so its number is owed still."""
 
@@ -577,7 +610,7 @@ def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: in
 class TestResume:
     def test_numbers_from_the_lowest_that_is_owed_on_any_part(self) -> None:
         one = ready()
-        ticket = one.call(calls.Resume("kv", ("w",)))
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
         stood(one, one.seqs(Pull, 0)[0], 0, 3, owed=5)
         stood(one, one.seqs(Pull, 1)[0], 1, 3, owed=4)
         resumed(one, replaced=False)
@@ -588,7 +621,7 @@ class TestResume:
     def test_waits_for_this_ranks_own_pushes(self) -> None:
         one = ready()
         one.call(push({"w": HOT}))
-        one.call(calls.Resume("kv", ("w",)))
+        one.call(calls.ResumeKeys("kv", ("w",)))
         assert not one.sent(Pull)
         for server in (0, 1):
             one.ack(server, *one.seqs(Push, server))
@@ -596,7 +629,7 @@ class TestResume:
 
     def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
         one = ready()
-        ticket = one.call(calls.Resume("kv", ("w", "new")))
+        ticket = one.call(calls.ResumeKeys("kv", ("w", "new")))
         (find,) = one.sends(Find)
         one.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
         for server in (0, 1):
@@ -606,7 +639,7 @@ class TestResume:
 
     def begin(self, one: Bench, *known: HistoryIs, **barriers: int) -> int:
         """Take another's place, which owes push 4."""
-        ticket = one.call(calls.Resume("kv", ("w",)))
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
         for server in (0, 1):
             stood(one, one.seqs(Pull, server)[0], server, 4, owed=4)
         resumed(one, *known, **barriers)
@@ -617,12 +650,12 @@ class TestResume:
         one = ready(1)
         one.core.books["kv"].barriers = {"": 3, "epoch": 9}
         assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
         one.scheduler(Released(one.seqs(Barrier)[-1]))  # its predecessor has that one behind it
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         one.scheduler(Released(one.seqs(Barrier)[-1], 6))
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 7, True, 4, resumed=False)
 
     @pytest.mark.spec("R124")
@@ -631,11 +664,13 @@ class TestResume:
         nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
         self.begin(one, nothing, nothing, **{"": 5, "step 8": 1})
         assert one.sent(Resume) == [Resume("kv", None)]
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
-        one.call(calls.Stand("kv", "step 8"))  # its predecessor may have ended before or behind it
+        one.call(
+            calls.StandAtBarrier("kv", "step 8")
+        )  # its predecessor may have ended before or behind it
         assert one.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
-        one.call(calls.Stand("kv", "new"))
+        one.call(calls.StandAtBarrier("kv", "new"))
         assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
 
     @pytest.mark.spec("R125")
@@ -815,9 +850,14 @@ class TestBroadcast:
         one.server(0, Error(one.seqs(Declare, 0)[-1], Mismatch.code, "no"))
         assert isinstance(one.error(ticket), Mismatch)
         self.call(one, HOT, torch.zeros(40))
-        assert [message.number for message in one.sent(Barrier)] == [0, 0]
+        # All were refused alike, and they meet for the next.
+        assert [message.number for message in one.sent(Barrier)] == [0, 1]
         self.meet(one)
-        assert [message.call for message in one.sent(Declare, 0)] == [0, 1, 1]
+        assert [(sent.call, sent.refused) for sent in one.sent(Declare, 0)] == [
+            (0, 0),
+            (1, 0),
+            (1, 1),
+        ]
 
     def test_one_that_was_late_counts_once_when_it_is_made_again(self) -> None:
         """By this count, values from before a broadcast are told from those after it."""
@@ -939,7 +979,7 @@ class TestTogether:
         one = bench()
         one.open("other")
         for store, name in (("kv", None), ("kv", "x"), ("other", None), ("kv", None)):
-            one.call(calls.Stand(store, name))
+            one.call(calls.StandAtBarrier(store, name))
             one.scheduler(Released(one.seqs(Barrier)[-1]))
         assert one.sent(Barrier) == [
             Barrier("kv", "", 0),
@@ -952,8 +992,8 @@ class TestTogether:
         one = ready()
         one.open("other")
         one.call(push({"w": HOT}))
-        one.call(calls.Stand("other", None))
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("other", None))
+        one.call(calls.StandAtBarrier("kv", None))
         assert [message.store for message in one.sent(Barrier)] == ["other"]
         for server in (0, 1):
             one.ack(server, *one.seqs(Push, server))
@@ -973,15 +1013,15 @@ class TestTogether:
 
     def test_a_barrier_that_was_not_passed_is_not_counted(self) -> None:
         one = bench()
-        ticket = one.call(calls.Stand("kv", None))
+        ticket = one.call(calls.StandAtBarrier("kv", None))
         one.scheduler(Error(one.seqs(Barrier)[0], ConfigError.code, "no"))
         assert isinstance(one.error(ticket), ConfigError)
-        one.call(calls.Stand("kv", None))
+        one.call(calls.StandAtBarrier("kv", None))
         assert [message.number for message in one.sent(Barrier)] == [0, 0]
 
     def test_status_is_asked_of_all(self) -> None:
         one = bench()
-        ticket = one.call(calls.Ask("kv"))
+        ticket = one.call(calls.AskStatus("kv"))
         for server in (0, 1):
             one.server(server, StatusIs(one.seqs(Status, server)[0], (), ()))
         assert [type(it) for it in one.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]
@@ -1039,7 +1079,7 @@ class TestDropped:
     @pytest.mark.spec("R107")
     def test_of_what_was_dropped_before_a_replacement_came_it_is_not_told(self) -> None:
         one = ready()
-        ticket = one.call(calls.Resume("kv", ("w",)))
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
         for server, owed in enumerate((4, 5)):
             stood(one, one.seqs(Pull, server)[-1], server, 4, owed)
         resumed(one, replaced=False)
@@ -1066,3 +1106,105 @@ class TestDropped:
         told(one, one.seqs(Pull, 0)[-1], 0, 1)
         told(one, one.seqs(Pull, 1)[-1], 1, 2)
         assert one.is_done(ticket)
+
+
+class TestRelay:
+    """A broadcast of many values, which are read while they are loaded."""
+
+    COUNT = 100_000
+    KEYS = (("w", Spec("float32", (COUNT,))),)
+
+    def begin(self, one: Bench, timeout_s: float = 300.0) -> tuple[int, torch.Tensor]:
+        value = torch.arange(float(self.COUNT)) if one.rank == 0 else torch.zeros(self.COUNT)
+        sink = torch.full((self.COUNT,), -1.0)
+        ticket = one.call(calls.Broadcast("kv", self.KEYS, (value,), (sink,)), timeout_s)
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+        return ticket, sink
+
+    def declared(self, one: Bench, *, fresh: bool = False, stamp: int = 1) -> None:
+        for send in one.sends(Declare)[-2:]:
+            message = send.packet.message
+            assert isinstance(message, Declare)
+            (entry,) = message.entries
+            server = server_of(send)
+            assert server is not None
+            place = Place(fresh, (Piece(4 + server, 0, entry.size),))
+            one.server(server, Declared(send.packet.envelope.seq, (place,), stamp))
+
+    def answer(self, one: Bench, begin: int, add: float = 0.0) -> None:
+        """Answer the pulls from ``begin`` on with the value, to which something is added."""
+        for send in one.sends(Pull)[begin:]:
+            pull, server = send.packet.message, server_of(send)
+            assert isinstance(pull, Pull)
+            assert server is not None
+            stands = tuple(Stand(ask.start, ask.size, 0, 0) for ask in pull.runs)
+            offset = 0 if server == 0 else self.COUNT - one.sent(Declare, 1)[0].entries[0].size
+            rows = [torch.arange(ask.start, ask.start + ask.size) + offset for ask in pull.runs]
+            payload = (torch.cat(rows).float() + add,) if pull.values else ()
+            seq = send.packet.envelope.seq
+            one.server(server, Pulled(seq, pull.chunk, 1, pull.values, stands), *payload)
+
+    @pytest.mark.spec("R226")
+    def test_others_read_part_by_part_and_ask_at_the_end(self) -> None:
+        one = bench(rank=1)
+        ticket, sink = self.begin(one)
+        assert [message.early for message in one.sent(Declare)] == [True, True]
+        self.declared(one)
+        pulls = one.sent(Pull)
+        assert len(pulls) == 7
+        assert {(pull.values, pull.call) for pull in pulls} == {(True, 1)}
+        assert max(ask.size for pull in pulls for ask in pull.runs) == (64 << 10) // 4
+        assert [message.early for message in one.sent(Declare)] == [True, True, False, False]
+        self.answer(one, 0)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)))
+        assert one.finish(ticket) is None
+        self.declared(one)
+        assert len(one.sent(Pull)) == 7
+        assert one.is_done(ticket)
+        assert one.core.books["kv"].key("w").broadcasts == 1
+
+    @pytest.mark.spec("R226")
+    def test_who_may_have_read_two_lives_of_rank_0_reads_again(self) -> None:
+        one = bench(rank=1)
+        ticket, sink = self.begin(one)
+        self.declared(one)
+        self.answer(one, 0)
+        self.declared(one, stamp=2)
+        assert [(pull.values, pull.call) for pull in one.sent(Pull)[7:]] == [(True, None)] * 2
+        self.answer(one, 7, add=5.0)
+        assert one.is_done(ticket)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)) + 5)
+
+    @pytest.mark.spec("R223")
+    def test_rank_0_loads_part_by_part_and_reads_nothing(self) -> None:
+        one = bench()
+        ticket, sink = self.begin(one)
+        self.declared(one, fresh=True)
+        seen = {0: 0, 1: 0}
+        while any(len(one.seqs(Load, server)) > seen[server] for server in seen):
+            for server in seen:
+                new = one.seqs(Load, server)[seen[server] :]
+                seen[server] += len(new)
+                one.ack(server, *new)
+        loads = one.sent(Load)
+        assert len(loads) == 7
+        assert sum(run.size for load in loads for run in load.runs) == self.COUNT
+        assert not one.sent(Pull)
+        assert one.is_done(ticket)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)))
+
+    def test_rank_0_reads_what_its_predecessor_has_loaded(self) -> None:
+        one = bench()
+        ticket, sink = self.begin(one)
+        self.declared(one, fresh=False)
+        assert not one.sent(Load)
+        assert [pull.values for pull in one.sent(Pull)] == [True, True]
+        self.answer(one, 0, add=7.0)
+        assert one.is_done(ticket)
+        assert sink[0] == 7
+
+    def test_what_may_come_by_steps_is_read_as_ever(self) -> None:
+        one = bench(rank=1)
+        one.core.books["kv"].coding.use(rules_of("fp16"))
+        self.begin(one)
+        assert [message.early for message in one.sent(Declare)] == [False, False]

@@ -6,26 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core import calls
-from kvps.core.embedding import Block
-from kvps.core.id_calls import check_size, split
-from kvps.core.ids import servers_of
-from kvps.core.recipe import recipe_of
-from kvps.core.rounds import WINDOW
+from kvps.core.embedding.id_hash import servers_of
+from kvps.core.embedding.spec import recipe_of
+from kvps.core.embedding.table import ExportBatch
+from kvps.core.worker import calls
+from kvps.core.worker.operations.embeddings import check_size, split
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
-from kvps.messages import (
-    Declared,
-    Done,
+from kvps.protocol.envelope import WINDOW
+from kvps.protocol.membership import Done, Error
+from kvps.protocol.stores import Declared, Field, Find, Found, FoundAll, Piece, Place
+from kvps.protocol.values import (
     Embed,
-    Error,
     Export,
     Exported,
-    Field,
-    Find,
-    Found,
-    FoundAll,
-    Piece,
-    Place,
     Pull,
     Pulled,
     PulledIds,
@@ -34,7 +27,7 @@ from kvps.messages import (
     Stand,
     TableRate,
 )
-from tests.workbench import Bench, server_of
+from tests.support.worker_harness import Bench, server_of
 
 KEY = "kvps.embedding:t"
 RECIPE = recipe_of("t", 2, "zeros", "sgd", 1, None, "float32", None)
@@ -45,7 +38,7 @@ def bench(servers: int = 2, **options: object) -> Bench:
     """A worker that has a table, in chunk 5 of server 0 and 6 of server 1."""
     one = Bench(servers=servers)
     one.open(**options)
-    ticket = one.call(calls.Embed("kv", KEY, RECIPE, 0))
+    ticket = one.call(calls.MakeTable("kv", KEY, RECIPE, 0))
     for server in range(servers):
         (seq,) = one.seqs(Embed, server)
         one.server(server, Declared(seq, (Place(False, (Piece(5 + server, 0, 1),)),)))
@@ -53,11 +46,11 @@ def bench(servers: int = 2, **options: object) -> Bench:
     return one
 
 
-def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushIds:  # type: ignore[type-arg]
+def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # type: ignore[type-arg]
     parts = tuple(
         (torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers)
     )
-    return calls.PushIds("kv", (KEY,), (), None, 0, True, 2, parts)
+    return calls.PushTableRows("kv", (KEY,), (), None, 0, True, 2, parts)
 
 
 def test_ids_are_split_by_server_in_order() -> None:
@@ -86,6 +79,12 @@ def test_each_server_has_its_share_of_a_push_and_be_it_none() -> None:
     assert one.is_done(ticket)
     one.call(pushing())
     assert [message.number for message in one.sent(PushIds)] == [0, 0, 1, 1]
+
+
+@pytest.mark.spec("R227")
+def test_a_table_needs_no_optimizer_of_the_store() -> None:
+    one = bench(mode="async")
+    assert one.is_copied(one.call(pushing()))
 
 
 def test_the_number_of_a_push_that_was_refused_is_asked_for() -> None:
@@ -118,7 +117,7 @@ def test_so_many_pushes_are_under_way_and_no_more() -> None:
 
 def test_rows_come_in_the_order_of_their_ids() -> None:
     one = bench()
-    ticket = one.call(calls.PullIds("kv", (KEY,), RECIPE, IDS))
+    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
     for send in one.sends(PullIds):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
@@ -135,7 +134,7 @@ def test_rows_come_in_the_order_of_their_ids() -> None:
 
 def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
     one = bench(mode="async")
-    ticket = one.call(calls.PullIds("kv", (KEY,), RECIPE, IDS[:0]))
+    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS[:0]))
     for server in range(2):
         (seq,) = one.seqs(PullIds, server)
         one.server(server, PulledIds(seq, 1, 2, 0, 9, 3 + server))
@@ -152,7 +151,7 @@ def test_an_answer_that_is_none_to_the_question_is_not_believed(
     answer: PulledIds, count: int
 ) -> None:
     one = bench(servers=1)
-    one.call(calls.PullIds("kv", (KEY,), RECIPE, IDS))
+    one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
     seq = one.seqs(PullIds)[0]
     message = PulledIds(seq, answer.dtype, answer.dim, answer.count, 4, 4)
     with pytest.raises(ProtocolError, match="asked for were 8 of 2"):
@@ -161,7 +160,7 @@ def test_an_answer_that_is_none_to_the_question_is_not_believed(
 
 def test_an_answer_that_nobody_waits_for_is_not_written() -> None:
     one = bench(servers=1)
-    ticket = one.call(calls.PullIds("kv", (KEY,), RECIPE, IDS), 5.0)
+    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS), 5.0)
     seq = one.seqs(PullIds)[0]
     one.wait(6.0)
     assert "pull() of rows" in str(one.error(ticket))
@@ -185,7 +184,7 @@ def test_a_rate_is_set_when_all_pushes_so_far_are_applied() -> None:
 
 def test_a_block_has_what_the_server_says() -> None:
     one = bench()
-    ticket = one.call(calls.ExportBlock("kv", KEY, 1, 10, 100, 3, True))
+    ticket = one.call(calls.ExportBlock("kv", KEY, 1, 2, 10, 100, 3, True))
     (message,) = one.sent(Export, 1)
     assert message == Export(6, 10, 100, 3, True)
     fields = (Field("weight", 1, 4), Field("sum", 1, 4))
@@ -195,21 +194,21 @@ def test_a_block_has_what_the_server_says() -> None:
     end = one.finish(ticket)
     assert end is not None
     block = end.value
-    assert isinstance(block, Block)
+    assert isinstance(block, ExportBatch)
     assert (block.ids.tolist(), block.stamps.tolist(), block.next) == ([1, 2], [5, 6], 12)
     assert block.columns["sum"].tolist() == [[0.0, -1.0], [-2.0, -3.0]]
-    ticket = one.call(calls.ExportBlock("kv", KEY, 0, 0, 100, 0, False))
+    ticket = one.call(calls.ExportBlock("kv", KEY, 0, 2, 0, 100, 0, False))
     one.server(0, Exported(one.seqs(Export, 0)[0], 0, 0, (Field("weight", 1, 0),)))
     end = one.finish(ticket)
     assert end is not None
-    assert isinstance(end.value, Block)
-    assert (end.value.ids.tolist(), end.value.columns["weight"].numel()) == ([], 0)
+    assert isinstance(end.value, ExportBatch)
+    assert (end.value.ids.tolist(), end.value.columns["weight"].shape) == ([], (0, 2))
 
 
 def test_a_table_that_is_unknown_is_asked_for_by_its_name() -> None:
     one = Bench()
     one.open()
-    ticket = one.call(calls.PullIds("kv", (KEY,), RECIPE, IDS))
+    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
     error = one.error(ticket)
     assert isinstance(error, KeyNotFound)
     assert "no table 't'" in str(error)

@@ -7,45 +7,40 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.core import calls, refreshing
-from kvps.core.catalogue import Catalogue
-from kvps.core.link import Request
-from kvps.core.plan import Held, Mark
-from kvps.core.reading import Lagging
-from kvps.core.refreshing import Fresh
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import LaggingReads
+from kvps.core.worker.operations import refresh
+from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.plan import CopyVersion, PieceLocation
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import Spec
 from kvps.errors import NonFinite, ProtocolError
-from kvps.messages import (
-    Changed,
-    Dropped,
-    Envelope,
-    Message,
-    Packet,
-    Pull,
-    PullChanged,
-    Pulled,
-    Role,
-    Stand,
-)
-from kvps.specs import Spec
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.values import Changed, Dropped, Pull, PullChanged, Pulled, Stand
 from kvps.tensors import to_frame
-from tests.workbench import Bench, opened
+from tests.support.worker_harness import Bench, opened
 
 ENVELOPE = Envelope(bytes(16), 1, Role.SERVER, 0, 1, 0)
 TABLE = Spec("float32", (8, 2))
 
 
-def book(mode: str = "sync") -> Catalogue:
+def book(mode: str = "sync") -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``v`` is none of rows."""
-    one = Catalogue(opened(mode=mode), 0, 2, 240.0)
-    pieces = [Held(0, 2, 10, 4, 0), Held(0, 4, 0, 2, 4), Held(1, 3, 0, 10, 6)]
-    one.place([("t", TABLE, pieces), ("v", Spec("float32", (4,)), [Held(1, 5, 0, 4, 0)])])
+    one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
+    pieces = [
+        PieceLocation(0, 2, 10, 4, 0),
+        PieceLocation(0, 4, 0, 2, 4),
+        PieceLocation(1, 3, 0, 10, 6),
+    ]
+    one.place([("t", TABLE, pieces), ("v", Spec("float32", (4,)), [PieceLocation(1, 5, 0, 4, 0)])])
     return one
 
 
-def refreshing_of(one: Catalogue, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
-    marks = [None if since is None else Mark(one.keys[key].pieces, since) for key in keys]
+def refreshing_of(one: WorkerStore, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
+    marks = [None if since is None else CopyVersion(one.keys[key].pieces, since) for key in keys]
     sinks = [torch.zeros(one.keys[key].spec.shape) if sink else None for key in keys]
-    return refreshing.refresh(one, calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7))
+    return refresh.refresh(one, calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7))
 
 
 def reply(
@@ -130,9 +125,9 @@ def test_a_copy_of_which_nothing_is_known_is_read_whole(sink: bool) -> None:
 def test_a_mark_of_other_pieces_says_nothing() -> None:
     """A key that was replaced, or is there again after a return, begins to count anew."""
     one = book()
-    mark = Mark((*one.keys["t"].pieces,), 3)
+    mark = CopyVersion((*one.keys["t"].pieces,), 3)
     sinks = (torch.zeros(8, 2),)
-    steps = refreshing.refresh(one, calls.Refresh("kv", ("t",), sinks, (mark,), 7))
+    steps = refresh.refresh(one, calls.Refresh("kv", ("t",), sinks, (mark,), 7))
     assert {type(request.message) for request in next(steps)} == {Pull}
 
 
@@ -159,7 +154,7 @@ def test_those_who_lag_behind_are_asked_again_since_the_same_version() -> None:
     assert again.message == PullChanged("kv", "t", 0, 5, 3)
     (fresh,) = end(steps, [reply(again, [0, 1], 5)])
     assert named(fresh) == {0: 500.0, 1: 501.0, 7: 507.0}
-    assert fresh.mark == Mark(one.keys["t"].pieces, 5)
+    assert fresh.mark == CopyVersion(one.keys["t"].pieces, 5)
 
     steps = refreshing_of(one, "t")
     first, second = next(steps)
@@ -173,7 +168,7 @@ def test_parts_of_several_versions_leave_no_mark() -> None:
     one = book("async")
     steps = refreshing_of(one, "t")
     first, second = next(steps)
-    assert isinstance(steps.send([reply(first, [0], 3), reply(second, [7], 4)]), Lagging)
+    assert isinstance(steps.send([reply(first, [0], 3), reply(second, [7], 4)]), LaggingReads)
     (fresh,) = end(steps, [])
     assert named(fresh) == {0: 300.0, 7: 407.0}
     assert fresh.mark is None
@@ -185,7 +180,7 @@ def test_whole_parts_of_several_versions_leave_no_mark() -> None:
     steps = refreshing_of(one, "t", since=None)
     requests = sorted(next(steps), key=lambda each: each.server)
     packets = whole(requests[:-1], 3) + whole(requests[-1:], 4)
-    assert isinstance(steps.send(packets), Lagging)
+    assert isinstance(steps.send(packets), LaggingReads)
     (fresh,) = end(steps, [])
     assert fresh.mark is None
 
@@ -237,7 +232,7 @@ def test_it_is_asked_of_the_servers_and_not_of_neighbours() -> None:
     bench.init({"t": torch.zeros(40, 2)})
     key = bench.core.books["kv"].keys["t"]
     before = len(bench.sends(Message))
-    mark = Mark(key.pieces, 0)
+    mark = CopyVersion(key.pieces, 0)
     bench.call(calls.Refresh("kv", ("t",), (torch.zeros(40, 2),), (mark,), 0))
     routes = {send.to for send in bench.sends(Message)[before:]}
     assert routes == {"server 0", "server 1"}

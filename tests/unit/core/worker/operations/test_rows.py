@@ -7,46 +7,51 @@ from typing import Any
 import pytest
 import torch
 
-from kvps import messages
-from kvps.core import calls, row_calls
-from kvps.core.catalogue import Catalogue
-from kvps.core.link import Request
-from kvps.core.plan import Held
-from kvps.core.reading import Lagging
-from kvps.core.rounds import WINDOW
+from kvps import protocol as messages
+from kvps.core.worker import calls
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import LaggingReads
+from kvps.core.worker.operations import rows as row_calls
+from kvps.core.worker.plan import PieceLocation
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import Spec
 from kvps.errors import ConfigError, NonFinite, ProtocolError, Timeout
-from kvps.messages import (
+from kvps.protocol.envelope import WINDOW, Envelope, Message, Packet, Role
+from kvps.protocol.membership import Probed
+from kvps.protocol.values import (
     Ack,
     Dropped,
-    Envelope,
-    Message,
-    Packet,
-    Probed,
     Pull,
     PulledRows,
     PullRows,
     Push,
     PushRows,
     Receipt,
-    Role,
     Stand,
 )
-from kvps.specs import Spec
 from kvps.tensors import from_frame, to_frame
-from tests.workbench import Bench, Readable, opened
+from tests.support.worker_harness import Bench, Readable, opened
 
 ENVELOPE = Envelope(bytes(16), 1, Role.SERVER, 0, 1, 0)
 TABLE = Spec("float32", (8, 2))
 
 
-def book(mode: str = "sync", servers: int = 2) -> Catalogue:
+def book(mode: str = "sync", servers: int = 2) -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``wide`` no whole ones."""
-    one = Catalogue(opened(mode=mode), 0, servers, 240.0)
-    pieces = [Held(0, 2, 10, 4, 0), Held(0, 4, 0, 2, 4), Held(1, 3, 0, 10, 6)]
+    one = WorkerStore(opened(mode=mode), 0, servers, 240.0)
+    pieces = [
+        PieceLocation(0, 2, 10, 4, 0),
+        PieceLocation(0, 4, 0, 2, 4),
+        PieceLocation(1, 3, 0, 10, 6),
+    ]
     one.place(
         [
             ("t", TABLE, pieces),
-            ("wide", Spec("float32", (2, 6)), [Held(0, 6, 0, 8, 0), Held(1, 5, 0, 4, 8)]),
+            (
+                "wide",
+                Spec("float32", (2, 6)),
+                [PieceLocation(0, 6, 0, 8, 0), PieceLocation(1, 5, 0, 4, 8)],
+            ),
             ("empty", Spec("float32", (0, 3)), []),
         ]
     )
@@ -60,17 +65,17 @@ def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return numbers[order], order, numbers.float()[:, None].expand(-1, width).contiguous()
 
 
-def pushing(one: Catalogue, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
+def pushing(one: WorkerStore, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
     values = list(rows(*ids, width=one.keys[key].spec.width))
-    call = calls.PushRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
+    call = calls.PushKeyRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
     return row_calls.push_rows(one, call, values)
 
 
-def pulling(one: Catalogue, *ids: int, key: str = "t") -> Any:
+def pulling(one: WorkerStore, *ids: int, key: str = "t") -> Any:
     """Pull rows, the last of them to come first."""
     numbers = torch.tensor(ids, dtype=torch.int64)
     places = torch.arange(len(ids)).flip(0)
-    return row_calls.pull_rows(one, calls.PullRows("kv", (key,), (numbers,), (places,), 7))
+    return row_calls.pull_rows(one, calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7))
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
@@ -132,7 +137,7 @@ def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -
 def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "ROWS_FRAME_BYTES", 16)
+    monkeypatch.setattr("kvps.protocol.values.ROWS_FRAME_BYTES", 16)
     (_, second) = next(pushing(book(), (3, 4, 5, 6, 7)))
     assert sent(second) == ([3, 4, 5, 6, 7], [3.0, 4.0, 5.0, 6.0, 7.0])
     assert [each.nbytes for each in second.payload] == [40, 16, 16, 8]
@@ -141,7 +146,7 @@ def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
 def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "IDS_FRAME_BYTES", 16)
+    monkeypatch.setattr("kvps.protocol.values.IDS_FRAME_BYTES", 16)
     one = book()
     with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
         next(pushing(one, (3, 4, 5)))
@@ -173,13 +178,27 @@ def test_a_full_window_is_waited_for_and_a_refusal_frees_the_number() -> None:
     assert one.keys["t"].is_refused
 
 
+@pytest.mark.spec("R227")
+def test_rows_that_may_be_refused_wait_for_the_answer_once() -> None:
+    """Where each push is applied by itself there may be no optimizer."""
+    bench = Bench()
+    bench.open(mode="async")
+    bench.init({"t": torch.zeros(40, 2)})
+    ticket = bench.call(calls.PushKeyRows("kv", ("t",), rows(3, 39), 0, True))
+    assert not bench.is_copied(ticket)
+    for server in (0, 1):
+        bench.ack(server, *bench.seqs(PushRows, server))
+    assert bench.is_done(ticket)
+    assert bench.is_copied(bench.call(calls.PushKeyRows("kv", ("t",), rows(3, 39), 0, True)))
+
+
 @pytest.mark.spec("R172")
 def test_the_call_ends_when_all_servers_have_it_and_its_values_are_copied_at_once() -> None:
     bench = Bench(memory=Readable("server 0", "server 1"))
     bench.open()
     bench.init({"t": torch.zeros(40, 2)})
     values = rows(3, 39)
-    ticket = bench.call(calls.PushRows("kv", ("t",), values, 0, True), timeout_s=5.0)
+    ticket = bench.call(calls.PushKeyRows("kv", ("t",), values, 0, True), timeout_s=5.0)
     assert bench.is_copied(ticket)
     values[2].fill_(9.0)
     (send,) = bench.sends(PushRows, 1)
@@ -197,7 +216,7 @@ def test_a_push_whose_caller_gave_up_is_still_made() -> None:
     bench = Bench()
     bench.open()
     bench.init({"t": torch.zeros(40, 2)})
-    ticket = bench.call(calls.PushRows("kv", ("t",), rows(3, 39), 0, False), timeout_s=1.0)
+    ticket = bench.call(calls.PushKeyRows("kv", ("t",), rows(3, 39), 0, False), timeout_s=1.0)
     bench.wait(2.0)
     assert isinstance(bench.error(ticket), Timeout)
     assert "push()" in str(bench.error(ticket))
@@ -211,8 +230,8 @@ def test_rows_go_to_the_servers_and_not_to_neighbours() -> None:
     bench.open(bundles=True)
     bench.init({"t": torch.zeros(40, 2)})
     before = len(bench.sends(Message))
-    bench.call(calls.PushRows("kv", ("t",), rows(3, 39), 0, True))
-    bench.call(calls.PullRows("kv", ("t",), (torch.tensor([3]),), (torch.tensor([0]),), 0))
+    bench.call(calls.PushKeyRows("kv", ("t",), rows(3, 39), 0, True))
+    bench.call(calls.PullKeyRows("kv", ("t",), (torch.tensor([3]),), (torch.tensor([0]),), 0))
     routes = {send.to for send in bench.sends(Message)[before:]}
     assert routes == {"server 0", "server 1"}
 
@@ -241,7 +260,7 @@ def test_those_who_lag_behind_are_asked_again() -> None:
     steps = pulling(book(), 0, 1, 7)
     first, second = next(steps)
     again = steps.send([reply(first, 3), reply(second, 4, 5)])
-    assert isinstance(again, Lagging)
+    assert isinstance(again, LaggingReads)
     assert [(each.server, each.message.least) for each in again] == [(0, 5), (1, 5)]
     (more,) = steps.send([reply(again[0], 6), reply(again[1], 5)])
     assert (more.server, more.message.least) == (1, 6)
@@ -268,7 +287,7 @@ def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short:
     if is_short:
         (found,) = end(steps, answers)
     else:
-        assert isinstance(steps.send(answers), Lagging)
+        assert isinstance(steps.send(answers), LaggingReads)
         (found,) = end(steps, [])
     assert found[:, 0].tolist() == [407.0, 300.0]
     assert (one.keys["t"].applied, one.keys["t"].version) == (2, 4)

@@ -1,0 +1,1 @@
+"""Figures, tables, sweeps and plots of a benchmark."""

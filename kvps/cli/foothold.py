@@ -1,0 +1,61 @@
+"""A foothold for ``kvps-launch``: the port and the private folder with which a scheduler starts again.
+
+The scheduler keeps in the folder what a restart must know, and removes it when the job is over. So
+what lies there tells a scheduler that was killed from one that has nothing more to do.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+from kvps.cli.reaper import Reaper
+from kvps.errors import ConfigError
+from kvps.runtime.scheduler_process import STATE_FILE
+
+PREFIX = "kvps-launch-"
+
+
+class Foothold:
+    """A port of this machine and a private folder; the leash removes the folder when we end."""
+
+    def __init__(self, leash: Reaper) -> None:
+        """Take both.
+
+        Raises:
+            ConfigError: if the folder cannot be made.
+        """
+        try:
+            self._folder = tempfile.mkdtemp(prefix=PREFIX)  # nobody else can read it
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a folder for the scheduler's state ({error}), which --max-restarts "
+                "needs: make room, or set TMPDIR to a folder that can be written"
+            ) from error
+        leash.hold_folder(self._folder)
+        # Bound and not listened on, so that nobody else gets the port while there is no scheduler.
+        self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind(("127.0.0.1", 0))
+
+    @property
+    def bind(self) -> str:
+        """Where the scheduler listens, each time."""
+        return f"tcp://127.0.0.1:{self._kept.getsockname()[1]}"
+
+    @property
+    def flags(self) -> list[str]:
+        """What the scheduler is told."""
+        return ["--bind", self.bind, "--state", self._folder]
+
+    def has_job(self, code: int) -> bool:
+        """Whether the job goes on, of which a scheduler ended with ``code``; by 128 + N, signal N."""
+        state = Path(self._folder, STATE_FILE)
+        if not state.exists():
+            return code > 128  # it was killed before there was anything to keep
+        return state.stat().st_size > 0  # an empty one says that the job is over
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._kept.close()

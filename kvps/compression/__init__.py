@@ -1,0 +1,1 @@
+"""Gradient compression: codec specifications, their arithmetic, and the user's policy."""

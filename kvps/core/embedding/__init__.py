@@ -1,0 +1,1 @@
+"""Embedding tables: rows that are made by pushes, their index, memory and admission."""

@@ -1,0 +1,61 @@
+"""Gradients that are not finite: how they are counted, and described to a person.
+
+Servers find them (:mod:`kvps.core.server.nonfinite_log`), and workers are told of them with the values that they pull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+ACTIONS = ("apply", "skip", "error")
+"""What becomes of an update whose gradient is not finite."""
+RANKS_MAX = 20
+"""Ranks that a text names."""
+
+
+def count_nonfinite(values: torch.Tensor) -> int:
+    """Return how many of ``values``, a flat tensor, are NaN or infinity.
+
+    Where the sum of all is finite none is: NaN and infinity never add up to a number. A sum is
+    several times faster than to look at each, and reads at the speed of memory. It may overflow
+    where every value is finite; then each is looked at.
+
+    Example:
+        >>> count_nonfinite(torch.tensor([1.0, float("nan"), float("inf")]))
+        2
+    """
+    if values.sum(dtype=_SUMMED_IN.get(values.dtype)).isfinite():
+        return 0
+    return len(values) - int(values.isfinite().sum())
+
+
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Flaw(NamedTuple):
+    """What is not finite in a gradient."""
+
+    values: int
+    """How many."""
+    ranks: tuple[int, ...]
+    """Among whose pushes they are; empty where all pushes are finite and their sum is not."""
+
+
+def describe(key: str, flaw: Flaw) -> str:
+    """Return in words what is wrong with a gradient of ``key``."""
+    what = "1 value" if flaw.values == 1 else f"{flaw.values} values"
+    verb = "is" if flaw.values == 1 else "are"
+    return f"{what} of key {key[:64]!r} {verb} not finite ({_source(flaw.ranks)})"
+
+
+def _source(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "every push is finite, their sum is not"
+    if len(ranks) == 1:
+        return f"from rank {ranks[0]}"
+    named, more = ", ".join(map(str, ranks[:RANKS_MAX])), len(ranks) - RANKS_MAX
+    others = f" and {more} more" if more > 0 else ""
+    return f"from ranks among {named}{others}, or from their sum"

@@ -1,0 +1,1 @@
+"""Optimizers on flat slices: hyper-parameters, update rules, sparse updates."""

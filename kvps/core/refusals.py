@@ -1,0 +1,83 @@
+"""Refusals of collective calls: what one rank was refused, kept as the answer for all.
+
+Where the k-th call of one rank meets the k-th of another, and one of them cannot be done, those who wait
+for it are answered by the same error, and so is whoever comes later. A call that is made again after that
+has the same number, and is the next *attempt*: each rank counts what it was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from kvps.errors import KvpsError, from_code
+
+KEPT_MAX = 4096
+"""How many refusals are kept of one store."""
+
+
+class Attempt(NamedTuple):
+    """Which call of its kind it is, and how often it was refused before."""
+
+    number: int
+    refused: int
+
+
+class Refusal(NamedTuple):
+    """Why a call of all ranks cannot be done."""
+
+    attempt: Attempt
+    code: int
+    text: str
+
+    def concerns(self, attempt: Attempt) -> bool:
+        """Whether an attempt is refused, too."""
+        return attempt.number == self.attempt.number and attempt.refused <= self.attempt.refused
+
+
+class Refusals:
+    """The newest refusal of each kind of call of one store."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Refusal] = {}
+
+    def keep(self, kind: Hashable, attempt: Attempt, error: KvpsError) -> None:
+        """Refuse this attempt to everybody by ``error``."""
+        self._kept.pop(kind, None)
+        self._kept[kind] = Refusal(attempt, error.code, str(error))
+        if len(self._kept) > KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+
+    def check(self, kind: Hashable, attempt: Attempt) -> None:
+        """Raise what this attempt was refused with, if it was.
+
+        Raises:
+            KvpsError: then.
+        """
+        one = self._kept.get(kind)
+        if one is not None and one.concerns(attempt):
+            raise from_code(one.code, one.text)
+
+    def forget(self, kind: Hashable) -> None:
+        """The call was made again, with success, and who comes now has no part in the failure."""
+        self._kept.pop(kind, None)
+
+
+class Attempts:
+    """What this rank was refused of the calls of one store that all ranks make."""
+
+    def __init__(self) -> None:
+        self._refused: dict[Hashable, Attempt] = {}
+
+    def count(self, kind: Hashable, number: int) -> int:
+        """Return how often this call was refused."""
+        last = self._refused.get(kind)
+        return last.refused if last is not None and last.number == number else 0
+
+    def refuse(self, kind: Hashable, number: int) -> None:
+        """This call was refused."""
+        self._refused[kind] = Attempt(number, self.count(kind, number) + 1)
+
+    def clear(self) -> None:
+        """Numbers mean nothing any more."""
+        self._refused.clear()

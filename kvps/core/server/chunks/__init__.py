@@ -1,0 +1,1 @@
+"""Chunks of values: memory, rounds, and the logs of deltas and changed rows."""

@@ -1,0 +1,1 @@
+"""The update path: admission of pushes, sums, optimizer steps, norms of whole tensors."""

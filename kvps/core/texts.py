@@ -1,0 +1,46 @@
+"""Texts of peers, made safe for a log, a screen, or the environment of a command.
+
+A text that others only show is made harmless by :func:`shown`. One that is used as it is (the name of a host,
+an address) is refused by :func:`demand_printable` or :func:`demand_address` if a correct peer cannot have sent it.
+"""
+
+from __future__ import annotations
+
+from kvps.errors import ProtocolError
+
+PORT_MAX = 65535
+
+
+def shown(text: str) -> str:
+    """Return ``text`` without what would begin a new line, or command a terminal.
+
+    Example:
+        >>> shown("lost\\x1b[2J")
+        'lost?[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() else " " if one.isspace() else "?" for one in text])
+
+
+def demand_printable(what: str, text: str) -> None:
+    """Refuse a text that holds other than printable characters.
+
+    Raises:
+        ProtocolError: naming ``what`` it is.
+    """
+    if not text.isprintable():
+        raise ProtocolError(f"{what} {text!r:.60} holds what cannot be printed")
+
+
+def demand_address(what: str, text: str) -> None:
+    """Refuse what is no address that can be connected to.
+
+    Raises:
+        ProtocolError: unless it reads ``tcp://HOST:PORT``.
+    """
+    scheme, _, place = text.partition("://")
+    host, _, port = place.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= PORT_MAX
+    if scheme != "tcp" or not host or not is_port or any(one in host for one in " /?#@;,"):
+        raise ProtocolError(f"{what} {text!r:.60} is no address; it reads tcp://HOST:PORT")

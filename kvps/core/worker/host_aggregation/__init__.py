@@ -1,0 +1,1 @@
+"""Host aggregation: pushes and pulls of the workers of one host, merged."""

@@ -1,0 +1,1 @@
+"""The user's calls as generators of requests."""

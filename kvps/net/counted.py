@@ -1,0 +1,29 @@
+"""The kernel's byte counts of a TCP connection."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+from kvps.core.pulse import Moved
+
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
+CAN_COUNT = sys.platform == "linux"
+_INFO = struct.Struct("@120xQQ")
+"""Of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
+
+
+def moved(fd: int) -> Moved | None:
+    """Return what has moved along the connection of a descriptor; None if that is none, or none any more."""
+    with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as one:
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        if len(info) == _INFO.size:
+            taken, received = _INFO.unpack(info)
+            (waiting,) = struct.unpack("@i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))
+            return Moved(received, taken, waiting)
+    return None

@@ -1,0 +1,87 @@
+"""File descriptors: whether there are enough, before libzmq finds that there are not and aborts the process.
+
+Each role counts what it needs before it opens anything. A soft limit that is too low is raised, as
+far as the hard limit allows; where that is too low as well, the error says how many are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from kvps.errors import ConfigError
+
+TRANSPORT = 9
+"""Of one :class:`~kvps.net.zeromq.ZmqTransport`: the pair that wakes it (2), its memory's file (1), and
+libzmq's context: its own (1), an event and an epoll of each of its two threads (4), a socket that is
+being replaced (1)."""
+LISTENING = 2
+"""A socket that listens, and its event."""
+WATCHING = 2
+"""The events of a monitor's two ends."""
+CONNECTION = 2
+"""A socket that connects, and its event."""
+ACCEPTED = 1
+"""A connection that somebody else opened to us."""
+SPARE = 8
+"""For a moment: a module or a library that is loaded, a file that is written, memory that is mapped."""
+
+LEAST = TRANSPORT + LISTENING + WATCHING + CONNECTION + SPARE
+"""Of a process with one transport, before it knows how large its job is."""
+
+
+def of_scheduler(workers: int, servers: int) -> int:
+    """Return how many a scheduler needs; a guarded worker speaks along two connections."""
+    return TRANSPORT + LISTENING + WATCHING + ACCEPTED * (2 * workers + servers)
+
+
+def of_server(workers: int, servers: int) -> int:
+    """Return how many a server needs: all workers and servers connect to it, and it to the others."""
+    out, into = servers, workers + servers - 1  # out: the scheduler, and all servers but itself
+    return TRANSPORT + LISTENING + CONNECTION * out + ACCEPTED * into
+
+
+def of_worker(workers: int, servers: int) -> int:
+    """Return how many a worker needs, also one that pushes for all workers of its host."""
+    out = servers + 2  # the scheduler, and the neighbour who pushes for it
+    return TRANSPORT + LISTENING + CONNECTION * out + ACCEPTED * (workers - 1)
+
+
+def demand(who: str, count: int) -> None:
+    """See that ``count`` more can be opened; raise the soft limit if it is in the way.
+
+    Raises:
+        ConfigError: if the hard limit is, naming ``who`` needs them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = _open(soft)
+    need = there + count
+    if soft == resource.RLIM_INFINITY or need <= soft:
+        return
+    if hard == resource.RLIM_INFINITY or need <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+        return
+    raise ConfigError(
+        f"{who} needs {count} file descriptors beside the {there} that are open, and this process may have "
+        f"{hard} in all: raise the limit to {need} or more (ulimit -n {need}; LimitNOFILE= in systemd, "
+        "--ulimit nofile= in docker), and start it again"
+    )
+
+
+def make_room(count: int) -> None:
+    """Raise the soft limit for up to ``count`` more, as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        need = _open(soft) + count
+        wish = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wish), hard))
+
+
+def _open(limit: int) -> int:
+    """Return how many are open; ``limit`` where there are so many that it cannot be seen."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # one was for looking
+    except FileNotFoundError:
+        return 3  # no Linux
+    except OSError:
+        return limit

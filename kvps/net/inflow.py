@@ -1,0 +1,220 @@
+"""Bytes that a connection has sent and nobody has taken out yet, and their bounds.
+
+libzmq reads a message part by part and shows it when its last part is there. No option of it bounds what
+lies there until then: its water marks count whole messages, and its size limit holds for each part alone. So
+a peer that never ends a message would grow this process without a limit. The kernel counts what every
+connection has carried; less what was taken out, that is what lies here of it. A connection of which too much
+does is closed: an honest peer opens it again, probes for what it lost, and sends that once more.
+
+Only connections by TCP are counted; the kernel has no such number for others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from kvps.net.heap import give_back
+from kvps.net.room import PAGE_BYTES
+
+log = logging.getLogger("kvps")
+LOOK_EVERY_S = 0.1
+"""How often connections are looked at, and so the longest wait of a process that has any. A peer on this
+machine sends some 100 MiB in that time."""
+EACH_S = 0.2e-3
+"""How much later for each of them: to look at one takes 4 µs, and should not take more than 2 % of the time."""
+DRIFT_PER_S = 16
+GREETING = 1024
+"""Octets that a connection carries besides messages: heartbeats, per second, and the handshake."""
+SWELL, SWELL_BYTES = 4, 256 << 20
+"""How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
+takes 64 octets of memory, however short it is."""
+PETTY_BYTES = 64 << 10
+"""A connection of which less lies here is never closed for what there is of others."""
+
+_TCP_INFO = getattr(socket, "TCP_INFO", 11)
+_RECEIVED_AT = 128
+"""Where in Linux' ``struct tcp_info`` the number of octets is that were received (since Linux 4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many octets of one connection may wait to be taken out."""
+
+    strange: int
+    """While nothing that is a packet was taken out of it."""
+    known: int
+    """From then on."""
+    crowd: int
+    """Of all connections together out of which nothing was taken that is a packet."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    since: float
+    taken: int = GREETING
+    is_known: bool = False
+    base: tuple[float, int] | None = None
+    """How much lay here, and how large this process was, when it first was more than a stranger may have."""
+
+    def is_swelling(self, rest: float, limit: int) -> bool:
+        """Whether this process has grown by far more than the octets that have come: by small parts."""
+        if rest <= limit:
+            self.base = None
+            return False
+        if self.base is None:
+            self.base = rest, _resident_bytes()
+        before, size = self.base
+        return _resident_bytes() - size > SWELL_BYTES + SWELL * max(0.0, rest - before)
+
+
+class Inflow:
+    """What lies here of each connection to one listening port.
+
+    Args:
+        limits: how much may.
+        clock: seconds.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._connections: dict[int, _Connection] = {}
+        """By file descriptor."""
+        self._look_at = 0.0
+        self._has_closed = False
+        """At the last look a connection was closed, so that there is memory to give back."""
+        self.port = 0
+        """Where they were accepted: by this a descriptor that is another's by now is told apart."""
+
+    def opened(self, fd: int) -> None:
+        """A connection was accepted."""
+        self._connections[fd] = _Connection(self._clock())
+
+    def closed(self, fd: int) -> None:
+        """A connection broke."""
+        self._connections.pop(fd, None)
+
+    def took(self, fd: int, octets: int) -> None:
+        """So many octets of messages were taken out, framing included."""
+        one = self._connections.get(fd)
+        if one is not None:
+            one.taken += octets
+
+    def know(self, fd: int) -> None:
+        """What was taken out was a packet."""
+        one = self._connections.get(fd)
+        if one is not None:
+            one.is_known = True
+
+    def wait_s(self, timeout_s: float | None) -> float | None:
+        """Return how long may be waited at most, if nothing comes."""
+        if not self._connections and not self._has_closed:
+            return timeout_s
+        left_s = max(0.0, self._look_at - self._clock())
+        return left_s if timeout_s is None else min(timeout_s, left_s)
+
+    def look(self) -> None:
+        """Close connections of which too much lies here, if it is time to look."""
+        began = self._clock()
+        if not (self._connections or self._has_closed) or began < self._look_at:
+            return
+        rests: dict[int, float] = {}
+        for fd, one in list(self._connections.items()):
+            received = _received(fd)
+            if received is None:
+                del self._connections[fd]
+            else:
+                rests[fd] = received - one.taken - DRIFT_PER_S * (began - one.since)
+        has_closed = False
+        for fd, limit in self._excessive(rests):
+            has_closed |= self._close(fd, rests[fd], limit)
+            del self._connections[fd]
+        if self._has_closed:  # the time before, and libzmq has dropped what came
+            give_back()
+        self._has_closed = has_closed
+        self._look_at = began + LOOK_EVERY_S + EACH_S * len(self._connections)
+
+    def _excessive(self, rests: dict[int, float]) -> Iterator[tuple[int, int]]:
+        """Yield of which connections too much lies here, and how much may."""
+        strange, known, crowd = self._limits.strange, self._limits.known, self._limits.crowd
+        others: list[tuple[float, int]] = []
+        for fd, rest in rests.items():
+            one = self._connections[fd]
+            limit = known if one.is_known else strange
+            if rest > limit or (one.is_known and one.is_swelling(rest, strange)):
+                yield fd, limit
+            elif not one.is_known and rest > PETTY_BYTES:
+                others.append((rest, fd))
+        together = sum([rest for rest, _ in others])
+        for rest, fd in sorted(others, reverse=True):
+            if together <= crowd:
+                return
+            together -= rest
+            yield fd, PETTY_BYTES
+
+    def _close(self, fd: int, rest: float, limit: int) -> bool:
+        try:
+            same = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            return False
+        with closing(same):
+            try:
+                if same.getsockname()[1] != self.port:
+                    return False  # it broke just now, and the number is another's already
+                peer = same.getpeername()
+            except OSError:
+                return False
+            if not _dissolve(same.fileno()):
+                return False
+        log.warning(
+            "closed the connection from %s:%s: it has sent %d octets that make no whole message yet, and "
+            "%d is the most. If it is a member of the job, it comes back by itself",
+            *(*peer[:2], rest, limit),
+        )
+        return True
+
+
+def _dissolve(fd: int) -> bool:
+    """End a connection at once: what was not read is gone, and its peer is told that it was reset.
+
+    A mere ``shutdown`` lets libzmq go on to read for as long as there is more, and from a fast peer there
+    always is. To connect to nothing is how the kernel ends a connection that someone else has open.
+    """
+    connect = getattr(ctypes.CDLL(None, use_errno=True), "connect", None)
+    nothing = struct.pack("=H14x", socket.AF_UNSPEC)
+    return connect is not None and connect(fd, nothing, len(nothing)) == 0
+
+
+def _received(fd: int) -> int | None:
+    """Return how many octets a connection has carried to us; None where that is not known."""
+    try:
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()
+    if len(info) < _RECEIVED_AT + 8:
+        return None
+    (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
+    return int(received)
+
+
+def _resident_bytes() -> int:
+    """Return how much memory this process has; 0 where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0

@@ -1,0 +1,11 @@
+"""The wire protocol: the messages, and packets to frames and back.
+
+All messages can be had from here; importing any of them registers all, so that every tag is known.
+"""
+
+from kvps.protocol.checkpoint import *
+from kvps.protocol.envelope import *
+from kvps.protocol.membership import *
+from kvps.protocol.shared_memory import *
+from kvps.protocol.stores import *
+from kvps.protocol.values import *

@@ -1,0 +1,210 @@
+"""Messages of checkpoints: how a cut is taken, written, and returned to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    pass
+from kvps.protocol.envelope import Message, tag
+
+
+@tag(80)
+@dataclass(frozen=True, slots=True)
+class Halt(Message):
+    """Scheduler to worker: begin no step that changes values, until you are told to proceed."""
+
+    cut: int
+    least: dict[str, int]
+    """By synchronous store, how many pushes of a key to make before; the others have made them."""
+
+
+@tag(81)
+@dataclass(frozen=True, slots=True)
+class Halted(Message):
+    """Worker to scheduler: I stand, and nothing that I began is under way; or I go on to there."""
+
+    cut: int
+    numbers: dict[str, int]
+    """By synchronous store, how many pushes of a key were made."""
+    stands: bool = True
+    """False in one who is in the middle of a step, and may need others to come along."""
+
+
+@tag(82)
+@dataclass(frozen=True, slots=True)
+class Proceed(Message):
+    """Scheduler to worker: go on."""
+
+    cut: int
+
+
+@tag(83)
+@dataclass(frozen=True, slots=True)
+class Proceeding(Message):
+    """Worker to scheduler: I go on, and had halted all the time (or had not)."""
+
+    cut: int
+    stood: bool
+
+
+@tag(84)
+@dataclass(frozen=True, slots=True)
+class TakeImage(Message):
+    """Scheduler to server: remember what you hold now, and write it down."""
+
+    cut: int
+
+
+@tag(85)
+@dataclass(frozen=True, slots=True)
+class ImageTaken(Message):
+    """Server to scheduler: it cannot change any more."""
+
+    cut: int
+
+
+class StoreSum(NamedTuple):
+    """One store in an image or a cut: how many keys begin there, and which versions they have."""
+
+    store: str
+    begins: int
+    lowest: int
+    highest: int
+
+
+@tag(86)
+@dataclass(frozen=True, slots=True)
+class ImageKept(Message):
+    """Server to scheduler: it is on the disk; or it is not, and why."""
+
+    cut: int
+    size: int
+    sha256: str
+    stores: tuple[StoreSum, ...]
+    error: str = ""
+
+
+class ImageSum(NamedTuple):
+    """The file of one server's image."""
+
+    size: int
+    sha256: str
+
+
+@tag(87)
+@dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """Scheduler to server: all images are on their disks; write the manifest."""
+
+    cut: int
+    tag: str
+    epoch: int
+    images: tuple[ImageSum, ...]
+    """By server."""
+    stores: tuple[StoreSum, ...]
+    kept: int = 0
+    """The newest cut that all servers have, which must stay until this one is; 0 if there is none."""
+
+
+@tag(88)
+@dataclass(frozen=True, slots=True)
+class Committed(Message):
+    """Server to scheduler: this cut is complete here; or it is not, and why."""
+
+    cut: int
+    error: str = ""
+
+
+@tag(89)
+@dataclass(frozen=True, slots=True)
+class GiveUp(Message):
+    """Scheduler to server: there will be no such cut."""
+
+    cut: int
+
+
+@tag(90)
+@dataclass(frozen=True, slots=True)
+class Recall(Message):
+    """Scheduler to server: which cuts of this job do you have?"""
+
+    epoch: int
+
+
+@tag(91)
+@dataclass(frozen=True, slots=True)
+class Shelf(Message):
+    """Answer to RECALL."""
+
+    epoch: int
+    keeps: bool
+    """It has a place for cuts."""
+    every_s: float
+    """How often it should be given one; 0 for never by itself."""
+    cuts: tuple[int, ...]
+    """The complete ones of this job."""
+    highest: int
+    """The highest number of any cut that is there."""
+
+
+@tag(92)
+@dataclass(frozen=True, slots=True)
+class Restore(Message):
+    """Scheduler to server: hold from now on what you held in this cut, and nothing else."""
+
+    epoch: int
+    cut: int
+
+
+@tag(93)
+@dataclass(frozen=True, slots=True)
+class Restored(Message):
+    """Server to scheduler: I hold it; or I cannot, and why."""
+
+    epoch: int
+    cut: int
+    error: str = ""
+
+
+@tag(94)
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Message):
+    """Worker to scheduler: I want a cut now, as all others do."""
+
+    store: str
+    tag: str
+    number: int
+    """Of this call, as with barriers."""
+
+
+@tag(95)
+@dataclass(frozen=True, slots=True)
+class Checkpointed(Message):
+    """Answer to CHECKPOINT: this cut is complete."""
+
+    seq: int
+    cut: int
+
+
+@tag(96)
+@dataclass(frozen=True, slots=True)
+class Revive(Message):
+    """Worker to server: give this store the values that it had in this cut; or, which have you?"""
+
+    store: str
+    tag: str
+    """Of the cuts asked for; empty for any."""
+    cut: int
+    """0 asks which there are."""
+
+
+@tag(97)
+@dataclass(frozen=True, slots=True)
+class Revived(Message):
+    """Answer to REVIVE."""
+
+    seq: int
+    cuts: tuple[int, ...]
+    """The cut whose values the store has now; or those that are complete here, if that was asked."""

@@ -1,0 +1,125 @@
+"""Envelopes, packets, and the registry of message tags.
+
+Every message travels in a :class:`Packet` whose :class:`Envelope` says who speaks: identity is in the
+payload, and a ZeroMQ routing id is only an address.
+
+A message is declared once, in a file of this package, with its tag, its fields and the bytes that must
+follow it; :mod:`kvps.protocol.wire` turns it into frames and back by reading that declaration. A tag is for
+ever. A new field goes to the end of its class and has a default, so that older bytes still decode.
+docs/protocol.md says for each message who sends it, when it is legal and how it is answered.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+PROTOCOL = (1, 0)
+"""Major and minor number of the protocol; another major number is refused at HELLO."""
+
+WINDOW = 64
+"""Pushes of one key and rank under way, and so rounds of a span that are open at once."""
+RUNS_MAX = 4096
+ENTRIES_MAX = 1024
+"""How many runs one push or pull, and how many keys one declaration, may carry."""
+
+KEY_MAX = 256
+TEXT_MAX = 4096
+"""Characters of the name of a key or store, and octets of any text: a longer one is refused."""
+
+
+class Role(enum.IntEnum):
+    """What a process does in a cluster."""
+
+    SCHEDULER = 0
+    SERVER = 1
+    WORKER = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Node(NamedTuple):
+    """A place in the cluster: a role and a rank within that role, from 0."""
+
+    role: Role
+    rank: int
+
+    def __str__(self) -> str:
+        return "scheduler" if self.role is Role.SCHEDULER else f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Who speaks, in which job and view, and which of its requests this is."""
+
+    job: bytes
+    """16 octets that name the job; zeros in a HELLO from one who does not know it yet."""
+    view: int
+    """Number of the newest view that the sender has seen."""
+    role: Role
+    rank: int
+    incarnation: int
+    """Which life of that rank: issued by the scheduler, it only grows."""
+    seq: int
+    """Number of this request among the sender's requests to this receiver; 0 asks no answer."""
+
+    @property
+    def node(self) -> Node:
+        """The sender's place."""
+        return Node(self.role, self.rank)
+
+
+class Message:
+    """What every message class has: a tag, and the sizes of the frames that must follow."""
+
+    TAG: ClassVar[int] = 0
+    __slots__ = ()
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """Exact bytes of each payload frame behind this message."""
+        return ()
+
+
+class Loan(NamedTuple):
+    """Bytes in the sender's segment, in place of a payload frame."""
+
+    nonce: int
+    """Which segment."""
+    lease: int
+    """To be returned by a RELEASE; one for all loans of a packet."""
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One message with its envelope and its payload frames, or loans in their place."""
+
+    envelope: Envelope
+    message: Message
+    payload: tuple[memoryview, ...] = ()
+    loans: tuple[Loan, ...] = ()
+
+
+MESSAGES: dict[int, type[Message]] = {}
+"""The class of each tag."""
+
+M = TypeVar("M", bound=type[Message])
+
+
+def tag(number: int) -> Callable[[M], M]:
+    """Register a message class under its tag; use it as a decorator."""
+
+    def register(cls: M) -> M:
+        assert number not in MESSAGES, f"tag {number} is taken"
+        cls.TAG = number
+        MESSAGES[number] = cls
+        return cls
+
+    return register

@@ -1,0 +1,357 @@
+"""Messages of membership: joining, beats, views, barriers, uneven data, and status queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    pass
+from kvps.protocol.envelope import Message, tag
+
+# --- joining and living together ------------------------------------------------------------------
+
+
+@tag(1)
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """First on every connection, and frozen: any version of kvps can read any other's."""
+
+    major: int
+    minor: int
+    software: str
+    features: int
+    role: int
+    rank: int | None
+    """The wanted rank; None takes the lowest free one."""
+    host: str
+    pid: int
+    endpoint: str = ""
+    """Where a server listens for workers."""
+    guardian: bool = False
+    """The sender holds the seat for a command that it runs."""
+    master: str = ""
+    """HOST:PORT that this worker offers as torch's rendezvous, used if it gets rank 0."""
+    machine: int = 0
+    """Equal for those who share loopback, and perhaps memory; 0 for one who does not know."""
+
+
+@tag(2)
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Scheduler or server to the one who said HELLO: this is your seat."""
+
+    rank: int
+    incarnation: int
+    workers: int
+    servers: int
+    local_rank: int = 0
+    local_size: int = 1
+    master: str = ""
+
+
+class Member(NamedTuple):
+    """One seat as a view shows it."""
+
+    role: int
+    rank: int
+    incarnation: int
+    state: str
+    """``empty``, ``held``, ``left``, ``lost`` (a replacement may come) or ``gone`` (none will)."""
+    endpoint: str
+    host: str
+    lost_for_s: float
+    reason: str
+    machine: int = 0
+
+
+@tag(3)
+@dataclass(frozen=True, slots=True)
+class View(Message):
+    """Scheduler to all members: who holds which seat. Its number grows with every change."""
+
+    number: int
+    phase: str
+    """``forming``, ``running``, ``returning`` (to a cut) or ``ending``."""
+    reason: str
+    members: tuple[Member, ...]
+    epoch: int = 0
+    """How often the servers have returned to a cut, or are about to."""
+    since: int = 0
+    """The number of the view in which this epoch began: what was asked under an older one is void."""
+    cut: int = 0
+    """The newest cut to which they could return; 0 while there is none."""
+
+
+@tag(4)
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Member to scheduler and back: I live; the counter moves when the application does."""
+
+    progress: int
+    reason: str = ""
+
+
+@tag(5)
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """Member to scheduler: I end. ``done`` says that I ended well."""
+
+    done: bool
+    exit_code: int
+    replaceable: bool
+    reason: str
+
+
+@tag(6)
+@dataclass(frozen=True, slots=True)
+class Left(Message):
+    """Scheduler to member: your leaving is known."""
+
+
+@tag(7)
+@dataclass(frozen=True, slots=True)
+class Barrier(Message):
+    """Worker to scheduler: I stand at this barrier."""
+
+    store: str
+    name: str
+    number: int
+    waits: bool = True
+    """For workers that are lost, too: until a replacement stands there."""
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number: ``after`` tells it."""
+    what: str = ""
+    """The call that begins here, with all that must be the same on every worker."""
+    code: int = 0
+    """The sender will not pass, as its call has failed with this error, and neither may the others."""
+    text: str = ""
+    refused: int = 0
+    """How often the sender was refused at this barrier before."""
+
+
+@tag(8)
+@dataclass(frozen=True, slots=True)
+class Released(Message):
+    """Scheduler to worker: every member stands there, or stood; go on."""
+
+    seq: int
+    number: int | None = None
+    """Of the barrier; None for one that this worker's predecessor has behind it."""
+
+
+@tag(9)
+@dataclass(frozen=True, slots=True)
+class Stop(Message):
+    """Scheduler to members: the job is over."""
+
+    exit_code: int
+    reason: str
+
+
+@tag(10)
+@dataclass(frozen=True, slots=True)
+class Error(Message):
+    """Answer to a request that could not be done; nothing was changed by it."""
+
+    seq: int
+    code: int
+    text: str
+
+
+@tag(11)
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Answer to a request that needs no other answer."""
+
+    seq: int
+
+
+@tag(12)
+@dataclass(frozen=True, slots=True)
+class Probe(Message):
+    """Worker to server: which of these unanswered requests do you have?"""
+
+    seqs: tuple[int, ...]
+
+
+class Pending(NamedTuple):
+    """A request that a server has and cannot answer yet, and why."""
+
+    seq: int
+    reason: str
+
+
+@tag(13)
+@dataclass(frozen=True, slots=True)
+class Probed(Message):
+    """Answer to PROBE: the missing ones must be sent again, the pending ones wait."""
+
+    missing: tuple[int, ...]
+    pending: tuple[Pending, ...]
+
+
+# --- joining, resuming, and the state of a cluster ------------------------------------------------
+
+
+@tag(70)
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Worker to server: I have no more batches for this store; do not wait for me."""
+
+    store: str
+    call: int
+    """Counts from 1."""
+    waits: bool
+    """Answer when every rank has joined; else at once."""
+
+
+@tag(71)
+@dataclass(frozen=True, slots=True)
+class Joined(Message):
+    """Answer to JOIN."""
+
+    seq: int
+    last: int
+    """The rank that joined last."""
+
+
+@tag(72)
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """Worker to server: this join is over; wait for everybody again."""
+
+    store: str
+    call: int
+
+
+@tag(73)
+@dataclass(frozen=True, slots=True)
+class History(Message):
+    """Worker to server: which calls of all ranks do you know of?"""
+
+    store: str
+
+
+@tag(74)
+@dataclass(frozen=True, slots=True)
+class HistoryIs(Message):
+    """Answer to HISTORY: the last calls of rank 0, and the joins."""
+
+    seq: int
+    optimize_calls: int
+    optimize_after: int
+    rate_calls: int
+    rate_after: int
+    lr: float
+    """What the last RATE set."""
+    joins: int
+    """How many are over."""
+    joined: bool
+    """The asking rank has made the next one, too."""
+    restored: int = 0
+    """The checkpoint from which the store was restored last; 0 for none."""
+
+
+@tag(75)
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """Worker to scheduler: I go on where my rank stopped."""
+
+    store: str
+    pushed: int | None
+    """After so many rounds; None in a store without rounds."""
+
+
+@tag(76)
+@dataclass(frozen=True, slots=True)
+class Resumed(Message):
+    """Answer to RESUME."""
+
+    seq: int
+    replaced: bool
+    """The sender has taken another's place; else it knows its own numbers."""
+    barriers: dict[str, int]
+    """By name, the number of the next barrier of this rank, in a store without rounds."""
+
+
+# --- one who looks --------------------------------------------------------------------------------
+
+
+class OldRound(NamedTuple):
+    """The oldest open round of a store on one server."""
+
+    server: int
+    store: str
+    key: str
+    number: int
+    missing: tuple[int, ...]
+    age_s: float
+
+
+@tag(77)
+@dataclass(frozen=True, slots=True)
+class Stalled(Message):
+    """Server to scheduler: these rounds have been open for a while; none, if none has."""
+
+    rounds: tuple[OldRound, ...]
+
+
+@tag(78)
+@dataclass(frozen=True, slots=True)
+class Look(Message):
+    """Anybody to scheduler: how does the job stand?"""
+
+
+class Sight(NamedTuple):
+    """One seat, as the scheduler shows it to one who looks."""
+
+    role: int
+    rank: int
+    incarnation: int
+    state: str
+    """As in a view."""
+    host: str
+    pid: int
+    endpoint: str
+    heard_s: float
+    """Since its holder was last heard."""
+    presence: str
+    """How its holder stands, in words."""
+
+
+@tag(79)
+@dataclass(frozen=True, slots=True)
+class Seen(Message):
+    """Answer to LOOK."""
+
+    seq: int
+    phase: str
+    reason: str
+    members: tuple[Sight, ...]
+    rounds: tuple[OldRound, ...]
+    """The oldest of each store, the oldest first."""
+
+
+# --- seats that two want --------------------------------------------------------------------------
+
+
+@tag(113)
+@dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """Scheduler to member: somebody else wants your seat; say that you live."""
+
+    number: int
+
+
+@tag(114)
+@dataclass(frozen=True, slots=True)
+class Alive(Message):
+    """Member's answer to CHALLENGE."""
+
+    number: int
+    """Of the challenge."""
+    guardian: bool = False
+    """The sender holds the seat for a command that it runs."""

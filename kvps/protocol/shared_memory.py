@@ -1,0 +1,40 @@
+"""Messages about memory that two processes of one host share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+from kvps.protocol.envelope import Message, tag
+
+
+@tag(60)
+@dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """To the other end of a data connection: you may read this, if you can find it."""
+
+    pid: int
+    fd: int
+    size: int
+    nonce: int
+
+
+@tag(61)
+@dataclass(frozen=True, slots=True)
+class Taken(Message):
+    """Answer to OFFER: I can read it; or I cannot, and why."""
+
+    nonce: int
+    mapped: bool
+    reason: str = ""
+
+
+@tag(62)
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """To one who lent memory: of the leases below a number, I hold none but these."""
+
+    before: int
+    but: tuple[int, ...]

@@ -1,0 +1,265 @@
+"""Messages about stores: opening them, declaring keys, the optimizer and its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvps.dtypes import BY_ID
+
+if TYPE_CHECKING:
+    pass
+from kvps.protocol.envelope import Message, tag
+
+# --- stores and keys ------------------------------------------------------------------------------
+
+
+@tag(20)
+@dataclass(frozen=True, slots=True)
+class Open(Message):
+    """Worker to server: this store exists, with this rule and these options."""
+
+    store: str
+    mode: str
+    """``sync``, ``async`` or ``ssp``."""
+    staleness: int
+    deterministic: bool
+    on_worker_lost: str
+    bigarray_bound: int
+    chunk_bytes: int = 1 << 20
+    """How much travels, and is updated, at once; the first OPEN decides."""
+    bundles: bool = False
+    """Workers of one machine add up their gradients before these leave it."""
+    on_nonfinite: str = "apply"
+    """What becomes of an update by NaN or infinity: ``apply``, ``skip`` or ``error``."""
+    average: bool = False
+    """The sum of a round is divided by how many ranks are in it."""
+
+
+class Entry(NamedTuple):
+    """A key, what it is, and the elements of it that belong on the addressed server."""
+
+    key: str
+    dtype: int
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@tag(21)
+@dataclass(frozen=True, slots=True)
+class Declare(Message):
+    """Worker to server: these keys, please. One rank creates them, others wait until they are."""
+
+    store: str
+    create: bool
+    call: int
+    """0 for init; k + 1 for the k-th broadcast of the key."""
+    entries: tuple[Entry, ...]
+    creator: int = 0
+    """The rank whose value counts."""
+    refused: int = 0
+    """How often this call of the sender was refused before: of its keys, that of which it was most often."""
+    early: bool = False
+    """Where it lies is wanted as soon as that is known; PULL waits for the value."""
+
+
+class Piece(NamedTuple):
+    """A part of a key inside one chunk of one server."""
+
+    chunk: int
+    start: int
+    size: int
+
+
+class Place(NamedTuple):
+    """Where an entry lies on the answering server, in the order of the key's elements."""
+
+    fresh: bool
+    """The creator must load its value."""
+    pieces: tuple[Piece, ...]
+
+
+@tag(22)
+@dataclass(frozen=True, slots=True)
+class Declared(Message):
+    """Answer to DECLARE, entry by entry."""
+
+    seq: int
+    places: tuple[Place, ...]
+    stamp: int = 0
+    """Another, if the value of one of these keys was begun anew since; larger, the later."""
+
+
+@tag(23)
+@dataclass(frozen=True, slots=True)
+class Find(Message):
+    """Worker to server: what are these keys? Never creates, never waits."""
+
+    store: str
+    keys: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """A key's type and shape; an unknown key has type 0."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    call: int = 0
+    """Which call gave it its value: 0 for init, k for the k-th broadcast."""
+
+
+@tag(24)
+@dataclass(frozen=True, slots=True)
+class FoundAll(Message):
+    """Answer to FIND, key by key."""
+
+    seq: int
+    found: tuple[Found, ...]
+
+
+# --- the optimizer on the servers -----------------------------------------------------------------
+
+
+@tag(40)
+@dataclass(frozen=True, slots=True)
+class Optimize(Message):
+    """Worker to server: the store's optimizer, by name and numbers. Rank 0 sets, others check."""
+
+    store: str
+    call: int
+    create: bool
+    name: str
+    numbers: dict[str, bool | int | float | None]
+    lr_mult: dict[str, float] = field(default_factory=dict)
+    wd_mult: dict[str, float] = field(default_factory=dict)
+    after: int = 0
+    """How many rounds of this store the sender has pushed for before."""
+    resumed: bool = False
+    """The sender has taken another's place, and does not know the number of its call."""
+    refused: int = 0
+    """How often this call of the sender was refused before."""
+
+
+@tag(41)
+@dataclass(frozen=True, slots=True)
+class Rate(Message):
+    """Worker to server: the learning rate from now on. Rank 0 sets, others check."""
+
+    store: str
+    call: int
+    create: bool
+    lr: float
+    after: int = 0
+    resumed: bool = False
+    refused: int = 0
+    """These three as in OPTIMIZE."""
+
+
+@tag(42)
+@dataclass(frozen=True, slots=True)
+class Norms(Message):
+    """Server to server: what I measured of my part of a tensor, for one update of it."""
+
+    store: str
+    key: str
+    rank: int | None
+    """The pushing rank where each push is applied by itself; None for a round."""
+    number: int
+    sums: tuple[float, ...]
+    """Where the store drops what is not finite, first how many values are not; then the sums of
+    squares that the optimizer needs, -1 for one that is no number. Empty where the sender has not
+    measured yet and asks for what the receiver has."""
+    reply: bool
+    """The receiver should answer with its own."""
+    culprits: tuple[int, ...] = ()
+    """Among whose pushes the values are that are not finite."""
+    call: int = 0
+    """The DECLARE that gave the key its place: another key may have had the name before."""
+
+
+class Field(NamedTuple):
+    """One tensor of an optimizer's state."""
+
+    name: str
+    dtype: int
+    size: int
+
+
+@tag(43)
+@dataclass(frozen=True, slots=True)
+class GetState(Message):
+    """Worker to server: the optimizer's state of these elements."""
+
+    chunk: int
+    start: int
+    size: int
+
+
+@tag(44)
+@dataclass(frozen=True, slots=True)
+class StateIs(Message):
+    """Answer to GET-STATE."""
+
+    seq: int
+    step: int
+    fields: tuple[Field, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame per field."""
+        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+
+
+@tag(45)
+@dataclass(frozen=True, slots=True)
+class SetState(Message):
+    """Worker to server: put this state there."""
+
+    chunk: int
+    start: int
+    size: int
+    step: int
+    fields: tuple[Field, ...]
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame per field."""
+        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+@tag(50)
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    """Worker to server: how does the store stand?"""
+
+    store: str
+
+
+class OpenRound(NamedTuple):
+    """A round that waits: some key in it, its number, who is missing, for how long."""
+
+    key: str
+    number: int
+    missing: tuple[int, ...]
+    age_s: float
+
+
+class Clock(NamedTuple):
+    """How many pushes of a key each rank has had taken in."""
+
+    key: str
+    pushes: dict[str, int]
+
+
+@tag(51)
+@dataclass(frozen=True, slots=True)
+class StatusIs(Message):
+    """Answer to STATUS."""
+
+    seq: int
+    rounds: tuple[OpenRound, ...]
+    clocks: tuple[Clock, ...]
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By key, how many updates were dropped, as they were not finite."""

@@ -1,0 +1,438 @@
+"""Messages that carry values: loads, pushes, pulls, rows of keys and of embedding tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvps.compression.spec import CodecSpec
+from kvps.compression.spec import size as size_of
+from kvps.dtypes import BY_ID
+
+if TYPE_CHECKING:
+    pass
+from kvps.protocol.envelope import Message, tag
+from kvps.protocol.stores import Field
+
+ROWS_FRAME_BYTES = 32 << 20
+ROWS_FRAMES_MAX = 63
+"""Rows fill payload frames of so many octets, or of one row; and at most so many frames."""
+IDS_FRAME_BYTES = 64 << 20
+"""Octets of the numbers of rows, which are one frame, at most."""
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Neighbouring elements of a chunk that one push covers, and the push's number."""
+
+    start: int
+    size: int
+    number: int
+
+
+class Ask(NamedTuple):
+    """Neighbouring elements of a chunk that a pull wants, and what must have happened before."""
+
+    start: int
+    size: int
+    after: int
+    """How many pushes of this rank must have been applied to them."""
+    least: int
+    """The lowest version that will do."""
+
+
+class Stand(NamedTuple):
+    """Where neighbouring elements of a chunk stand when they are read."""
+
+    start: int
+    size: int
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+
+def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, ...]:
+    return (BY_ID[dtype].itemsize * sum([run.size for run in runs]),)
+
+
+def _octets(dtype: int, stand: Stand, steps: Steps) -> int:
+    """Return the octets of one run that is written so."""
+    if steps.whole:
+        return BY_ID[dtype].itemsize * stand.size
+    return sum([size_of(code, stand.size) for code in steps.codes])
+
+
+def rows_in_frame(dtype: int, width: int) -> int:
+    """Return how many rows of so many elements one payload frame holds."""
+    return max(1, ROWS_FRAME_BYTES // max(1, width * BY_ID[dtype].itemsize))
+
+
+def rows_in_message(dtype: int, width: int) -> int:
+    """Return how many rows of so many elements, with their numbers, one message holds."""
+    return min(rows_in_frame(dtype, width) * ROWS_FRAMES_MAX, IDS_FRAME_BYTES // 8)
+
+
+def _id_sizes(count: int) -> tuple[int, ...]:
+    return (8 * count,) if count else ()
+
+
+def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
+    """Return the sizes of the frames that so many rows fill one after another."""
+    each, row = rows_in_frame(dtype, width), width * BY_ID[dtype].itemsize
+    if count > each * ROWS_FRAMES_MAX:
+        return (count * row,)  # which no frame is
+    full, rest = divmod(count, each)
+    return (each * row,) * full + ((rest * row,) if rest else ())
+
+
+@tag(30)
+@dataclass(frozen=True, slots=True)
+class Load(Message):
+    """Creator to server: the first value of these elements (or its k-th broadcast)."""
+
+    chunk: int
+    dtype: int
+    runs: tuple[Run, ...]
+    """Their ``number`` is the ``call`` of the DECLARE that asked for them."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the elements of all runs, side by side."""
+        return _sizes(self.dtype, self.runs)
+
+
+@tag(31)
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Worker to server: a gradient for these elements."""
+
+    chunk: int
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    weight: float
+    """What it counts in a weighted mean (samples)."""
+    pull: bool
+    """Answer with the new values."""
+    runs: tuple[Run, ...]
+    code: CodecSpec | None = None
+    """How the elements of each run are written; None for as they are."""
+    back: CodecSpec | None = None
+    """How the update that this makes is to be written for those who pull it; None for as it is."""
+    held: tuple[int, ...] = ()
+    """Of each run, the version of its values that the sender has, or -1; empty if the answer is not
+    to be written as steps from there."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the elements of all runs, side by side."""
+        if self.code is None:
+            return _sizes(self.dtype, self.runs)
+        code = self.code
+        return (sum([size_of(code, run.size) for run in self.runs]),)
+
+
+class Receipt(NamedTuple):
+    """A push or load that was taken in, and the lowest version among its elements."""
+
+    seq: int
+    version: int
+
+
+@tag(32)
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Server to worker: these are in, and will not be needed again."""
+
+    receipts: tuple[Receipt, ...]
+
+
+@tag(33)
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Worker to server: these elements, once the conditions hold."""
+
+    chunk: int
+    values: bool
+    """False asks for the versions alone."""
+    runs: tuple[Ask, ...]
+    broadcasts: int = 0
+    """Of how many broadcasts of the store the asker wants to see the values."""
+    held: tuple[int, ...] = ()
+    """As in PUSH."""
+    call: int | None = None
+    """The DECLARE whose value is wanted, of which it may be a part."""
+    stamp: int = 0
+    """As the answer to that DECLARE said it."""
+
+
+class Dropped(NamedTuple):
+    """The last update of a key that was not made, since its gradient was not finite."""
+
+    start: int
+    """Where the key's piece begins in the chunk."""
+    number: int
+    """Of the round; or, where each push is applied by itself, of the asking rank's push."""
+    values: int
+    """How many of the whole key were not finite."""
+    ranks: tuple[int, ...]
+    """Among whose pushes they were; empty where all pushes were finite and their sum was not."""
+
+
+class Steps(NamedTuple):
+    """How the values of one run are written."""
+
+    whole: bool
+    """As they are; else as the last steps that led to them."""
+    codes: tuple[CodecSpec, ...]
+    """How each step is written, the oldest first."""
+
+
+@tag(34)
+@dataclass(frozen=True, slots=True)
+class Pulled(Message):
+    """Answer to PULL, and to a PUSH that asked for the values."""
+
+    seq: int
+    chunk: int
+    dtype: int
+    values: bool
+    runs: tuple[Stand, ...]
+    dropped: tuple[Dropped, ...] = ()
+    """Only of a store that makes errors of them."""
+    steps: tuple[Steps, ...] = ()
+    """How each run is written; empty if all are as they are."""
+    adds: bool = False
+    """Steps add up: the receiver keeps the values, and applies later steps to them."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame, the elements of all runs side by side, or none."""
+        if not self.values:
+            return ()
+        if not self.steps:
+            return _sizes(self.dtype, self.runs)
+        return (
+            sum([_octets(self.dtype, *one) for one in zip(self.runs, self.steps, strict=False)]),
+        )
+
+
+@tag(35)
+@dataclass(frozen=True, slots=True)
+class PushRows(Message):
+    """Worker to server: a gradient for some rows of the part of a key that lies there."""
+
+    store: str
+    key: str
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    """Of the push, as in the run of a PUSH."""
+    width: int
+    """Elements of a row."""
+    count: int
+    """How many rows; also none are a push."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The numbers of the rows, and the rows."""
+        return (*_id_sizes(self.count), *_row_sizes(self.dtype, self.width, self.count))
+
+
+@tag(36)
+@dataclass(frozen=True, slots=True)
+class PullRows(Message):
+    """Worker to server: these rows of a key, once the conditions hold for all of it that is there."""
+
+    store: str
+    key: str
+    after: int
+    """How many pushes of this rank must have been applied."""
+    least: int
+    """The lowest version that will do."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the numbers of the rows."""
+        return _id_sizes(self.count)
+
+
+@tag(37)
+@dataclass(frozen=True, slots=True)
+class PulledRows(Message):
+    """Answer to PULL-ROWS: the rows, in the order of their numbers."""
+
+    seq: int
+    dtype: int
+    width: int
+    count: int
+    lowest: int
+    highest: int
+    """Versions of the parts of the key on this server."""
+    owed: int
+    """The number of the push that this rank owes next on some of them."""
+    dropped: tuple[Dropped, ...] = ()
+    """As in PULLED; ``start`` is where the part begins in the key."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _row_sizes(self.dtype, self.width, self.count)
+
+
+@tag(38)
+@dataclass(frozen=True, slots=True)
+class PullChanged(Message):
+    """Worker to server: those rows of a key that changed since a version, once the conditions hold."""
+
+    store: str
+    key: str
+    after: int
+    least: int
+    """As in PULL-ROWS."""
+    since: int
+    """The version that the worker has of all that is there."""
+
+
+@tag(39)
+@dataclass(frozen=True, slots=True)
+class Changed(Message):
+    """Answer to PULL-CHANGED: numbers of rows, ascending, and the rows."""
+
+    seq: int
+    known: bool
+    """Whether this server still knows what changed; if not, there are no rows."""
+    dtype: int
+    width: int
+    count: int
+    lowest: int
+    highest: int
+    owed: int
+    dropped: tuple[Dropped, ...] = ()
+    """As in PULLED-ROWS."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The numbers of the rows, and the rows."""
+        return (*_id_sizes(self.count), *_row_sizes(self.dtype, self.width, self.count))
+
+
+# --- embedding tables -----------------------------------------------------------------------------
+
+
+def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
+    """Sizes of the frames with so many ids, and rows of so many elements; none of nothing."""
+    return (8 * count, BY_ID[dtype].itemsize * dim * count) if count else ()
+
+
+@tag(100)
+@dataclass(frozen=True, slots=True)
+class Embed(Message):
+    """Worker to server: this store has an embedding table, made by this recipe."""
+
+    store: str
+    key: str
+    dtype: int
+    dim: int
+    init: str
+    scale: float
+    seed: int
+    admit: int
+    max_age: int
+    max_rows: int
+    """Of the whole table, on all servers; 0 for any number."""
+    optimizer: str
+    numbers: dict[str, bool | int | float | None]
+
+
+@tag(101)
+@dataclass(frozen=True, slots=True)
+class PushIds(Message):
+    """Worker to server: gradients for the rows of these ids; of none, it is a push as well."""
+
+    chunk: int
+    dtype: int
+    ranks: tuple[int, ...]
+    """The ranks it speaks for."""
+    number: int
+    dim: int
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, ascending and each named once; and their gradients."""
+        return _rows(self.dtype, self.dim, self.count)
+
+
+@tag(102)
+@dataclass(frozen=True, slots=True)
+class PullIds(Message):
+    """Worker to server: the rows of these ids, once the conditions hold."""
+
+    chunk: int
+    after: int
+    least: int
+    """These two as in PULL."""
+    count: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids."""
+        return (8 * self.count,) if self.count else ()
+
+
+@tag(103)
+@dataclass(frozen=True, slots=True)
+class PulledIds(Message):
+    """Answer to PULL-IDS: the rows, in the order of the ids."""
+
+    seq: int
+    dtype: int
+    dim: int
+    count: int
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows."""
+        return _rows(self.dtype, self.dim, self.count)[1:]
+
+
+@tag(106)
+@dataclass(frozen=True, slots=True)
+class TableRate(Message):
+    """Worker to server: the learning rate of a table from now on."""
+
+    chunk: int
+    lr: float
+
+
+@tag(104)
+@dataclass(frozen=True, slots=True)
+class Export(Message):
+    """Worker to server: some rows of a table, from a slot on."""
+
+    chunk: int
+    start: int
+    count: int
+    """At most so many."""
+    since: int
+    """Only those pushed to after this version."""
+    state: bool
+    """The optimizer's states, too."""
+
+
+@tag(105)
+@dataclass(frozen=True, slots=True)
+class Exported(Message):
+    """Answer to EXPORT."""
+
+    seq: int
+    next: int
+    """Where the next rows begin; 0 after the last."""
+    count: int
+    fields: tuple[Field, ...]
+    """The columns, the weights first; each has ``count`` rows."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The ids, the version that each row's last push made, and one frame per column."""
+        if not self.count:
+            return ()
+        columns = [BY_ID[one.dtype].itemsize * one.size for one in self.fields]
+        return (8 * self.count, 8 * self.count, *columns)

@@ -1,0 +1,1 @@
+"""The ``allreduce`` store: torch.distributed's collectives behind the KVStore's contract."""

@@ -1,0 +1,1 @@
+"""Embedding tables of a store: rows by 64-bit ids."""

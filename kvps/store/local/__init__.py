@@ -1,0 +1,1 @@
+"""The ``local`` and ``device`` stores: one process, no servers."""

@@ -1,0 +1,1 @@
+"""The process group "kvps" of torch.distributed."""

@@ -1,0 +1,1 @@
+"""Sharded models: weights that live on the servers and are fetched for each pass."""

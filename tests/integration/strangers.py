@@ -1,0 +1,103 @@
+"""Those who talk to a port of kvps and are no part of it: octets on a socket, and packets of anybody."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+
+import zmq
+
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+MORE, LAST = 1, 0
+
+
+def connection(endpoint: str) -> socket.socket:
+    """Return a socket that is connected there."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), 10.0)
+
+
+def throw(endpoint: str, octets: bytes) -> bytes:
+    """Send these octets, hang up, and return what was answered."""
+    with connection(endpoint) as one, suppress(OSError):
+        one.settimeout(2.0)
+        one.sendall(octets)
+        one.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: one.recv(4096), b""))
+    return b""
+
+
+def greeted(endpoint: str) -> socket.socket:
+    """Return a socket behind the handshake of a DEALER."""
+    one = connection(endpoint)
+    one.sendall(GREETING)
+    _exactly(one, 64)
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
+    one.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    _exactly(one, _exactly(one, 2)[1])
+    return one
+
+
+def frame(content: bytes, flag: int = LAST) -> bytes:
+    """Return one frame as it goes over the wire."""
+    if len(content) < 256:
+        return bytes([flag, len(content)]) + content
+    return bytes([flag | 2]) + struct.pack("!Q", len(content)) + content
+
+
+def pour(endpoint: str, octets: bytes, limit: int) -> int:
+    """Send the same octets again and again, until somebody hangs up; return how many went out."""
+    sent = 0
+    with greeted(endpoint) as one:
+        one.settimeout(10.0)
+        with suppress(OSError):
+            while sent < limit:
+                one.sendall(octets)
+                sent += len(octets)
+    return sent
+
+
+class Liar:
+    """Packets of anybody, to one endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.connect(endpoint)
+
+    def say(
+        self, envelope: Envelope, message: Message, payload: Iterable[bytes] = ()
+    ) -> Packet | None:
+        """Say it, and return the first answer; None if there is none for a while."""
+        views = tuple([memoryview(one) for one in payload])
+        self._dealer.send_multipart(wire.encode(Packet(envelope, message, views)))
+        return self.heard()
+
+    def heard(self, limit_ms: int = 300) -> Packet | None:
+        """Return what comes next; None if nothing does for a while."""
+        if not self._dealer.poll(limit_ms):
+            return None
+        return wire.decode(self._dealer.recv_multipart())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._context.destroy(0)
+
+
+def nobody(role: Role = Role.WORKER) -> Envelope:
+    """Return the envelope of one who knows nothing."""
+    return Envelope(bytes(16), 0, role, 0, 0, 1)
+
+
+def _exactly(one: socket.socket, count: int) -> bytes:
+    got = b""
+    while len(got) < count:
+        more = one.recv(count - len(got))
+        assert more, "hung up during the handshake"
+        got += more
+    return got

@@ -1,0 +1,214 @@
+"""What anybody may send to the ports of a job that runs: it goes on, and its values are right."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvps import protocol as m
+from kvps.core.agents.status_client import StatusClient
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Packet, Role
+from tests.integration import strangers
+from tests.integration.processes import Cluster, Process, Processes, made, until
+from tests.integration.strangers import LAST, MORE, Liar, frame, nobody, pour, throw
+
+SCRIPT = """
+import pathlib, time, torch, kvps
+kv = kvps.create("dist_sync")
+kv.set_optimizer("sgd", learning_rate=1.0)
+kv.init("w", torch.zeros(1000))
+out = torch.empty(1000)
+for round_ in range(2):
+    print("round", round_, flush=True)
+    while not pathlib.Path(f"go-{round_}").exists():
+        time.sleep(0.02)
+    kv.push("w", torch.full((1000,), float(round_ + 1)))
+    kv.pull("w", out=out)
+assert torch.equal(out, torch.full((1000,), -3.0)), out
+print("right", flush=True)
+"""
+TLS = bytes.fromhex("16030102000100 01fc0303".replace(" ", "")) + bytes(range(256)) * 2
+HTTP = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\n\r\nkvps"
+
+
+class Job:
+    """A scheduler, a server and a worker, in the middle of their work."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.cluster: Cluster = processes.scheduler(1, 1)
+        self.server: Process = self.cluster.server()
+        self.worker: Process = self.cluster.plain(processes.script(SCRIPT))
+        self.folder: Path = processes.folder
+        (self.folder / "go-0").touch()
+        self.worker.expect("round 1", 120.0)
+        seen, self.name = look(self.cluster.endpoint)
+        self.seats = {(one.role, one.rank): one for one in seen.members}
+        self.endpoint = self.seats[Role.SERVER, 0].endpoint
+
+    def envelope(self, role: Role, seq: int = 1) -> Envelope:
+        """Return the envelope of a member."""
+        return Envelope(self.name, 9, role, 0, self.seats[role, 0].incarnation, seq)
+
+    def check(self) -> None:
+        """Assert that the scheduler and the server live and answer."""
+        for one in (self.cluster.process, self.server):
+            assert one.popen.poll() is None, one
+        look(self.cluster.endpoint)
+
+    def finish(self) -> None:
+        """Let the worker go on, and assert that its values are right."""
+        (self.folder / "go-1").touch()
+        self.worker.expect("right", 120.0)
+        assert self.worker.wait() == 0
+        assert self.server.wait() == 0
+        assert self.cluster.process.wait() == 0
+
+
+def look(endpoint: str) -> tuple[m.Seen, bytes]:
+    """Return what the scheduler shows, and the job's name."""
+    transport = ZmqTransport()
+    try:
+        core = StatusClient(endpoint, time.monotonic(), 60.0)
+        inbox: Inbox[StatusClient] = Inbox(transport)
+        inbox.put(lambda core, now: core.start(now))
+        drive(core, transport, inbox)
+        assert core.seen is not None, core.error
+        return core.seen, core.job
+    finally:
+        transport.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Yield a job that strangers talk to; it has to end well."""
+    for processes in made(tmp_path_factory.mktemp("job")):
+        one = Job(processes)
+        yield one
+        one.finish()
+
+
+def old_packet(packet: Packet) -> bytes:
+    """Return a packet as a peer of ZMTP 1.0 sends it, who greets by its (empty) name alone."""
+    (head,) = wire.encode(packet)
+    return b"\x01\x00" + bytes([len(head) + 1, 0]) + head
+
+
+@pytest.mark.spec("R200", "R201")
+@pytest.mark.parametrize("port", ["scheduler", "server"])
+@pytest.mark.parametrize(
+    "octets",
+    [
+        random.Random(1).randbytes(4096),
+        bytes(1000),
+        TLS,
+        HTTP,
+        old_packet(Packet(nobody(), m.Look())),
+        strangers.GREETING + b"\x04\xff",
+        strangers.GREETING + b"\x02" + b"\xff" * 8,
+    ],
+    ids=["noise", "zeros", "TLS", "HTTP", "ZMTP 1.0", "half a handshake", "2^64 octets"],
+)
+def test_octets_of_no_peer(job: Job, octets: bytes, port: str) -> None:
+    answer = throw(job.cluster.endpoint if port == "scheduler" else job.endpoint, octets)
+    assert b"KV" not in answer  # in particular, nobody is served who has not greeted
+    job.check()
+
+
+@pytest.mark.spec("R202")
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "x"), "no address"),
+        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h"), "no address"),
+        (m.Hello(1, 0, "k", 0, 2, 0, "h", 7, "", True, "a\0b:1"), "cannot be printed"),
+        (m.Hello(1, 0, "k", 0, 2, 0, "\x1b[2J\nlost", 7), "cannot be printed"),
+    ],
+    ids=["endpoint x", "endpoint without a port", "NUL in master", "escapes in host"],
+)
+def test_a_hello_that_nobody_can_have_meant(job: Job, message: m.Hello, says: str) -> None:
+    with closing(Liar(job.cluster.endpoint)) as liar:
+        answer = liar.say(nobody(Role(message.role)), message)
+        assert answer is not None
+        assert says in str(answer.message)
+    job.check()
+
+
+def test_members_of_the_scheduler_who_lie(job: Job) -> None:
+    with closing(Liar(job.cluster.endpoint)) as liar:
+        server, worker = job.envelope(Role.SERVER), job.envelope(Role.WORKER)
+        liar.say(server, m.Restored(0, 0, "no\nsuch\x1bcut"))
+        liar.say(server, m.Shelf(0, True, 0.0, (2**63 - 1,), 2**63 - 1))
+        answer = liar.say(worker, m.Checkpoint("kv", "a\ntag", 0))
+        assert answer is None or "printable" in str(answer.message)
+        liar.say(worker, m.Beat(10**6, "\x1b[2J"))
+    job.check()
+
+
+def test_members_of_the_server_who_lie(job: Job) -> None:
+    with closing(Liar(job.endpoint)) as liar:
+        worker = job.envelope(Role.WORKER, 10**6)
+
+        def refused(message: m.Message, says: str, *payload: bytes) -> None:
+            answers = [liar.say(worker, message, payload)]
+            while answers[-1] is not None and says not in str(answers[-1].message):
+                answers.append(liar.heard())
+            assert answers[-1] is not None, answers
+
+        refused(m.Open("evil", "sync", 0, False, "wait", 10**6), "Done")
+        huge = m.Entry("huge", 1, (1 << 20, 1 << 20), 0, 1 << 40)
+        refused(m.Declare("evil", True, 0, (huge,)), "no room")
+        refused(m.Optimize("evil", 1, True, "sgd", {"clip_gradient": 1e39}), "3.4e+38")
+        refused(m.Optimize("evil", 1, True, "nadam", {"beta1": 0.9999999}), "Done")
+        refused(m.Declare("evil", True, 0, (m.Entry("w", 1, (4,), 0, 4),)), "Declared")
+    job.check()
+
+
+@pytest.mark.spec("R203")
+@pytest.mark.parametrize("port", ["scheduler", "server"])
+@pytest.mark.parametrize("size", [0, 1000, 65536])
+def test_a_message_without_an_end(job: Job, size: int, port: str) -> None:
+    endpoint = job.cluster.endpoint if port == "scheduler" else job.endpoint
+    process = job.cluster.process if port == "scheduler" else job.server
+    before = resident_mib(process.pid)
+    one = frame(bytes(size), MORE)
+    limit = (64 << 20) if size == 0 else (4 << 30)  # 2 GiB of memory, if nobody stops it
+    assert pour(endpoint, one * max(1, (1 << 16) // len(one)), limit) < limit
+    assert highest_mib(process.pid) < before + 1000
+    job.check()
+
+
+@pytest.mark.spec("R203")
+def test_a_message_of_very_many_frames(job: Job) -> None:
+    for endpoint in (job.cluster.endpoint, job.endpoint):
+        with closing(strangers.greeted(endpoint)) as one:
+            one.sendall(frame(b"", MORE) * 500_000 + frame(b"", LAST))
+            (head,) = wire.encode(Packet(nobody(), m.Look()))
+            one.sendall(frame(head))
+        job.check()
+
+
+def resident_mib(pid: int) -> int:
+    """Return how much memory a process has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def highest_mib(pid: int) -> int:
+    """Return how much memory a process has had at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [one for one in lines if one.startswith("VmHWM:")]
+    return int(line.split()[1]) >> 10
+
+
+def test_memory_comes_back(job: Job) -> None:
+    for process in (job.cluster.process, job.server):
+        until(lambda one=process: resident_mib(one.pid) < 600, "memory that is given back")

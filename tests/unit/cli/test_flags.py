@@ -1,0 +1,54 @@
+"""The flags that every command takes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import kvps.cli
+from kvps.cli import checkpoint, flags, main
+from kvps.core.membership_client import EXIT_CONFIG
+
+MODULES = {
+    one.name: importlib.import_module(f"kvps.cli.{one.name}")
+    for one in pkgutil.iter_modules(kvps.cli.__path__)
+}
+COMMANDS = [
+    (name, words)
+    for name, module in MODULES.items()
+    if hasattr(module, "main")
+    for words in ([], *([action] for action in checkpoint.ACTIONS if name == "checkpoint"))
+]
+
+
+def test_all_commands_are_looked_at() -> None:
+    names = {name for name, _ in COMMANDS}
+    assert names == {"scheduler", "server", "worker", "launch", "main", *main.COMMANDS}
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)
+def test_every_command_takes_the_common_flags(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        MODULES[name].main([*words, "--help"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for flag in ("--log-level", "--version", "--insecure"):
+        assert flag in told
+    has_meaning = name in ("scheduler", "server")
+    assert (flags.INSECURE in told, flags.NEEDLESS in told) == (has_meaning, not has_meaning)
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)
+def test_it_is_not_what_is_wrong_with_a_line(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--", "true"] if name in ("worker", "launch") else []
+    code = MODULES[name].main([*words, "--log-level", "info", "--insecure", "--nonsense", *more])
+    assert code == EXIT_CONFIG
+    told = capsys.readouterr().err
+    if name != "main" and (name, words) != ("checkpoint", []):  # these want a word first
+        assert "--insecure" not in told

@@ -1,0 +1,317 @@
+"""A call of all ranks that cannot be done for one of them has one answer for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core import refusals
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.refusals import Attempt, Attempts, Refusals
+from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
+from kvps.core.worker import calls
+from kvps.dtypes import BY_NAME, Spec
+from kvps.errors import ConfigError, KvpsError, Mismatch, Overload, ProtocolError, StorageError
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import Barrier, Done, Error, Released
+from kvps.protocol.stores import Declare, Declared, Entry, Optimize, Rate
+from tests.support.server_harness import Said, ServerStage, heard, optimizing
+from tests.support.worker_harness import Bench
+
+FLOAT = BY_NAME["float32"].id
+
+
+class TestKept:
+    def test_an_attempt_is_refused_and_the_next_is_not(self) -> None:
+        kept = Refusals()
+        kept.keep("k", Attempt(3, 1), Overload("no room"))
+        for number, refused in ((2, 0), (4, 0), (3, 2)):
+            kept.check("k", Attempt(number, refused))
+        kept.check("other", Attempt(3, 0))
+        for refused in (0, 1):
+            with pytest.raises(Overload, match="no room"):
+                kept.check("k", Attempt(3, refused))
+        kept.forget("k")
+        kept.check("k", Attempt(3, 0))
+
+    def test_only_so_many_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(refusals, "KEPT_MAX", 2)
+        kept = Refusals()
+        for key in ("a", "b", "a", "c"):
+            kept.keep(key, Attempt(0, 0), Overload(key))
+        kept.check("b", Attempt(0, 0))
+        for key in ("a", "c"):
+            with pytest.raises(Overload):
+                kept.check(key, Attempt(0, 0))
+
+    def test_a_rank_counts_what_it_was_refused(self) -> None:
+        mine = Attempts()
+        mine.refuse("k", 3)
+        mine.refuse("k", 3)
+        assert [mine.count("k", number) for number in (2, 3, 4)] == [0, 2, 0]
+        mine.refuse("k", 4)
+        assert [mine.count("k", number) for number in (3, 4)] == [0, 1]
+        mine.clear()
+        assert mine.count("k", 4) == 0
+
+
+# --- the scheduler ----------------------------------------------------------------------------------
+
+
+class Desk:
+    """The barriers of three ranks."""
+
+    def __init__(self) -> None:
+        self.barriers = Barriers(range(3))
+        self.seq = 0
+
+    def stand(
+        self,
+        rank: int,
+        what: str = "",
+        number: int = 0,
+        refused: int = 0,
+        failure: KvpsError | None = None,
+        resumed: bool = False,
+        waits: bool = True,
+    ) -> list[tuple[str, str]]:
+        """Return who is told what."""
+        self.seq += 1
+        code, text = (0, "") if failure is None else (failure.code, str(failure))
+        at = Barrier("kv", "b", number, waits, number, resumed, what, code, text, refused)
+        said = self.barriers.stand(rank, Waiter(f"w{rank}", self.seq), at)
+        self.barriers.check({0, 1, 2})
+        return [(str(one.route), _text(one)) for one in said]
+
+
+def _text(answer: Answer) -> str:
+    return answer.message.text if isinstance(answer.message, Error) else "released"
+
+
+ALL = [("w0", "released"), ("w1", "released"), ("w2", "released")]
+
+
+class TestBarrier:
+    @pytest.mark.spec("R228")
+    @pytest.mark.spec("R230")
+    def test_different_calls_are_told_to_all_and_to_who_comes_later(self) -> None:
+        desk = Desk()
+        assert desk.stand(0, "restore('a')") == []
+        first, second = desk.stand(1, "restore('b')")
+        assert (first[0], second[0]) == ("w0", "w1") or (first[0], second[0]) == ("w1", "w0")
+        assert first[1] == second[1]
+        assert "worker 1 called restore('b'), and worker 0 called restore('a')" in first[1]
+        assert desk.stand(2, "restore('a')") == [("w2", first[1])]
+        assert desk.stand(2, "restore('a')") == [("w2", first[1])]  # its answer was lost
+        for rank in (2, 0):
+            assert desk.stand(rank, "restore('a')", refused=1) == []
+        assert sorted(desk.stand(1, "restore('a')", refused=1)) == ALL
+        assert not desk.barriers.refused
+
+    @pytest.mark.spec("R228")
+    def test_one_who_says_nothing_of_its_call_stands_with_all(self) -> None:
+        desk = Desk()
+        desk.stand(0, "restore('a')")
+        desk.stand(1)
+        assert sorted(desk.stand(2, "restore('a')")) == ALL
+
+    def test_one_who_asks_again_may_mean_something_else(self) -> None:
+        desk = Desk()
+        desk.stand(0, "restore('a')")
+        assert desk.stand(0, "restore('b')") == []
+
+    @pytest.mark.spec("R229")
+    @pytest.mark.spec("R230")
+    def test_one_that_fails_lets_nobody_pass(self) -> None:
+        desk = Desk()
+        desk.stand(0)
+        lost = StorageError("no such tag")
+        assert sorted(desk.stand(1, failure=lost)) == [("w0", "no such tag"), ("w1", "no such tag")]
+        assert desk.stand(2) == [("w2", "no such tag")]
+        assert desk.stand(0, refused=1) == []
+        # It stands in its second attempt, while others still make their first.
+        assert desk.stand(1, failure=StorageError("other")) == [("w1", "no such tag")]
+        assert desk.stand(1, refused=1) == []
+        assert sorted(desk.stand(2, refused=1)) == ALL
+
+    @pytest.mark.spec("R229")
+    def test_it_may_be_the_first_to_come_where_nobody_waits_for_the_lost(self) -> None:
+        desk = Desk()
+        assert desk.stand(1, failure=StorageError("no"), waits=False) == [("w1", "no")]
+        assert desk.stand(0, waits=False) == [("w0", "no")]
+        assert desk.stand(0, waits=False, refused=1) == []
+        assert sorted(desk.stand(1, failure=StorageError("no"), refused=1)) == [
+            ("w0", "no"),
+            ("w1", "no"),
+        ]
+
+    @pytest.mark.spec("R230")
+    def test_one_that_fails_may_come_behind_one_that_was_passed(self) -> None:
+        desk = Desk()
+        for rank in (0, 1, 2):
+            desk.stand(rank, waits=False)
+        no = StorageError("no")
+        assert desk.stand(1, number=1, failure=no, waits=False) == [("w1", "no")]
+        assert desk.stand(0, number=1, waits=False) == [("w0", "no")]
+        assert desk.stand(0, waits=False) == [("w0", "released")]
+
+    @pytest.mark.spec("R230")
+    def test_a_later_barrier_is_another(self) -> None:
+        desk = Desk()
+        desk.stand(1, failure=StorageError("no"))
+        for rank in (0, 1):
+            assert desk.stand(rank, number=1) == []
+        assert sorted(desk.stand(2, number=1)) == ALL
+        assert desk.stand(2) == [("w2", "released")]
+
+    @pytest.mark.spec("R229")
+    def test_who_does_not_know_the_number_is_answered_alone(self) -> None:
+        desk = Desk()
+        assert desk.stand(1, failure=StorageError("no"), resumed=True) == [("w1", "no")]
+        assert not desk.barriers.refused
+
+    @pytest.mark.spec("R229")
+    @pytest.mark.parametrize("code", [7, 99])
+    def test_no_worker_ends_the_others(self, code: int) -> None:
+        """ERROR Fenced would."""
+        barriers = Barriers(range(2))
+        barriers.stand(0, Waiter("w0", 1), Barrier("kv", "b", 0))
+        with pytest.raises(ProtocolError, match=f"code {code}"):
+            barriers.stand(1, Waiter("w1", 1), Barrier("kv", "b", 0, code=code))
+        assert barriers.stand(1, Waiter("w1", 2), Barrier("kv", "b", 0)) == [
+            Answer("w0", Released(1)),
+            Answer("w1", Released(2)),
+        ]
+
+
+# --- a server -----------------------------------------------------------------------------------------
+
+
+def stage(**options: object) -> ServerStage:
+    one = ServerStage(workers=3, **options)  # type: ignore[arg-type]
+    one.open()
+    return one
+
+
+def errors(said: list[Said]) -> list[tuple[object, str]]:
+    return [(one.to, one.message.text) for one in said if isinstance(one.message, Error)]
+
+
+def declare(count: int, create: bool = False, refused: int = 0, key: str = "w") -> Declare:
+    return Declare("kv", create, 0, (Entry(key, FLOAT, (count,), 0, count),), 0, refused)
+
+
+class TestServer:
+    @pytest.mark.spec("R231")
+    def test_keys_for_which_there_is_no_room(self) -> None:
+        one = stage(memory_limit=400)
+        one.init("there", [1.0])
+        assert one.say(1, declare(1000)) == []
+        told = errors(one.say(0, declare(1000, create=True)))
+        assert [to for to, _ in told] == [b"w1", b"w0"]
+        assert len({text for _, text in told}) == 1
+        assert "no room for key 'w'" in told[0][1]
+        assert [to for to, _ in errors(one.say(2, declare(1000)))] == [b"w2"]
+        assert one.say(1, declare(10, refused=1)) == []
+        assert heard(one.say(2, declare(1, key="there")), Declared)
+        one.init("w", torch.zeros(10))
+        assert heard(one.say(2, declare(10)), Declared)  # the key is there: it may be looked up
+
+    @pytest.mark.spec("R231")
+    def test_a_value_that_is_there_is_not_refused_with_others(self) -> None:
+        one = stage(memory_limit=400)
+        one.init("there", [1.0])
+        entries = (Entry("there", FLOAT, (1,), 0, 1), Entry("w", FLOAT, (1000,), 0, 1000))
+        assert len(errors(one.say(0, Declare("kv", True, 0, entries)))) == 1
+        assert heard(one.say(1, declare(1, key="there")), Declared)
+        assert len(errors(one.say(1, Declare("kv", False, 0, entries)))) == 1
+
+    def setting(self, create: bool, refused: int = 0, **numbers: object) -> Message:
+        made = optimizing("sgd", 1, create, **numbers)
+        return Optimize(
+            made.store, made.call, create, made.name, made.numbers, {}, {}, refused=refused
+        )
+
+    @pytest.mark.spec("R231")
+    def test_an_optimizer_that_cannot_be(self) -> None:
+        one = stage()
+        assert one.say(1, self.setting(create=False, lr=0.1)) == []
+        told = errors(one.say(0, Optimize("kv", 1, True, "nobody", {"lr": 0.1})))
+        assert [to for to, _ in told] == [b"w1", b"w0"]
+        assert [to for to, _ in errors(one.say(2, self.setting(create=False, lr=0.1)))] == [b"w2"]
+        assert one.say(1, self.setting(create=False, refused=1, lr=0.1)) == []
+        said = one.say(0, self.setting(create=True, refused=1, lr=0.1))
+        assert len(heard(said, Done)) == 2
+
+    @pytest.mark.spec("R231")
+    def test_ranks_that_differ_in_the_optimizer_or_its_rate(self) -> None:
+        one = stage()
+        one.say(0, self.setting(create=True, lr=0.1))
+        ((_, text),) = errors(one.say(1, self.setting(create=False, lr=0.2)))
+        assert errors(one.say(2, self.setting(create=False, lr=0.1))) == [(b"w2", text)]
+        assert heard(one.say(2, self.setting(create=False, refused=1, lr=0.1)), Done)
+        one.say(0, Rate("kv", 1, True, 0.5))
+        ((_, text),) = errors(one.say(1, Rate("kv", 1, False, 0.25)))
+        assert errors(one.say(2, Rate("kv", 1, False, 0.5))) == [(b"w2", text)]
+        assert heard(one.say(2, Rate("kv", 1, False, 0.5, refused=1)), Done)
+
+    @pytest.mark.spec("R231")
+    def test_a_rate_that_cannot_be(self) -> None:
+        one = stage()
+        one.say(0, self.setting(create=True, lr=0.1))
+        assert one.say(1, Rate("kv", 1, False, -1.0)) == []
+        told = errors(one.say(0, Rate("kv", 1, True, -1.0)))
+        assert [to for to, _ in told] == [b"w1", b"w0"]
+        assert len(errors(one.say(2, Rate("kv", 1, False, -1.0)))) == 1
+
+    @pytest.mark.spec("R126")
+    def test_who_took_anothers_place_knows_no_number_that_was_refused(self) -> None:
+        one = stage()
+        one.say(0, self.setting(create=True, lr=0.1))
+        one.say(0, Rate("kv", 1, True, 0.5))
+        one.say(1, self.setting(create=False, lr=0.2))
+        one.say(1, Rate("kv", 1, False, 0.25))
+        made = optimizing("sgd", 1, False, lr=0.1)
+        again = Optimize("kv", 1, False, "sgd", made.numbers, {}, {}, resumed=True)
+        assert heard(one.say(2, again), Done)
+        assert heard(one.say(2, Rate("kv", 1, False, 0.5, resumed=True)), Done)
+
+
+# --- a worker -----------------------------------------------------------------------------------------
+
+
+class TestWorker:
+    def refuse(self, one: Bench, kind: type[Message], error: KvpsError) -> None:
+        """Every server refuses the last request of this kind."""
+        for server in (0, 1):
+            if seqs := one.seqs(kind, server):
+                one.server(server, Error(seqs[-1], error.code, str(error)))
+
+    def test_each_call_says_how_often_it_was_refused(self) -> None:
+        one = Bench(rank=1)
+        one.open()
+        for turn in range(3):
+            keys = (("w", Spec("float32", (3,))),)
+            ticket = one.call(calls.Init("kv", keys, (torch.zeros(3),), 0))
+            assert one.sent(Declare)[-1].refused == turn
+            self.refuse(one, Declare, Overload("no room"))
+            assert isinstance(one.error(ticket), Overload)
+        for turn in range(3):
+            ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+            assert (one.sent(Optimize)[-1].call, one.sent(Optimize)[-1].refused) == (1, turn)
+            self.refuse(one, Optimize, Mismatch("differs"))
+            assert isinstance(one.error(ticket), Mismatch)
+        for turn in range(3):
+            ticket = one.call(calls.SetRate("kv", 0.1))
+            assert (one.sent(Rate)[-1].call, one.sent(Rate)[-1].refused) == (1, turn)
+            self.refuse(one, Rate, ConfigError("no optimizer"))
+            assert isinstance(one.error(ticket), ConfigError)
+        for turn in range(3):
+            ticket = one.call(
+                calls.StandAtBarrier("kv", "b", StorageError("no file") if turn else None)
+            )
+            sent = one.sent(Barrier)[-1]
+            assert (sent.number, sent.refused) == (0, turn)
+            assert (sent.code, sent.text) == ((15, "no file") if turn else (0, ""))
+            one.scheduler(Error(one.seqs(Barrier)[-1], StorageError.code, "no file"))
+            assert isinstance(one.error(ticket), StorageError)
