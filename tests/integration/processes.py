@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from tests.support.forkserver import ForkedProcess, can_fork, fork_server
+
 T = TypeVar("T")
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,14 +50,25 @@ class Process:
     """One process, and what it printed."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        may_fork: bool = True,
     ) -> None:
         self.name = name
+        self.argv = argv
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.popen = subprocess.Popen(
-                argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
+        self.is_forked = may_fork and can_fork(argv, env)
+        self.popen: subprocess.Popen[bytes] | ForkedProcess
+        if self.is_forked:
+            self.popen = fork_server().start(argv, env, folder, self._out, self._err)
+        else:
+            with self._out.open("wb") as out, self._err.open("wb") as err:
+                self.popen = subprocess.Popen(
+                    argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                )
         self.pid = self.popen.pid
 
     @property
@@ -102,6 +115,8 @@ class Processes:
     """All processes of one test."""
 
     def __init__(self, folder: Path) -> None:
+        self.may_fork = os.environ.get("KVPS_TEST_FORK") != "0"
+        """Whether Pythons are forked from one that has imported torch, and not started anew."""
         self.folder = folder
         self.temp = folder / "temporary"
         self.temp.mkdir()
@@ -122,7 +137,9 @@ class Processes:
     def start(self, name: str, *argv: object, **env: str) -> Process:
         """Start a process; ``env`` is added to its environment."""
         words = [str(one) for one in argv]
-        process = Process(f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder)
+        process = Process(
+            f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder, self.may_fork
+        )
         self._all.append(process)
         return process
 
@@ -153,11 +170,15 @@ class Processes:
     def running(self) -> dict[int, str]:
         """Return every process that began here, or below one that did, and lives."""
         found = {}
+        forked = {process.pid: process for process in self._all if process.is_forked}
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 pid = int(folder.name)
-                environ = (folder / "environ").read_bytes()
-                if self._mark.encode() in environ:
+                if pid in forked and forked[pid].popen.poll() is None:
+                    found[pid] = " ".join(forked[pid].argv)
+                elif self._mark.encode() in (folder / "environ").read_bytes() or (
+                    forked and os.getsid(pid) in forked and pid not in forked
+                ):
                     found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
