@@ -19,7 +19,7 @@ KVPS_KILLS        ?= 50
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint cover check soak bench docs test-docker clean
+.PHONY: help demo test test-all lint cover check soak bench docs test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -41,8 +41,11 @@ help:  ## show this list
 demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 servers
 	$(BIN)/kvps-launch -n 2 -s 2 -- $(BIN)/python examples/digits.py --store dist_sync --save demo.safetensors
 
-test: .venv/.installed  ## run the whole test suite
+test: .venv/.installed  ## run the everyday tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-all: .venv/.installed  ## run all tests and all seeds: before a release
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --all
 
 lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/ruff format --check .
@@ -60,7 +63,7 @@ check: lint test cover  ## all of the three above: run it before a commit
 soak: .venv/.installed  ## play many more faults, and longer: half an hour of one core
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py
 	KVPS_EXAMPLES=$(KVPS_EXAMPLES) $(BIN)/python -m pytest -q tests/simulation/test_machine.py
-	KVPS_SCALE_ROUNDS=$(KVPS_SCALE_ROUNDS) $(BIN)/python -m pytest -q --timeout=3600 tests/simulation/test_scale.py
+	KVPS_SCALE_ROUNDS=$(KVPS_SCALE_ROUNDS) $(BIN)/python -m pytest -q --all --timeout=3600 tests/simulation/test_scale.py
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_returns.py
 	KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
 	$(BIN)/python -m pytest -q -m slow tests/faults

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiers
+
 TESTS = Path(__file__).resolve().parent
 PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 
@@ -29,10 +31,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the scenarios now produce into tests/scenarios; then read the diff",
     )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run what the everyday tier leaves out, too: all seeds, all that is marked thorough",
+    )
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="write how many seconds the tests of each file took into tests/durations.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.configure(config)
+
+
+def pytest_report_header() -> str:
+    if tiers.plays_all():
+        return "kvps: all tests, all seeds"
+    return f"kvps: the everyday tests, and the seeds of KVPS_DAY={tiers.day()}; --all runs the rest"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is run on request only, and what this machine cannot run."""
+    """Leave out what is not of this tier; skip what is run on request only, or cannot run here."""
+    if not tiers.plays_all() and not names_single_tests(config):
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     wanted = config.getoption("markexpr")
     for item in items:
         for marker in ON_REQUEST:
@@ -59,6 +85,11 @@ def is_whole_suite(config: pytest.Config) -> bool:
     return paths <= {TESTS, TESTS.parent} and not any(
         config.getoption(name, default=None) for name in selections
     )
+
+
+def names_single_tests(config: pytest.Config) -> bool:
+    """Whether the command line names tests, and not only folders and files."""
+    return any("::" in argument for argument in config.args)
 
 
 def cited_requirements(items: list[pytest.Item]) -> dict[str, list[str]]:

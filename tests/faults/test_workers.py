@@ -86,7 +86,9 @@ def check_healed(job: Job) -> None:
 
 
 @pytest.mark.spec("R22", "R51")
-@pytest.mark.parametrize(("mode", "rank"), [("sync", 1), ("async", 0)])
+@pytest.mark.parametrize(
+    ("mode", "rank"), [("sync", 1), pytest.param("async", 0, marks=pytest.mark.thorough)]
+)
 def test_pushes_count_once_if_workers_are_killed(
     processes: Processes, mode: str, rank: int
 ) -> None:

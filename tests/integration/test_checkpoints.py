@@ -116,7 +116,14 @@ kv.barrier()
 """
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.thorough),
+        (2, 3),
+        pytest.param(3, 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_table_that_was_trained_by_rows_is_restored(
     processes: Processes, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -199,13 +206,13 @@ INT8 = {"type": "int8", "min_bytes": 0, "pull": True}
     ("front_end", "options"),
     [
         (TRAINER, {"update_on_kvstore": True}),
-        (TRAINER, {"update_on_kvstore": False}),
+        pytest.param(TRAINER, {"update_on_kvstore": False}, marks=pytest.mark.thorough),
         pytest.param(TRAINER, {"update_on_kvstore": False, "overlap": True}, marks=SLOW),
         pytest.param(OPTIMIZER, {"update_on_kvstore": False}, marks=SLOW),
         pytest.param(OPTIMIZER, {"update_on_kvstore": True, "overlap_forward": True}, marks=SLOW),
-        (OPTIMIZER, {"update_on_kvstore": True}),
+        pytest.param(OPTIMIZER, {"update_on_kvstore": True}, marks=pytest.mark.thorough),
         (OPTIMIZER, {"overlap_forward": True}),
-        (TRAINER, {"compression_params": INT8}),
+        pytest.param(TRAINER, {"compression_params": INT8}, marks=pytest.mark.thorough),
         pytest.param(OPTIMIZER, {"compression": INT8}, marks=SLOW),
         pytest.param(TRAINER, {"compression_params": INT8, "overlap": True}, marks=SLOW),
         pytest.param(OPTIMIZER, {"compression": INT8, "overlap_forward": True}, marks=SLOW),

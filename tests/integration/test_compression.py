@@ -452,8 +452,15 @@ HOOK_CASES = 9
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("backend", ["kvps", "gloo"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    [
+        ("shm", "kvps"),
+        ("tcp", "gloo"),
+        pytest.param("shm", "gloo", marks=pytest.mark.thorough),
+        pytest.param("tcp", "kvps", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_hook_follows_mxnets_rule(processes: Processes, backend: str, transport: str) -> None:
     """The cases are in hook_worker.py: what a hook does is done by one process for each rank."""
     script = Path(__file__).with_name("hook_worker.py")

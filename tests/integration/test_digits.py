@@ -17,6 +17,7 @@ from examples import digits, linear_numpy
 EXAMPLES = Path(digits.__file__).parent
 STORES = ["dist_sync", "dist_sync_device", "dist_async", "dist_async_device"]
 STORES += ["dist_ssp", "dist_ssp_device"]
+EVERYDAY = ("dist_sync", "dist_async", "dist_ssp_device")
 DATA, UNSEEN = digits.load()
 
 
@@ -34,7 +35,13 @@ def test_a_local_store_learns_digits(store: str) -> None:
     assert train(kvps.create(store)) >= 0.97
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    "store",
+    [
+        store if store in EVERYDAY else pytest.param(store, marks=pytest.mark.thorough)
+        for store in STORES
+    ],
+)
 def test_two_workers_learn_digits(store: str) -> None:
     torch.manual_seed(0)
     with kvps.LocalCluster(workers=2, servers=2) as cluster:

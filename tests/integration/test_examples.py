@@ -106,6 +106,7 @@ def test_recommender_counts_steps_and_compares(
         assert min(steps[0], steps[1]) > 1.5 * steps[2], "nobody waits for the slow one"
 
 
+@pytest.mark.thorough
 def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> None:
     """In a process of its own: it imports digits.py as its neighbour."""
     example = ROOT / "examples" / "compressed_digits.py"
@@ -125,6 +126,7 @@ def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> Non
     assert "below 1.01" in process.err
 
 
+@pytest.mark.thorough
 def test_word_vectors_beat_frequency(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def test_destroying_the_group_and_leaving_ends_all_of_it(ran: Process) -> None:
 # --- a stock script -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_ddp_digits_learns_what_it_learns_with_gloo(processes: Processes) -> None:
     weights = {}
     for backend in ("kvps", "gloo"):

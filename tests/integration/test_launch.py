@@ -87,8 +87,8 @@ def test_variables_of_another_cluster_do_not_mislead(processes: Processes, tmp_p
     ("how", "code"),
     [
         ("sys.exit(3)", 3),
-        ("raise ValueError('no')", 1),
-        ("os._exit(3)", 3),
+        pytest.param("raise ValueError('no')", 1, marks=pytest.mark.thorough),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.thorough),
         ("os.kill(os.getpid(), 9)", 137),
     ],
 )
@@ -395,6 +395,7 @@ print("past the barrier", flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_seven_workers_and_seven_servers_are_soon_up(processes: Processes) -> None:
     began = time.monotonic()

@@ -88,6 +88,7 @@ def test_memory_is_that_of_some_blocks(processes: Processes) -> None:
     assert grown[1] - grown[0] < 6 * BLOCK_MIB, "of twelve more blocks; the heap keeps some memory"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_a_model_that_is_larger_than_the_limit(processes: Processes) -> None:
     """Weights, gradients and momenta are 1,300 MiB."""

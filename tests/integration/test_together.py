@@ -102,7 +102,7 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_every_rank_is_told(processes: Processes, tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "checkpoints"
     script = processes.script(SCRIPT)

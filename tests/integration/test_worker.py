@@ -305,7 +305,12 @@ def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes
 
 
 @pytest.mark.parametrize(
-    "code", ["import sys; sys.exit(3)", "raise ValueError('no')", "import os; os._exit(3)"]
+    "code",
+    [
+        pytest.param("import sys; sys.exit(3)", marks=pytest.mark.thorough),
+        "raise ValueError('no')",
+        "import os; os._exit(3)",
+    ],
 )
 def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes, code: str) -> None:
     cluster = processes.scheduler(2, 1)

@@ -417,7 +417,12 @@ def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "transport"), [("lends", "auto"), ("copies", "auto"), ("copies", "tcp")]
+    ("how", "transport"),
+    [
+        ("lends", "auto"),
+        pytest.param("copies", "auto", marks=pytest.mark.thorough),
+        pytest.param("copies", "tcp", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_memory_of_a_server_does_not_grow(
     processes: Processes, how: str, transport: str
@@ -433,7 +438,7 @@ def test_the_memory_of_a_server_does_not_grow(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", ["copies", "lends"])
+@pytest.mark.parametrize("how", [pytest.param("copies", marks=pytest.mark.thorough), "lends"])
 def test_the_memory_of_a_server_is_little_more_than_weights_and_their_momentum(
     processes: Processes, how: str
 ) -> None:

@@ -161,7 +161,14 @@ def test_any_one_packet_may_be_lost(workers: int, servers: int) -> None:
 
 @pytest.mark.spec("R96")
 @pytest.mark.parametrize(
-    ("workers", "servers", "rank"), [(2, 2, 0), (2, 2, 1), (3, 1, 0), (3, 1, 1), (3, 1, 2)]
+    ("workers", "servers", "rank"),
+    [
+        (2, 2, 0),
+        pytest.param(2, 2, 1, marks=pytest.mark.thorough),
+        pytest.param(3, 1, 0, marks=pytest.mark.thorough),
+        pytest.param(3, 1, 1, marks=pytest.mark.thorough),
+        (3, 1, 2),
+    ],
 )
 def test_a_worker_may_die_at_any_packet(workers: int, servers: int, rank: int) -> None:
     kill_at_each_packet(neighbourly_job(workers, servers), rank)

@@ -16,11 +16,21 @@ from kvps.errors import Timeout
 from kvps.protocol.envelope import Packet
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults, Process
+from tests.support import tiers
 
 
-def seeds(default: int) -> range:
-    """Return as many seeds as KVPS_SEEDS says, or the everyday number of them."""
-    return range(int(os.environ.get("KVPS_SEEDS", default)))
+def seeds(count: int) -> range:
+    """Return the seeds to play: as many as KVPS_SEEDS says, or a quarter of ``count``, another each day.
+
+    With ``--all`` it is all of them.
+    """
+    if as_many := os.environ.get("KVPS_SEEDS"):
+        return range(int(as_many))
+    if tiers.plays_all():
+        return range(count)
+    quarter = count // 4
+    first = tiers.day() % 4 * quarter
+    return range(first, first + quarter)
 
 
 SEEDS = seeds(80)
@@ -34,8 +44,8 @@ def replayable(request: pytest.FixtureRequest, job: object) -> Iterator[None]:
         yield
     except Exception as error:
         as_many = os.environ.get("KVPS_SEEDS")
-        setting = f"KVPS_SEEDS={as_many} " if as_many else ""
-        again = f"{setting}.venv/bin/python -m pytest '{request.node.nodeid}'"
+        setting = f"KVPS_SEEDS={as_many}" if as_many else f"KVPS_DAY={tiers.day()}"
+        again = f"{setting} .venv/bin/python -m pytest '{request.node.nodeid}'"
         raise AssertionError(f"{error}\n{job}\nplay it again: {again}") from error
 
 
