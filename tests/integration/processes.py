@@ -186,7 +186,7 @@ class Processes:
         """Return those whose command line matches ``pattern``, oldest first."""
         return sorted(pid for pid, line in self.running().items() if re.search(pattern, line))
 
-    def check_nothing_left(self, limit_s: float = 5.0) -> None:
+    def check_nothing_left(self, limit_s: float = 20.0) -> None:
         """Assert that no process, no shared memory and no temporary file is left."""
         try:
             until(lambda: not self.running(), "end of all processes", limit_s)

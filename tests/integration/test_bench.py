@@ -127,7 +127,6 @@ class TestNetwork:
         flags = ("--network", "2@1x1", "--rate", "1gbit", "--json", "figures.json")
         return called(processes, "bench", *QUICK, *flags, "--systems", "kvps", "kvps apart")
 
-    @pytest.mark.timeout(90)
     def test_links_carry_the_model(self, network: Process, tmp_path: Path) -> None:
         assert network.wait(60) == 0, network
         assert "workers 0 to 1" in network.out

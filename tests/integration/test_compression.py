@@ -402,7 +402,6 @@ SUM = {"reduction": "sum"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("compression", "lr", "loss"),
     [
@@ -451,7 +450,6 @@ def test_an_optimizer_learns_digits_by_every_codec(
 HOOK_CASES = 9
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("transport", "backend"),
     [

@@ -25,7 +25,6 @@ from tests.integration.processes import ROOT, Processes
 BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORKERS = 2
 LIMIT_S = 90.0
-pytestmark = pytest.mark.timeout(90)
 
 
 @dataclass(frozen=True)

@@ -396,7 +396,6 @@ print("past the barrier", flush=True)
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_seven_workers_and_seven_servers_are_soon_up(processes: Processes) -> None:
     began = time.monotonic()
     launched = launch(processes, processes.script(MANY), "-n", 7)

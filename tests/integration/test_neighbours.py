@@ -152,7 +152,6 @@ def job(processes: Processes, hosts: Namespaces) -> Job:
     return Job(processes, hosts)
 
 
-@pytest.mark.timeout(60)
 def test_the_model_crosses_the_link_of_a_host_once_each_way(job: Job) -> None:
     workers = job.run(MEASURED)
     folder = job.processes.folder
@@ -174,7 +173,6 @@ def test_the_model_crosses_the_link_of_a_host_once_each_way(job: Job) -> None:
         assert MODEL_BYTES <= per_round <= 1.2 * MODEL_BYTES
 
 
-@pytest.mark.timeout(60)
 def test_the_others_go_on_when_a_leader_is_killed(job: Job) -> None:
     """Each of the three leads some chunks of each server."""
     workers = job.run(KILLED, POLICY="shrink", VICTIM="1")

@@ -172,7 +172,6 @@ print("exact after", step, flush=True)
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_restart_with_the_same_state_goes_on_where_it_was(
     processes: Processes, tmp_path: Path
 ) -> None:

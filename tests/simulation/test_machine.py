@@ -286,6 +286,6 @@ Machine.TestCase.settings = settings(
 )
 
 
-@pytest.mark.timeout(0 if EXAMPLES else 120)
+@pytest.mark.timeout(0 if EXAMPLES else 400)
 class TestMachine(Machine.TestCase):
     pass

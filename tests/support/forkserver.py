@@ -37,10 +37,9 @@ HARMLESS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def can_fork(argv: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a fork runs ``argv`` as a new process would: a Python with torch, started as usual."""
-    if argv[0] not in (sys.executable, str(BIN / "kvps-server")):
-        return False
-    if argv[0] == sys.executable and argv[1:2] != ["-c"] and not argv[1].endswith(".py"):
+    """Whether a fork runs ``argv`` as a new process would: a server, or a script, started as usual."""
+    is_script = argv[0] == sys.executable and argv[1].endswith(".py")
+    if not is_script and argv[0] != str(BIN / "kvps-server"):
         return False
     return _at_import(env) == _at_import(server_environment())
 
@@ -211,16 +210,11 @@ def become(request: dict[str, object]) -> None:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     if argv[0] == sys.executable:
         del argv[0]
-    if argv[0] == "-c":
-        sys.path.insert(0, "")
-        sys.argv = ["-c", *argv[2:]]
-        exec(compile(argv[1], "<string>", "exec"), _new_main())
-    else:
-        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        sys.argv = argv
-        main = _new_main()
-        main["__file__"] = argv[0]
-        exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main)
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    sys.argv = argv
+    main = _new_main()
+    main["__file__"] = argv[0]
+    exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main)
 
 
 def _new_main() -> dict[str, object]:
