@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,6 +105,9 @@ class LocalCluster:
         self.servers = servers
         self.scheduler = ""
         """Where the scheduler listens, once the cluster is entered."""
+        self._workers: list[ThreadPoolExecutor] = []
+        """A thread for each worker, since the first :meth:`run`."""
+        self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._stops: list[Callable[[], None]] = []
         self._sessions: dict[int, WorkerSession] = {}
@@ -212,27 +215,37 @@ class LocalCluster:
     def run(self, work: Callable[..., T], *args: Any) -> list[T]:
         """Call ``work(rank, *args)`` in one thread per worker; return the results by rank.
 
+        May be called again: each worker keeps its thread, its rank and its stores. After an error the
+        workers have left, and it may not.
+
         Raises:
             BaseException: the first that a worker raised; the others then end with WorkerLost.
+            ConfigError: if a worker has raised in an earlier call.
         """
-
+        if self._has_failed:
+            raise ConfigError("a worker of this LocalCluster has failed; enter another one")
         errors: list[BaseException] = []
 
-        def one(rank: int) -> T:
+        def work_as(rank: int) -> T:
             self._mine.rank = rank
             try:
-                result = work(rank, *args)
+                return work(rank, *args)
             except BaseException as error:
                 errors.append(error)  # before the others can have one for that reason
                 self._leave(done=False, reason=f"raised {type(error).__name__}")
                 raise
-            return result
 
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="worker") as pool:
-            futures = [pool.submit(one, rank) for rank in range(self.workers)]
+        if not self._workers:
+            self._workers = [
+                ThreadPoolExecutor(1, thread_name_prefix=f"worker {rank}")
+                for rank in range(self.workers)
+            ]
+        futures = [worker.submit(work_as, rank) for rank, worker in enumerate(self._workers)]
+        wait(futures)
         if errors:
+            self._has_failed = True
             raise errors[0]
-        return [one.result() for one in futures]
+        return [future.result() for future in futures]
 
     def leave(self) -> None:
         """Flush and leave, as the worker that the calling thread is; rounds close without it."""
@@ -251,6 +264,8 @@ class LocalCluster:
 
     def close(self, done: bool = True) -> None:
         """End the workers, and with them the job; ``done`` says that all went well."""
+        for worker in self._workers:
+            worker.shutdown()
         for endings in self._endings:
             with suppress(KvpsError):
                 endings.end(done)

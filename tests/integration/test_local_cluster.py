@@ -1,0 +1,56 @@
+"""LocalCluster as its users see it: one job after another, threads as workers, failures."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import kvps
+
+
+def test_workers_keep_rank_thread_and_stores_from_run_to_run() -> None:
+    stores: dict[int, kvps.KVStoreBase] = {}
+
+    def begin(rank: int) -> int:
+        stores[rank] = kvps.create("dist_sync", name="model")
+        stores[rank].init("w", torch.zeros(1))
+        assert stores[rank].rank == rank
+        return threading.get_ident()
+
+    def go_on(rank: int) -> tuple[int, float]:
+        return threading.get_ident(), stores[rank].pushpull("w", torch.tensor([rank + 1.0])).item()
+
+    with kvps.LocalCluster(2, 2) as cluster:
+        threads = cluster.run(begin)
+        assert cluster.run(go_on) == [(thread, 3.0) for thread in threads]
+
+
+def test_a_store_may_be_created_again() -> None:
+    def work(rank: int) -> float:
+        kv = kvps.create("dist_sync")
+        kv.init("w", torch.zeros(1))
+        return kv.pushpull("w", torch.tensor([rank + 1.0])).item()
+
+    with kvps.LocalCluster(2, 1) as cluster:
+        assert cluster.run(work) == cluster.run(work) == [3.0, 3.0]
+
+
+def test_nothing_runs_after_a_failure() -> None:
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no")
+
+    with kvps.LocalCluster(2, 1) as cluster:
+        with pytest.raises(ValueError, match="no"):
+            cluster.run(fail)
+        with pytest.raises(kvps.ConfigError, match="has failed; enter another one"):
+            cluster.run(fail)
+
+
+def test_there_is_no_worker_for_another_thread() -> None:
+    with kvps.LocalCluster(1, 1) as cluster:
+        cluster.run(lambda rank: kvps.create("dist_sync"))
+        with pytest.raises(kvps.ConfigError, match="all 1 workers of this LocalCluster are taken"):
+            kvps.create("dist_sync")
