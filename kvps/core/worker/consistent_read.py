@@ -24,7 +24,6 @@ from typing import Protocol
 
 import torch
 
-from kvps.core.worker.calls import Sinks, Views
 from kvps.core.worker.connection import Request
 from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
 from kvps.core.worker.plan import (
@@ -131,15 +130,6 @@ class Pieces:
                     return []
                 views[index] = memory.empty(0, keys[index].spec.dtype).view(keys[index].spec.shape)
         return [views[index] for index in range(len(keys))]
-
-
-def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
-    """Return the sink that a call asks for."""
-    if sinks is None:
-        return None
-    if isinstance(sinks, Views):
-        return Pieces(range(len(plan.keys)))
-    return Rows(sinks)
 
 
 def own_sink(group: CompressionGroup, sink: Sink) -> Sink:

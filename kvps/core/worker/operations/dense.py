@@ -11,12 +11,12 @@ from kvps.core.worker.consistent_read import (
     AwaitAcks,
     Pieces,
     ReadTracker,
+    Rows,
     Sink,
     Steps,
     even_out,
     own_sink,
     read,
-    sink_for,
     stand,
 )
 from kvps.core.worker.error_feedback import CompressionGroup
@@ -53,6 +53,15 @@ from kvps.protocol.stores import (
     Rate,
 )
 from kvps.protocol.values import Push
+
+
+def sink_for(sinks: calls.Sinks, plan: TransferPlan) -> Sink | None:
+    """Return the sink that a call asks for."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, calls.Views):
+        return Pieces(range(len(plan.keys)))
+    return Rows(sinks)
 
 
 def push(book: WorkerStore, call: calls.PushValues, rows: Values) -> Conversation:

@@ -20,9 +20,9 @@ from kvps.core.worker.consistent_read import (
     Step,
     Steps,
     read,
-    sink_for,
     stand,
 )
+from kvps.core.worker.operations.dense import sink_for
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME, Spec
