@@ -23,7 +23,7 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import split
+from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.worker import Worker
 from kvps.errors import KvpsError

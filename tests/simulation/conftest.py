@@ -7,7 +7,7 @@ import pytest
 from kvps.core.server import store
 from kvps.core.server.chunks import rounds, slab
 from kvps.core.worker import connection
-from kvps.core.worker.operations import base, dense
+from kvps.core.worker.calls import base, dense
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Each call runs as a conversation (:mod:`kvps.core.worker.operations.base`): a generator that yields what it asks for
+Each call runs as a conversation (:mod:`kvps.core.worker.calls.base`): a generator that yields what it asks for
 and is sent the answers. Its requests go to the links, the neighbours or the scheduler. When all of a step's
 answers are in, the conversation goes on; when it returns, the call is finished.
 
@@ -26,12 +26,12 @@ from kvps.core.effects import Copied, Effects, Finish, Note, Send
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.placement import JUDGE
 from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Conversation
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.host_aggregation.host_group import HostGroup
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
-from kvps.core.worker.operations.base import Conversation
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import lateness, name_of
 from kvps.errors import KvpsError

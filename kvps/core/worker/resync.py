@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvps.core.worker.calls.base import Conversation
+from kvps.core.worker.calls.checkpoint import recount
 from kvps.core.worker.connection import Request
-from kvps.core.worker.operations.base import Conversation
-from kvps.core.worker.operations.checkpoint import recount
 from kvps.core.worker.quiesce import DeferredCall
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged

@@ -29,9 +29,9 @@ from kvps.core.effects import (
 from kvps.core.membership_client import SCHEDULER, Identity
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import CallTable, PendingCall
+from kvps.core.worker.calls.dispatch import start
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, route_of
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
-from kvps.core.worker.operations.dispatch import start
 from kvps.core.worker.quiesce import DeferredCall, Quiesce, creates
 from kvps.core.worker.resync import StoreResync, epoch_changed, rejoin
 from kvps.core.worker.store import WorkerStore

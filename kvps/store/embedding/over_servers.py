@@ -12,7 +12,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import KvpsError
 from kvps.runtime.ticket import Handle
 from kvps.runtime.worker_session import WorkerSession

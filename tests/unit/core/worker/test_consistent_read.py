@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.worker.calls import Views
+from kvps.core.worker.calls.dense import sink_for
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
@@ -22,7 +23,6 @@ from kvps.core.worker.consistent_read import (
     read,
     stand,
 )
-from kvps.core.worker.operations.dense import sink_for
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME, Spec

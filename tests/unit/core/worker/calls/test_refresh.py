@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvps.core.worker import calls
+from kvps.core.worker.calls import refresh
+from kvps.core.worker.calls.refresh import Fresh
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
-from kvps.core.worker.operations import refresh
-from kvps.core.worker.operations.refresh import Fresh
 from kvps.core.worker.plan import CopyVersion, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec

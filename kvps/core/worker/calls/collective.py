@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvps.core.placement import JUDGE
+from kvps.core.worker.calls.base import Conversation, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
 )
-from kvps.core.worker.operations.base import Conversation, numbered
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, KvpsError
 from kvps.protocol.membership import (

@@ -10,7 +10,7 @@ import torch
 from kvps.compression.policy import rules_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.core.worker.operations import dispatch
+from kvps.core.worker.calls import dispatch
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.protocol.envelope import ENTRIES_MAX, WINDOW, Message, Node, Role

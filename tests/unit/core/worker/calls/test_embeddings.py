@@ -10,7 +10,7 @@ from kvps.core.embedding.id_hash import servers_of
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import Done, Error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvps.core.worker import calls
-from kvps.core.worker.operations import (
+from kvps.core.worker.calls import (
     checkpoint,
     collective,
     dense,
@@ -12,8 +12,8 @@ from kvps.core.worker.operations import (
     optimizer,
     refresh,
 )
-from kvps.core.worker.operations import rows as row_calls
-from kvps.core.worker.operations.base import Conversation, Values
+from kvps.core.worker.calls import rows as row_calls
+from kvps.core.worker.calls.base import Conversation, Values
 from kvps.core.worker.store import WorkerStore
 
 

@@ -6,6 +6,16 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.core.worker import plan as plans
+from kvps.core.worker.calls.base import (
+    Conversation,
+    Values,
+    bulk,
+    demand_presence,
+    make_room,
+    numbered,
+)
+from kvps.core.worker.calls.collective import BROADCAST
+from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
@@ -21,16 +31,6 @@ from kvps.core.worker.consistent_read import (
 )
 from kvps.core.worker.error_feedback import CompressionGroup
 from kvps.core.worker.failure_policy import complain
-from kvps.core.worker.operations.base import (
-    Conversation,
-    Values,
-    bulk,
-    demand_presence,
-    make_room,
-    numbered,
-)
-from kvps.core.worker.operations.collective import BROADCAST
-from kvps.core.worker.operations.keys import lookup
 from kvps.core.worker.plan import (
     Given,
     Key,

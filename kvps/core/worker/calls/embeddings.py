@@ -1,6 +1,6 @@
 """The operations on embedding tables: requests by id to each server.
 
-The conversations (:mod:`kvps.core.worker.operations.base`) of tables. A table is a key with one piece on every
+The conversations (:mod:`kvps.core.worker.calls.base`) of tables. A table is a key with one piece on every
 server, so that its pushes are numbered, waited for and counted anew as those of any key. The caller has
 put ids in order already and split them by server: a push takes one message to each, with ids or without.
 """
@@ -16,14 +16,14 @@ from kvps.core.embedding.id_hash import Ids, servers_of
 from kvps.core.embedding.spec import message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker import calls
-from kvps.core.worker.connection import Request
-from kvps.core.worker.operations.base import (
+from kvps.core.worker.calls.base import (
     Conversation,
     demand_presence,
     make_room,
     numbered,
     settle,
 )
+from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from kvps.core.placement import home
 from kvps.core.worker import calls
 from kvps.core.worker import plan as plans
+from kvps.core.worker.calls.base import Conversation, Values, bulk, settle
+from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     Rows,
@@ -16,8 +18,6 @@ from kvps.core.worker.consistent_read import (
     loaded,
     read,
 )
-from kvps.core.worker.operations.base import Conversation, Values, bulk, settle
-from kvps.core.worker.operations.collective import BROADCAST, barrier
 from kvps.core.worker.plan import (
     Key,
     PieceLocation,

@@ -12,7 +12,7 @@ from kvps.compression.policy import OFF
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.core.worker.operations import dispatch
+from kvps.core.worker.calls import dispatch
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import name_of
 from tests.support.worker_harness import opened

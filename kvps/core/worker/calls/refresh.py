@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 
 from kvps.core.worker import calls, consistent_read
+from kvps.core.worker.calls.base import Conversation, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step
 from kvps.core.worker.failure_policy import complain
-from kvps.core.worker.operations.base import Conversation, numbered
 from kvps.core.worker.plan import CopyVersion, Key, PieceLocation, of_key
 from kvps.core.worker.row_reads import RowRead, ServerPart, complain_of_drops, even_out, ranges
 from kvps.core.worker.store import WorkerStore

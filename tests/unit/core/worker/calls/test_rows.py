@@ -9,9 +9,9 @@ import torch
 
 from kvps import protocol as messages
 from kvps.core.worker import calls
+from kvps.core.worker.calls import rows as row_calls
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
-from kvps.core.worker.operations import rows as row_calls
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec

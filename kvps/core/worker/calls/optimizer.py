@@ -6,11 +6,11 @@ import torch
 
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Conversation, settle
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
 )
-from kvps.core.worker.operations.base import Conversation, settle
 from kvps.core.worker.plan import (
     PieceLocation,
 )

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Conversation
+from kvps.core.worker.calls.collective import barrier
+from kvps.core.worker.calls.dense import inherit
+from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, stand
-from kvps.core.worker.operations.base import Conversation
-from kvps.core.worker.operations.collective import barrier
-from kvps.core.worker.operations.dense import inherit
-from kvps.core.worker.operations.keys import lookup
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, StorageError
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived

@@ -19,16 +19,16 @@ import torch
 
 from kvps.core.row_gradients import add_rows
 from kvps.core.worker import calls, consistent_read
-from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step
-from kvps.core.worker.failure_policy import complain
-from kvps.core.worker.operations.base import (
+from kvps.core.worker.calls.base import (
     Conversation,
     Values,
     demand_presence,
     make_room,
     numbered,
 )
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import Step
+from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key, make, of_key
 from kvps.core.worker.row_reads import (
     Range,
