@@ -160,7 +160,7 @@ class DistStore(KVStore):
     @property
     def joins(self) -> int:
         """How many joins are over; a replacement of a lost worker knows it after :meth:`resume`."""
-        return self._session.core.books[self._name].joins
+        return self._session.core.stores[self._name].joins
 
     def join(self, timeout: float | None = None) -> int:
         """Say that this worker has run out of batches; return when every worker has.

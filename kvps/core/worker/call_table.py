@@ -74,11 +74,11 @@ class PendingCall:
 
 
 class CallTable(abc.ABC):
-    """The calls of a worker, and what they are about: its links, its neighbours, its books."""
+    """The calls of a worker, and what they are about: its links, its neighbours, its stores."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory) -> None:
         self.member = MembershipClient(identity, now)
-        self.books: dict[str, WorkerStore] = {}
+        self.stores: dict[str, WorkerStore] = {}
         self._uplink = SendScheduler()
         self.links = self._uplink.links
         """To every server, once the cluster is complete."""
@@ -99,7 +99,7 @@ class CallTable(abc.ABC):
         """Send what there is room for."""
 
     @abc.abstractmethod
-    def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
+    def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
         """A call of this core's own is over: a store's way into another epoch."""
 
     def _links(self) -> Iterator[Connection]:
@@ -165,7 +165,7 @@ class CallTable(abc.ABC):
                 talk.has_pushed = True
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
                 yield from self.neighbours.tell(request.message)
-            if self.neighbours.collect(self.books[talk.call.store], request):
+            if self.neighbours.collect(self.stores[talk.call.store], request):
                 yield from self.neighbours.ask(request, now)
             else:
                 self.links[request.server].queue(request)
@@ -186,7 +186,7 @@ class CallTable(abc.ABC):
         may_be_refused = not isinstance(
             call, calls.PushTableRows
         )  # a table has an optimizer of its own
-        if may_be_refused and not self.books[call.store].takes_pushes:
+        if may_be_refused and not self.stores[call.store].takes_pushes:
             return False
         return all(one.payload_bytes for one in talk.requests)  # else this step does not push
 
@@ -259,12 +259,12 @@ class CallTable(abc.ABC):
         """Return until when ``talk`` waits for parts that lag behind; for ever, if it need not end."""
         if not isinstance(talk.requests, LaggingReads) or not talk.waiting:
             return math.inf
-        book = self.books[talk.call.store]
-        if book.ordered:
+        store = self.stores[talk.call.store]
+        if store.ordered:
             return math.inf
         if self.losses.workers:
             return talk.since
-        return talk.since + LAG_MAX_S if self.losses.was_replaced or book.is_resumed else math.inf
+        return talk.since + LAG_MAX_S if self.losses.was_replaced or store.is_resumed else math.inf
 
     # --- the end of a call ------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ def is_torn(parts: Parts) -> bool:
 
 
 def read(
-    book: WorkerStore,
+    store: WorkerStore,
     plan: TransferPlan,
     sink: Sink,
     after: Numbers,
@@ -244,22 +244,22 @@ def read(
     priority: Numbers,
 ) -> Generator[Step, list[Packet], list[ReadTracker]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
-    groups = book.coding.groups(plan, book.rank)
+    groups = store.coding.groups(plan, store.rank)
     tallies = [ReadTracker(group.plan) for group in groups]
     requests: list[Request] = []
     for group, tally in zip(groups, tallies, strict=True):
         urgent, own = group.numbers(priority), own_sink(group, sink)
         conditions, oldest = group.numbers(after), group.numbers(least)
-        requests += _asked(book, group.plan, tally, own, conditions, oldest, urgent, group)
+        requests += _asked(store, group.plan, tally, own, conditions, oldest, urgent, group)
     yield requests
     for group, tally in zip(groups, tallies, strict=True):
         own = own_sink(group, sink)
-        yield from even_out(book, tally, own, group.numbers(after), group.numbers(priority))
+        yield from even_out(store, tally, own, group.numbers(after), group.numbers(priority))
     return tallies
 
 
 def even_out(
-    book: WorkerStore,
+    store: WorkerStore,
     tally: ReadTracker,
     sink: Sink,
     after: Numbers,
@@ -267,8 +267,8 @@ def even_out(
 ) -> Steps:
     """Read the lagging parts of those keys that were read torn, until none is."""
     keys = tally.plan.keys
-    torn = _without_own(tally.settle(book.ordered))
-    while torn and (book.ordered or not book.is_short):
+    torn = _without_own(tally.settle(store.ordered))
+    while torn and (store.ordered or not store.is_short):
         lagging: list[Key] = []
         least: list[int] = []
         for index, parts in torn.items():
@@ -279,7 +279,7 @@ def even_out(
         again = ReadTracker(make(lagging), dropped=tally.dropped)
         conditions = [of_key(after, index) for index in torn]
         urgent = [of_key(priority, index) for index in torn]
-        requests = _asked(book, again.plan, again, sink.only(torn), conditions, least, urgent)
+        requests = _asked(store, again.plan, again, sink.only(torn), conditions, least, urgent)
         answers = yield LaggingReads(requests)
         for parts, found in zip(torn.values(), again.by_key(), strict=True):
             parts.update(found)
@@ -299,7 +299,7 @@ def _without_own(torn: dict[int, Parts]) -> dict[int, Parts]:
 
 
 def loaded(
-    book: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
+    store: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
 ) -> list[Request]:
     """Return the requests that read what the DECLARE of number ``call`` gives the keys of ``plan``, each
     part as soon as it is there; ``stamps`` are what each server said of that."""
@@ -311,7 +311,7 @@ def loaded(
                 share.chunk,
                 True,
                 share.asks(0, 0),
-                book.broadcasts,
+                store.broadcasts,
                 call=call,
                 stamp=stamps[share.server],
             ),
@@ -323,17 +323,17 @@ def loaded(
 
 
 def stand(
-    book: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
+    store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
 ) -> Generator[Step, list[Packet], ReadTracker]:
     """Wait until the conditions hold, and return how the keys stand then, without values."""
     tally = ReadTracker(plan)
-    yield _asked(book, plan, tally, None, after, least, 0)
-    tally.settle(book.ordered)
+    yield _asked(store, plan, tally, None, after, least, 0)
+    tally.settle(store.ordered)
     return tally
 
 
 def _asked(
-    book: WorkerStore,
+    store: WorkerStore,
     plan: TransferPlan,
     tally: ReadTracker,
     sink: Sink | None,
@@ -343,10 +343,10 @@ def _asked(
     group: CompressionGroup | None = None,
 ) -> list[Request]:
     is_by_steps = group is not None and group.setting is not None and group.setting.back is not None
-    coding = book.coding if is_by_steps else None
+    coding = store.coding if is_by_steps else None
     requests = []
     for share in plan.shares:
-        message = Pull(share.chunk, sink is not None, share.asks(after, least), book.broadcasts)
+        message = Pull(share.chunk, sink is not None, share.asks(after, least), store.broadcasts)
         if group is not None and coding is not None:
             message = coding.pull(group, share, message)
         requests.append(

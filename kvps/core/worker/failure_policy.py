@@ -80,32 +80,32 @@ class FailurePolicy:
         if self.server is None and view.epoch and not view.cut:
             self.server = LostServer(view.reason, now, 0)
 
-    def error(self, book: WorkerStore | None, now: float) -> KvpsError | None:
+    def error(self, store: WorkerStore | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""
         lost_server = self.server
         if lost_server is not None:
-            grace_s = math.inf if book is None else book.worker_grace_s
+            grace_s = math.inf if store is None else store.worker_grace_s
             if now >= lost_server.until(grace_s):
                 return _server_lost(lost_server)
-        if book is None or not book.waits_for_lost:
+        if store is None or not store.waits_for_lost:
             return None
         for lost in self.workers.values():
-            if now >= self._until(book, lost):
-                return _worker_lost(book, lost, now)
+            if now >= self._until(store, lost):
+                return _worker_lost(store, lost, now)
         return None
 
-    def deadline(self, book: WorkerStore) -> float | None:
+    def deadline(self, store: WorkerStore) -> float | None:
         """When :meth:`error` will find something to say, if nothing changes."""
         until = []
         if self.server is not None:
-            until.append(self.server.until(book.worker_grace_s))
-        if book.waits_for_lost:
-            until += [self._until(book, lost) for lost in self.workers.values()]
+            until.append(self.server.until(store.worker_grace_s))
+        if store.waits_for_lost:
+            until += [self._until(store, lost) for lost in self.workers.values()]
         return min(until, default=None)
 
-    def _until(self, book: WorkerStore, lost: LostWorker) -> float:
-        waits = book.opened.on_worker_lost == "wait" and lost.member.state == "lost"
-        return lost.since + (book.worker_grace_s if waits else 0.0)
+    def _until(self, store: WorkerStore, lost: LostWorker) -> float:
+        waits = store.opened.on_worker_lost == "wait" and lost.member.state == "lost"
+        return lost.since + (store.worker_grace_s if waits else 0.0)
 
 
 def _why_lost(one: Member, incarnations: dict[int, int]) -> str:
@@ -131,8 +131,8 @@ def _server_lost(lost: LostServer) -> ServerLost:
     )
 
 
-def _worker_lost(book: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
-    one, policy = lost.member, book.opened.on_worker_lost
+def _worker_lost(store: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
+    one, policy = lost.member, store.opened.on_worker_lost
     if one.state == "gone":
         what, then = "no replacement can come", "Start the job again"
     elif policy == "fail":
@@ -140,10 +140,10 @@ def _worker_lost(book: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
     else:
         what = f"no replacement came in {now - lost.since:.0f} s"
         then = f"Start a replacement with --rank {one.rank}"
-    who_needs_it = "Rounds" if book.ordered else "Calls"
+    who_needs_it = "Rounds" if store.ordered else "Calls"
     return WorkerLost(
         f"worker {one.rank} ({one.host}) is lost: {one.reason}. {who_needs_it} of store "
-        f"{book.opened.store!r} need it, and {what}. What was pushed is kept. {then}, or create "
+        f"{store.name!r} need it, and {what}. What was pushed is kept. {then}, or create "
         "the store with on_worker_lost='shrink' to go on without it"
     )
 

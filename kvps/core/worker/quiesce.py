@@ -76,7 +76,9 @@ class Quiesce:
         """By synchronous store, how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, books: Mapping[str, WorkerStore], now: float) -> list[DeferredCall]:
+    def halt(
+        self, order: Halt, stores: Mapping[str, WorkerStore], now: float
+    ) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
         Returns what was held until now: it is to be made again, and may be held again.
@@ -85,53 +87,53 @@ class Quiesce:
             return []
         if order.cut > self.cut:
             self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
-            free = any(not book.ordered for book in books.values())
+            free = any(not store.ordered for store in stores.values())
             self._until = now + (FREE_STAND_MAX_S if free else STAND_MAX_S)
         self.is_asked = True
-        for name, book in books.items():
-            if book.ordered:
+        for name, store in stores.items():
+            if store.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
-                self._limits[name] = max(least, _lead(book))
+                self._limits[name] = max(least, _lead(store))
         held, self.held = self.held, []
         return held
 
-    def holds(self, book: WorkerStore, call: calls.Call) -> bool:
+    def holds(self, store: WorkerStore, call: calls.Call) -> bool:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
         if any(one.call.store == call.store for one in self.held):
             return True
         if isinstance(call, calls.PUSHES):
-            limit = self._limits.get(call.store, 0) if book.ordered else 0
-            return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
-        is_creating = creates(book.rank, call) and not _is_known(book, call)
-        return is_creating and (not book.ordered or self._stands(call.store, book))
+            limit = self._limits.get(call.store, 0) if store.ordered else 0
+            return any(store.keys[name].number >= limit for name in call.keys if name in store.keys)
+        is_creating = creates(store.rank, call) and not _is_known(store, call)
+        return is_creating and (not store.ordered or self._stands(call.store, store))
 
     def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
         """Keep ``call`` until it may go on."""
         self.held.append(DeferredCall(ticket, call, deadline))
 
-    def numbers(self, books: Mapping[str, WorkerStore]) -> dict[str, int]:
+    def numbers(self, stores: Mapping[str, WorkerStore]) -> dict[str, int]:
         """Return how many pushes of the leading key were made, by synchronous store.
 
         One that has joined is left out: the others' rounds close without this rank.
         """
-        ordered = [(name, book) for name, book in books.items() if book.ordered]
-        return {name: _lead(book) for name, book in ordered if not book.is_away}
+        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        return {name: _lead(store) for name, store in ordered if not store.is_away}
 
-    def stands(self, books: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
+    def stands(self, stores: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
-        ordered = [(name, book) for name, book in books.items() if book.ordered]
-        return all(self._stands(name, book, is_at_rest) for name, book in ordered)
+        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        return all(self._stands(name, store, is_at_rest) for name, store in ordered)
 
-    def _stands(self, name: str, book: WorkerStore, is_at_rest: bool = False) -> bool:
+    def _stands(self, name: str, store: WorkerStore, is_at_rest: bool = False) -> bool:
         limit = self._limits.get(name, 0)
-        if book.is_away:
+        if store.is_away:
             return True
-        if _lead(book) < limit:
+        if _lead(store) < limit:
             return False
         waits = is_at_rest or any(one.call.store == name for one in self.held)
-        return waits or not any(key.number == limit - 1 for key in book.keys.values())
+        return waits or not any(key.number == limit - 1 for key in store.keys.values())
 
     def deadline(self, heard_at: float) -> float | None:
         """When it goes on by itself, if the scheduler was last heard at ``heard_at``."""
@@ -161,13 +163,13 @@ class Quiesce:
         return held
 
 
-def _is_known(book: WorkerStore, call: calls.Call) -> bool:
+def _is_known(store: WorkerStore, call: calls.Call) -> bool:
     """Whether it is an init of keys that are there, which changes nothing."""
     if isinstance(call, calls.MakeTable):
-        return call.key in book.keys
-    return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
+        return call.key in store.keys
+    return isinstance(call, calls.Init) and all(name in store.keys for name, _ in call.keys)
 
 
-def _lead(book: WorkerStore) -> int:
+def _lead(store: WorkerStore) -> int:
     """How many pushes were made of the key that has most."""
-    return max([key.number for key in book.keys.values()], default=0)
+    return max([key.number for key in store.keys.values()], default=0)

@@ -36,17 +36,17 @@ class StoreResync:
     """By key, the version that the servers have now."""
 
 
-def rejoin(book: WorkerStore, names: tuple[str, ...]) -> Conversation:
+def rejoin(store: WorkerStore, names: tuple[str, ...]) -> Conversation:
     """Open the store anew, and count from what this rank owes; return the version of each key.
 
     ``names`` are the keys that this rank knew; another epoch may begin before they are found again.
     """
-    book.forget()
-    yield [Request(server, book.opened) for server in range(book.servers)]
-    return (yield from recount(book, names))
+    store.forget()
+    yield [Request(server, store.opened) for server in range(store.servers)]
+    return (yield from recount(store, names))
 
 
-def epoch_changed(book: WorkerStore, epoch: int, one: StoreResync) -> EpochChanged:
+def epoch_changed(store: WorkerStore, epoch: int, one: StoreResync) -> EpochChanged:
     """Return what the user is told."""
     moved = [
         f"{name!r} {version} -> {one.after.get(name, 'absent')}"
@@ -55,10 +55,10 @@ def epoch_changed(book: WorkerStore, epoch: int, one: StoreResync) -> EpochChang
     more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
+        f"of store {store.name!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
         "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
         "from there",
         one.before,
         one.after,
-        has_optimizer=book.optimized.number >= one.optimize_calls,
+        has_optimizer=store.optimized.number >= one.optimize_calls,
     )

@@ -88,10 +88,9 @@ class RowRead(Generic[PortionT]):
     priority: int
     portions: list[PortionT] = field(default_factory=list)
 
-    def asked(self, book: WorkerStore) -> list[Request]:
+    def asked(self, store: WorkerStore) -> list[Request]:
         """Return the requests for all of them."""
-        store = book.opened.store
-        return [one.ask(store, self.after, 0, self.priority) for one in self.portions]
+        return [one.ask(store.name, self.after, 0, self.priority) for one in self.portions]
 
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
@@ -112,22 +111,21 @@ class RowRead(Generic[PortionT]):
 
 
 def even_out(
-    book: WorkerStore, wanted: Sequence[RowRead[PortionT]]
+    store: WorkerStore, wanted: Sequence[RowRead[PortionT]]
 ) -> Generator[Step, list[Packet], None]:
     """Read rows again that lag behind others of their key, until none does."""
-    while book.ordered or not book.is_short:
+    while store.ordered or not store.is_short:
         requests = LaggingReads()
         for one in wanted:
             behind, newest = one.lagging()
-            store = book.opened.store
-            requests += [part.ask(store, one.after, newest, one.priority) for part in behind]
+            requests += [part.ask(store.name, one.after, newest, one.priority) for part in behind]
         if not requests:
             return
         if not (yield requests):
             return  # nobody waits any more for what may never come
 
 
-def complain_of_drops(book: WorkerStore, wanted: Iterable[RowRead[PortionT]]) -> None:
+def complain_of_drops(store: WorkerStore, wanted: Iterable[RowRead[PortionT]]) -> None:
     """Raise, or remember, what the answers say of updates that were not made.
 
     Raises:
@@ -139,4 +137,4 @@ def complain_of_drops(book: WorkerStore, wanted: Iterable[RowRead[PortionT]]) ->
             for drop in portion.told.dropped:
                 dropped[one.key.name] = drop
     if dropped:
-        complain(book.opened.store, book.ordered, book.keys, dropped)
+        complain(store.name, store.ordered, store.keys, dropped)

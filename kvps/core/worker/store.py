@@ -65,6 +65,11 @@ class WorkerStore:
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """The store's name, the same on every rank."""
+        return self.opened.store
+
+    @property
     def ordered(self) -> bool:
         """Whether push numbers are round numbers."""
         return self.opened.mode == "sync"
@@ -133,12 +138,12 @@ class WorkerStore:
         if key is None and name.startswith(EMBEDDING):
             title = name.removeprefix(EMBEDDING)
             raise KeyNotFound(
-                f"the servers have no table {title!r} of store {self.opened.store!r}; call "
+                f"the servers have no table {title!r} of store {self.name!r}; call "
                 f"embedding({title!r}, ...) on every worker"
             )
         if key is None:
             raise KeyNotFound(
-                f"key {name!r} of store {self.opened.store!r} was never initialised; call "
+                f"key {name!r} of store {self.name!r} was never initialised; call "
                 "init(key, value) on every worker first"
             )
         return key

@@ -131,10 +131,12 @@ class Worker(CallTable):
             self._rejoins[call.store].held.append(DeferredCall(ticket, call, deadline))
             return
         if call.store in self._untold:
-            error = epoch_changed(self.books[call.store], self._epoch, self._untold.pop(call.store))
+            error = epoch_changed(
+                self.stores[call.store], self._epoch, self._untold.pop(call.store)
+            )
             yield Finish(ticket, error=error)
             return
-        if call.store in self.books and self._standstill.holds(self.books[call.store], call):
+        if call.store in self.stores and self._standstill.holds(self.stores[call.store], call):
             self._standstill.hold(ticket, call, deadline)
             yield from self._say_where_it_stands()
             return
@@ -146,8 +148,8 @@ class Worker(CallTable):
             if call in known:
                 yield from self._again(ticket, call, deadline)
                 return
-        if isinstance(call, calls.OpenStore) and call.store not in self.books:
-            self.books[call.store] = WorkerStore(
+        if isinstance(call, calls.OpenStore) and call.store not in self.stores:
+            self.stores[call.store] = WorkerStore(
                 call.opened,
                 self.member.rank,
                 len(self.links),
@@ -158,7 +160,7 @@ class Worker(CallTable):
         rows: list[torch.Tensor] = []
         if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushKeyRows):
             rows.extend(call.rows)
-        talk = PendingCall(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
+        talk = PendingCall(ticket, call, start(self.stores[call.store], call, rows), rows, deadline)
         self._talks[ticket] = talk
         yield from self._go_on(talk, None, now)
         yield from self._say_where_it_stands()
@@ -275,9 +277,9 @@ class Worker(CallTable):
             if not talk.finished:
                 yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
         waited_for = {talk.call.store for talk in self._talks.values() if _is_for_user(talk)}
-        waited_for.update(store for store, one in self._rejoins.items() if one.held)
-        for store in waited_for:
-            grace = self.losses.deadline(self.books[store])
+        waited_for.update(name for name, one in self._rejoins.items() if one.held)
+        for name in waited_for:
+            grace = self.losses.deadline(self.stores[name])
             if grace is not None:
                 yield grace
 
@@ -305,7 +307,7 @@ class Worker(CallTable):
             yield from self.refused(request, from_code(message.code, message.text), now)
             return
         if isinstance(message, Halt):
-            yield from self._make(self._standstill.halt(message, self.books, now), now)
+            yield from self._make(self._standstill.halt(message, self.stores, now), now)
             yield from self._say_where_it_stands()
             if self._standstill.is_asked:
                 yield self._halted(stands=False)
@@ -364,8 +366,8 @@ class Worker(CallTable):
             self._uplink.sharers = self.neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.links)}
         self.losses.learn(view, lives, now)
-        for book in self.books.values():
-            book.is_short = bool(self.losses.workers)
+        for store in self.stores.values():
+            store.is_short = bool(self.losses.workers)
         yield from self._end_what_is_lost(now)
         yield from self._take_what_lags(now)
         yield from self._flow(now)
@@ -457,12 +459,12 @@ class Worker(CallTable):
             isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished
             for talk in self._talks.values()
         )
-        if self._standstill.stands(self.books, is_at_rest):
+        if self._standstill.stands(self.stores, is_at_rest):
             self._standstill.is_asked = False
             yield self._halted(stands=True)
 
     def _halted(self, stands: bool) -> Send:
-        numbers = self._standstill.numbers(self.books)
+        numbers = self._standstill.numbers(self.stores)
         return Send(SCHEDULER, self.member.packet(Halted(self._standstill.cut, numbers, stands)))
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
@@ -496,33 +498,33 @@ class Worker(CallTable):
             talk.conversation.close()
             if talk.ticket > 0 and not talk.finished:
                 held.append(DeferredCall(talk.ticket, talk.call, talk.deadline))
-        for store, book in self.books.items():
-            if store not in self._rejoins:  # else this is the second loss in a row
-                new = StoreResync(book.versions(), book.optimized.number)
-                self._rejoins[store] = self._untold.pop(store, new)
-            yield from self._rejoin(store, book, tuple(self._rejoins[store].before), now)
+        for name, store in self.stores.items():
+            if name not in self._rejoins:  # else this is the second loss in a row
+                new = StoreResync(store.versions(), store.optimized.number)
+                self._rejoins[name] = self._untold.pop(name, new)
+            yield from self._rejoin(store, tuple(self._rejoins[name].before), now)
         yield from self._make(held, now)
 
-    def _rejoin(self, store: str, book: WorkerStore, names: tuple[str, ...], now: float) -> Effects:
+    def _rejoin(self, store: WorkerStore, names: tuple[str, ...], now: float) -> Effects:
         self._own_tickets -= 1
-        call = calls.RejoinStore(store)
-        talk = PendingCall(self._own_tickets, call, rejoin(book, names), [], math.inf)
+        call = calls.RejoinStore(store.name)
+        talk = PendingCall(self._own_tickets, call, rejoin(store, names), [], math.inf)
         self._talks[talk.ticket] = talk
         yield from self._go_on(talk, None, now)
 
-    def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
+    def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
         """A store has found its way into the epoch, or cannot: tell those who wait."""
-        one = self._rejoins.pop(store)
+        one = self._rejoins.pop(name)
         if error is None and not one.before:
             yield from self._make(one.held, now)
             return
         if error is None:
             assert isinstance(value, dict)
             one.after = value
-            error = epoch_changed(self.books[store], self._epoch, one)
+            error = epoch_changed(self.stores[name], self._epoch, one)
             yield Note("debug", str(error))
             if not one.held:
-                self._untold[store] = one
+                self._untold[name] = one
         for held in one.held:
             yield Finish(held.ticket, error=error)
 
@@ -555,10 +557,10 @@ class Worker(CallTable):
                 f"{name_of(call)}: this worker knows no server. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
-        return self.losses.error(self.books.get(call.store), now)
+        return self.losses.error(self.stores.get(call.store), now)
 
     def _end_what_is_lost(self, now: float) -> Effects:
-        errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
+        errors = {name: self.losses.error(store, now) for name, store in self.stores.items()}
         for talk in list(self._talks.values()):
             error = errors[talk.call.store]
             is_rejoin = isinstance(talk.call, calls.RejoinStore)  # of use when the lost is replaced
@@ -584,14 +586,14 @@ class Worker(CallTable):
             elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
                 talk.probed = True
                 yield from self._ask_after(talk.waiting, now)
-        for store, one in self._rejoins.items():
+        for name, one in self._rejoins.items():
             late = [held for held in one.held if now >= held.deadline]
             for held in late:
                 one.held.remove(held)
                 waiting = [
                     request
                     for talk in self._talks.values()
-                    if talk.call.store == store
+                    if talk.call.store == name
                     for request in talk.waiting
                 ]
                 error = lateness(self.member, held.call, waiting, self.neighbours.link_of, now)

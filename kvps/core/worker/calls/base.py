@@ -41,7 +41,7 @@ Values = list[torch.Tensor]
 
 
 def bulk(
-    book: WorkerStore,
+    store: WorkerStore,
     share: ChunkSlice,
     message: Load | Push,
     rows: Given,
@@ -50,36 +50,36 @@ def bulk(
     return Request(
         share.server,
         message,
-        fill=lambda route: share.gather(rows, book.memory, route),
+        fill=lambda route: share.gather(rows, store.memory, route),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
         priority=share.highest(priority),
     )
 
 
-def demand_presence(book: WorkerStore) -> None:
+def demand_presence(store: WorkerStore) -> None:
     """Refuse a push of a rank that has joined: rounds close without it.
 
     Raises:
         ConfigError: if this rank has.
     """
-    if book.is_away:
+    if store.is_away:
         raise ConfigError(
-            f"push() of store {book.opened.store!r}: worker {book.rank} has joined, and rounds close "
+            f"push() of store {store.name!r}: worker {store.rank} has joined, and rounds close "
             "without it until every worker has. Nothing was pushed. Call join() again to wait on"
         )
 
 
 def numbered(
-    book: WorkerStore, names: tuple[str, ...]
+    store: WorkerStore, names: tuple[str, ...]
 ) -> Generator[Step, list[Packet], TransferPlan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
     The number of a push that was refused is free again, so it has to be asked which are owed.
     """
-    plan = book.plan(names)
+    plan = store.plan(names)
     if any(key.is_refused for key in plan.keys):
-        tally = yield from stand(book, plan, 0, 0)
+        tally = yield from stand(store, plan, 0, 0)
         for key, found in zip(plan.keys, tally.by_key(), strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
                 key.is_refused = False
@@ -87,11 +87,11 @@ def numbered(
     return plan
 
 
-def make_room(book: WorkerStore, full: list[Key]) -> Steps:
+def make_room(store: WorkerStore, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
-    if book.ordered:
-        plan = book.plan(tuple(key.name for key in full))
-        yield from stand(book, plan, 0, alike([key.number - WINDOW for key in full]))
+    if store.ordered:
+        plan = store.plan(tuple(key.name for key in full))
+        yield from stand(store, plan, 0, alike([key.number - WINDOW for key in full]))
         return
     numbers = [key.number - 1 for key in full]
     yield AwaitAcks()
@@ -99,12 +99,12 @@ def make_room(book: WorkerStore, full: list[Key]) -> Steps:
         key.applied = max(key.applied, number)
 
 
-def settle(book: WorkerStore, names: tuple[str, ...]) -> Steps:
+def settle(store: WorkerStore, names: tuple[str, ...]) -> Steps:
     """Wait until this rank's own pushes of ``names`` are applied."""
-    if not book.ordered:
+    if not store.ordered:
         yield AwaitAcks()
         return
-    pushed = tuple(name for name in names if book.keys[name].number > book.keys[name].applied)
+    pushed = tuple(name for name in names if store.keys[name].number > store.keys[name].applied)
     if pushed:
-        plan = yield from numbered(book, pushed)
-        yield from stand(book, plan, alike([key.number for key in plan.keys]), 0)
+        plan = yield from numbered(store, pushed)
+        yield from stand(store, plan, alike([key.number for key in plan.keys]), 0)

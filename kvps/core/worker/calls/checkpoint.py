@@ -25,46 +25,46 @@ CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
 """The barriers at which these calls begin."""
 
 
-def checkpoint(book: WorkerStore, call: calls.TakeCheckpoint) -> Conversation:
+def checkpoint(store: WorkerStore, call: calls.TakeCheckpoint) -> Conversation:
     """Have a checkpoint taken; return its number."""
-    yield from barrier(book, CHECKPOINT, f"checkpoint({call.tag!r})")
-    number = book.barriers[CHECKPOINT]
-    (answer,) = yield [Request(None, Checkpoint(book.opened.store, call.tag, number))]
+    yield from barrier(store, CHECKPOINT, f"checkpoint({call.tag!r})")
+    number = store.barriers[CHECKPOINT]
+    (answer,) = yield [Request(None, Checkpoint(store.name, call.tag, number))]
     assert isinstance(answer.message, Checkpointed)
     return answer.message.cut
 
 
-def restore(book: WorkerStore, call: calls.RestoreCheckpoint) -> Conversation:
+def restore(store: WorkerStore, call: calls.RestoreCheckpoint) -> Conversation:
     """Give the store the values of a checkpoint that all servers have; return its number."""
-    yield from barrier(book, RESTORE, f"restore({call.tag!r})")
-    if book.rank == 0:
+    yield from barrier(store, RESTORE, f"restore({call.tag!r})")
+    if store.rank == 0:
         try:
-            store, servers = book.opened.store, range(book.servers)
-            answers = yield [Request(one, Revive(store, call.tag, 0)) for one in servers]
+            servers = range(store.servers)
+            answers = yield [Request(one, Revive(store.name, call.tag, 0)) for one in servers]
             cut = _common(call.tag, [_cuts(one) for one in answers])
-            yield [Request(one, Revive(store, call.tag, cut)) for one in servers]
+            yield [Request(one, Revive(store.name, call.tag, cut)) for one in servers]
         except REFUSED as error:
-            yield from barrier(book, RESTORE, failure=error)
+            yield from barrier(store, RESTORE, failure=error)
             raise
-    yield from barrier(book, RESTORE)
-    yield from recount(book, tuple(book.keys))
-    return book.restored
+    yield from barrier(store, RESTORE)
+    yield from recount(store, tuple(store.keys))
+    return store.restored
 
 
 def recount(
-    book: WorkerStore, names: tuple[str, ...]
+    store: WorkerStore, names: tuple[str, ...]
 ) -> Generator[Step, list[Packet], dict[str, int]]:
     """Find these keys as if for the first time; return their versions.
 
     Pushes are numbered from what this rank owes, and calls of all ranks from what the servers know. A key
     that is not there is not known any more.
     """
-    book.keys.clear()
-    yield from lookup(book, names)
-    plan = book.plan(tuple(book.keys))
-    tally = yield from stand(book, plan, 0, 0)
+    store.keys.clear()
+    yield from lookup(store, names)
+    plan = store.plan(tuple(store.keys))
+    tally = yield from stand(store, plan, 0, 0)
     versions: dict[str, int] = {}
-    yield from inherit(book)
+    yield from inherit(store)
     for key, found in zip(plan.keys, tally.by_key(), strict=True):
         key.number = key.heard = min((owed for _, owed in found.values()), default=0)
         versions[key.name] = min((version for version, _ in found.values()), default=0)

@@ -36,72 +36,72 @@ def flush() -> Conversation:
 
 
 def barrier(
-    book: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
+    store: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
 ) -> Conversation:
     """Flush, then wait for the others.
 
     Args:
-        book: the store.
+        store: the keys and counters.
         name: of the barrier.
         what: the call that begins here; all fail where it is not the same on every worker.
         failure: why this worker does not pass: the others fail by it, too, and this one by the answer.
     """
     yield AwaitAcks()
     title = "" if name is None else name
-    store, waits, after = book.opened.store, book.waits_for_lost, book.pushed
+    waits, after = store.waits_for_lost, store.pushed
     code, text = (0, "") if failure is None else (failure.code, str(failure)[:TEXT_MAX])
-    is_lost = book.is_resumed and book.ordered and title != BROADCAST
-    if is_lost and title not in book.barriers:
+    is_lost = store.is_resumed and store.ordered and title != BROADCAST
+    if is_lost and title not in store.barriers:
         (answer,) = yield [
-            Request(None, Barrier(store, title, 0, waits, after, True, what, code, text))
+            Request(None, Barrier(store.name, title, 0, waits, after, True, what, code, text))
         ]
         released = answer.message
         assert isinstance(released, Released)
         if released.number is not None:
-            book.barriers[title] = released.number + 1
+            store.barriers[title] = released.number + 1
         return None
-    number = book.barriers.get(title, 0)
-    book.barriers[title] = number + 1
+    number = store.barriers.get(title, 0)
+    store.barriers[title] = number + 1
     kind = Barrier, title
-    refused = book.attempts.count(kind, number)
+    refused = store.attempts.count(kind, number)
     try:
-        message = Barrier(store, title, number, waits, after, False, what, code, text, refused)
+        message = Barrier(store.name, title, number, waits, after, False, what, code, text, refused)
         yield [Request(None, message)]
     except BaseException as error:  # a barrier that was not passed is not counted
-        book.barriers[title] -= 1
+        store.barriers[title] -= 1
         if isinstance(error, REFUSED):
-            book.attempts.refuse(kind, number)
+            store.attempts.refuse(kind, number)
         raise
     return None
 
 
-def join(book: WorkerStore) -> Conversation:
+def join(store: WorkerStore) -> Conversation:
     """Let the others go on without this rank until all have joined; return who was the last.
 
     That is said by one server, and then by this rank to all of them: once they have answered, none
     closes a round without it. Which numbers it owes after the rounds of the others is asked.
     """
-    was_away, book.is_away = book.is_away, True
+    was_away, store.is_away = store.is_away, True
     try:
         yield AwaitAcks()
     except BaseException:
-        book.is_away = was_away  # no server was told
+        store.is_away = was_away  # no server was told
         raise
-    store, call = book.opened.store, book.joins + 1
-    servers = range(book.servers)
-    answers = yield [Request(one, Join(store, call, one == JUDGE)) for one in servers]
-    yield [Request(one, Return(store, call)) for one in servers]
-    book.joins, book.is_away = call, False
-    if book.ordered:
-        for key in book.keys.values():
+    call = store.joins + 1
+    servers = range(store.servers)
+    answers = yield [Request(one, Join(store.name, call, one == JUDGE)) for one in servers]
+    yield [Request(one, Return(store.name, call)) for one in servers]
+    store.joins, store.is_away = call, False
+    if store.ordered:
+        for key in store.keys.values():
             key.is_refused = True
-        yield from numbered(book, tuple(book.keys))
+        yield from numbered(store, tuple(store.keys))
     judged = answers[JUDGE].message
     assert isinstance(judged, Joined)
     return judged.last
 
 
-def status(book: WorkerStore) -> Conversation:
+def status(store: WorkerStore) -> Conversation:
     """Return every server's STATUS answer."""
-    answers = yield [Request(server, Status(book.opened.store)) for server in range(book.servers)]
+    answers = yield [Request(server, Status(store.name)) for server in range(store.servers)]
     return [answer.message for answer in answers]

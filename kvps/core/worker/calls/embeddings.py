@@ -48,35 +48,35 @@ def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int
     return np.split(order, np.searchsorted(owners[order], np.arange(1, servers)))
 
 
-def embed(book: WorkerStore, call: calls.MakeTable) -> Conversation:
+def embed(store: WorkerStore, call: calls.MakeTable) -> Conversation:
     """Have every server make the table, unless it has."""
-    message = message_of(book.opened.store, call.key, call.recipe)
-    answers = yield [Request(server, message) for server in range(book.servers)]
+    message = message_of(store.name, call.key, call.recipe)
+    answers = yield [Request(server, message) for server in range(store.servers)]
     pieces = []
     for server, answer in enumerate(answers):
         assert isinstance(answer.message, Declared)
         (place,) = answer.message.places
         (piece,) = place.pieces
         pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
-    book.place([(call.key, spec_of(book.servers), pieces)])
+    store.place([(call.key, spec_of(store.servers), pieces)])
     return None
 
 
-def push_ids(book: WorkerStore, call: calls.PushTableRows) -> Conversation:
+def push_ids(store: WorkerStore, call: calls.PushTableRows) -> Conversation:
     """Push each server's share of the gradients, also where that is none."""
-    demand_presence(book)
-    plan = yield from numbered(book, call.keys)
+    demand_presence(store)
+    plan = yield from numbered(store, call.keys)
     (key,) = plan.keys
     number = key.number
     is_full = number - key.applied >= WINDOW
     key.number += 1
     requests = [
-        _push(book, held, number, *call.parts[held.server], call.dim) for held in key.pieces
+        _push(store, held, number, *call.parts[held.server], call.dim) for held in key.pieces
     ]
     try:
         if is_full:
-            yield from make_room(book, [key])
-        demand_presence(book)
+            yield from make_room(store, [key])
+        demand_presence(store)
         yield requests
     except KvpsError:
         key.is_refused = True
@@ -85,7 +85,7 @@ def push_ids(book: WorkerStore, call: calls.PushTableRows) -> Conversation:
 
 
 def _push(
-    book: WorkerStore,
+    store: WorkerStore,
     held: PieceLocation,
     number: int,
     ids: torch.Tensor,
@@ -93,7 +93,7 @@ def _push(
     dim: int,
 ) -> Request:
     dtype, count = dtype_of(rows).id, len(ids)
-    message = PushIds(held.chunk, dtype, (book.rank,), number, dim, count)
+    message = PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
     payload = (ids, rows.view(-1)) if count else ()
     # An empty push counts, too: over 0, it is never dropped.
     size = max(1, sum(message.payload_sizes()))
@@ -114,14 +114,14 @@ def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -
             )
 
 
-def pull_ids(book: WorkerStore, call: calls.PullTableRows) -> Conversation:
+def pull_ids(store: WorkerStore, call: calls.PullTableRows) -> Conversation:
     """Return the rows of the ids, after this rank's own pushes."""
-    plan = yield from numbered(book, call.keys)
+    plan = yield from numbered(store, call.keys)
     (key,) = plan.keys
     recipe = call.recipe
     rows = torch.empty((len(call.ids), recipe.dim), dtype=TORCH[recipe.dtype])
     at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
-    places = split(call.ids, book.servers)
+    places = split(call.ids, store.servers)
     stands: list[PulledIds] = []
     requests = []
     for held in key.pieces:
@@ -130,7 +130,7 @@ def pull_ids(book: WorkerStore, call: calls.PullTableRows) -> Conversation:
             some = mine[begin : begin + at_once]
             requests.append(_pull(held, key, call.ids[some], rows, some, stands))
     yield requests
-    counted = [one.version if book.ordered else one.owed for one in stands]
+    counted = [one.version if store.ordered else one.owed for one in stands]
     key.applied = max(key.applied, min(counted))
     key.version = max([key.version, *[one.version for one in stands]])
     return rows
@@ -170,20 +170,20 @@ def _pull(
     )
 
 
-def set_table_rate(book: WorkerStore, call: calls.SetTableRate) -> Conversation:
+def set_table_rate(store: WorkerStore, call: calls.SetTableRate) -> Conversation:
     """Give every server the learning rate, when this rank's pushes so far were applied.
 
     In a synchronous store no later round has closed by then, and none does before this rank's next push.
     """
-    key = book.key(call.key)
-    yield from settle(book, (key.name,))
+    key = store.key(call.key)
+    yield from settle(store, (key.name,))
     yield [Request(held.server, TableRate(held.chunk, call.lr)) for held in key.pieces]
     return None
 
 
-def export(book: WorkerStore, call: calls.ExportBlock) -> Conversation:
+def export(store: WorkerStore, call: calls.ExportBlock) -> Conversation:
     """Return some rows that one server has."""
-    held = book.key(call.key).pieces[call.server]
+    held = store.key(call.key).pieces[call.server]
     message = Export(held.chunk, call.start, call.count, call.since, call.with_state)
     (answer,) = yield [Request(held.server, message, lane=held.chunk)]
     found = answer.message

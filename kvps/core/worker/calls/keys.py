@@ -58,32 +58,32 @@ class Declaration(NamedTuple):
     """Of each server; others, once a value was begun anew."""
 
 
-def open_store(book: WorkerStore, call: calls.OpenStore) -> Conversation:
+def open_store(store: WorkerStore, call: calls.OpenStore) -> Conversation:
     """Tell every server of the store; they compare its options."""
-    yield [Request(server, call.opened) for server in range(book.servers)]
-    book.opened, book.worker_grace_s = call.opened, call.worker_grace_s
+    yield [Request(server, call.opened) for server in range(store.servers)]
+    store.opened, store.worker_grace_s = call.opened, call.worker_grace_s
     return None
 
 
-def init(book: WorkerStore, call: calls.Init, rows: Values) -> Conversation:
+def init(store: WorkerStore, call: calls.Init, rows: Values) -> Conversation:
     """Declare the keys that are new here, and load their values if this rank creates them."""
     new: list[int] = []
     for index, (name, spec) in enumerate(call.keys):
-        known = book.keys.get(name)
+        known = store.keys.get(name)
         if known is None:
             new.append(index)
         elif known.spec != spec:
             raise Mismatch(
-                f"key {name!r} of store {book.opened.store!r} is {known.spec} and cannot be "
+                f"key {name!r} of store {store.name!r} is {known.spec} and cannot be "
                 f"initialised as {spec}; broadcast() replaces a key"
             )
     rows[:] = [rows[index] for index in new]
     keys = [call.keys[index] for index in new]
-    yield from _create(book, keys, rows, [0] * len(new), call.creator)
+    yield from _create(store, keys, rows, [0] * len(new), call.creator)
     return None
 
 
-def broadcast(book: WorkerStore, call: calls.Broadcast, rows: Values) -> Conversation:
+def broadcast(store: WorkerStore, call: calls.Broadcast, rows: Values) -> Conversation:
     """Replace the keys by rank 0's values and hand these to all.
 
     All meet before it, so that rank 0 replaces no value that another rank has still to read; and
@@ -94,27 +94,27 @@ def broadcast(book: WorkerStore, call: calls.Broadcast, rows: Values) -> Convers
     it was so reads again.
     """
     names = tuple(name for name, _ in call.keys)
-    meetings, made = book.barriers.get(BROADCAST, 0), book.broadcasts
+    meetings, made = store.barriers.get(BROADCAST, 0), store.broadcasts
     met = 0
     try:
-        known = {name: book.keys[name] for name in names if name in book.keys}
-        yield from settle(book, tuple(known))
-        yield from barrier(book, BROADCAST, _shown(call.keys))
+        known = {name: store.keys[name] for name in names if name in store.keys}
+        yield from settle(store, tuple(known))
+        yield from barrier(store, BROADCAST, _shown(call.keys))
         met = 1
         numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
-        book.broadcasts += 1
-        is_read = yield from _relay(book, call, rows, numbers)
+        store.broadcasts += 1
+        is_read = yield from _relay(store, call, rows, numbers)
         if not is_read:
-            yield from read(book, book.plan(names), Rows(call.sinks), 0, 0, 0)
-        if not book.ordered:
-            yield from barrier(book, BROADCAST)
+            yield from read(store, store.plan(names), Rows(call.sinks), 0, 0, 0)
+        if not store.ordered:
+            yield from barrier(store, BROADCAST)
     except BaseException as error:
         # What was refused was so to all, and they meet for the next. Else, made again, it is the same one.
-        book.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
-        book.broadcasts = made
+        store.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
+        store.broadcasts = made
         raise
     for name, number in zip(names, numbers, strict=True):
-        book.keys[name].broadcasts = number
+        store.keys[name].broadcasts = number
     return None
 
 
@@ -128,35 +128,35 @@ def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
 
 
 def _relay(
-    book: WorkerStore, call: calls.Broadcast, rows: Values, numbers: Sequence[int]
+    store: WorkerStore, call: calls.Broadcast, rows: Values, numbers: Sequence[int]
 ) -> Generator[Step, list[Packet], bool]:
     """Give the keys the values of rank 0; return whether these are where the caller wants them."""
     total = sum(spec.count * BY_NAME[spec.dtype].itemsize for _, spec in call.keys)
-    if total < RELAYED_LEAST_BYTES or not book.coding.rules.are_off:  # by steps, or soon done
-        yield from _create(book, call.keys, rows, numbers)
+    if total < RELAYED_LEAST_BYTES or not store.coding.rules.are_off:  # by steps, or soon done
+        yield from _create(store, call.keys, rows, numbers)
         return False
     most = max(PART_LEAST_BYTES, total // PARTS)
-    if book.rank == 0:
-        made = yield from _create(book, call.keys, rows, numbers, most_bytes=most)
+    if store.rank == 0:
+        made = yield from _create(store, call.keys, rows, numbers, most_bytes=most)
         if made.fresh != made.placed:
             return False  # some are those of a predecessor
         for sink, row in zip(call.sinks, rows, strict=True):
             sink.copy_(row)
         return True
-    begun = yield from _declare(book, call.keys, numbers, create=False, early=True)
+    begun = yield from _declare(store, call.keys, numbers, create=False, early=True)
     stubs = [Key(*key, tuple(held)) for key, held in zip(call.keys, begun.placed, strict=True)]
     requests: list[Request] = []
     for number in sorted(set(numbers)):
         indices = [index for index, one in enumerate(numbers) if one == number]
-        plan = plans.cut(make([stubs[index] for index in indices], book.rank), most)
+        plan = plans.cut(make([stubs[index] for index in indices], store.rank), most)
         into = Rows([call.sinks[index] for index in indices])
-        requests += loaded(book, plan, number, begun.stamps, into)
-    made = yield from _create(book, call.keys, rows, numbers, beside=requests)
+        requests += loaded(store, plan, number, begun.stamps, into)
+    made = yield from _create(store, call.keys, rows, numbers, beside=requests)
     return made.stamps == begun.stamps
 
 
 def _create(
-    book: WorkerStore,
+    store: WorkerStore,
     keys: Sequence[tuple[str, Spec]],
     rows: Values,
     numbers: Sequence[int],
@@ -167,10 +167,10 @@ def _create(
 ) -> Generator[Step, list[Packet], Declaration]:
     """Declare ``keys``, each for its call number, and make the requests ``beside`` that; their creator
     loads those that are fresh, in requests of at most so many bytes."""
-    create = book.rank == creator
+    create = store.rank == creator
     if not create:
         rows.clear()
-    made = yield from _declare(book, keys, numbers, create, creator, beside=beside)
+    made = yield from _declare(store, keys, numbers, create, creator, beside=beside)
     if create:
         stubs = [Key(*key, tuple(held)) for key, held in zip(keys, made.fresh, strict=True)]
         plan = make(stubs)
@@ -178,19 +178,19 @@ def _create(
             plan = plans.cut(plan, most_bytes)
         yield [
             bulk(
-                book,
+                store,
                 share,
                 Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
                 rows,
             )
             for share in plan.shares
         ]
-    book.place((name, spec, held) for (name, spec), held in zip(keys, made.placed, strict=True))
+    store.place((name, spec, held) for (name, spec), held in zip(keys, made.placed, strict=True))
     return made
 
 
 def _declare(
-    book: WorkerStore,
+    store: WorkerStore,
     keys: Sequence[tuple[str, Spec]],
     numbers: Sequence[int],
     create: bool,
@@ -203,7 +203,7 @@ def _declare(
     batches: dict[tuple[int, int], list[tuple[int, Entry]]] = {}
     for index, (name, spec) in enumerate(keys):
         dtype = BY_NAME[spec.dtype].id
-        for part in book.parts(name, spec):
+        for part in store.parts(name, spec):
             entry = Entry(name, dtype, spec.shape, part.start, part.size)
             batches.setdefault((part.server, numbers[index]), []).append((index, entry))
     requests: list[Request] = []
@@ -212,15 +212,15 @@ def _declare(
         for begin in range(0, len(batch), ENTRIES_MAX):
             slice_ = batch[begin : begin + ENTRIES_MAX]
             entries = tuple(entry for _, entry in slice_)
-            refused = max(book.attempts.count(entry.key, number) for entry in entries)
-            message = Declare(book.opened.store, create, number, entries, creator, refused, early)
+            refused = max(store.attempts.count(entry.key, number) for entry in entries)
+            message = Declare(store.name, create, number, entries, creator, refused, early)
             requests.append(Request(server, message))
             asked.append((server, slice_))
     try:
         answers = yield [*requests, *beside]
     except REFUSED:
         for (name, _), number in zip(keys, numbers, strict=True):
-            book.attempts.refuse(name, number)
+            store.attempts.refuse(name, number)
         raise
     fresh: list[list[PieceLocation]] = [[] for _ in keys]
     placed: list[list[PieceLocation]] = [[] for _ in keys]
@@ -240,19 +240,19 @@ def _declare(
 
 
 def lookup(
-    book: WorkerStore, names: tuple[str, ...]
+    store: WorkerStore, names: tuple[str, ...]
 ) -> Generator[Step, list[Packet], dict[str, Spec | None]]:
     """Learn the specs and places of ``names`` from the servers that answer for them."""
     by_home: dict[int, list[str]] = {}
     for name in names:
-        if name not in book.keys:
-            by_home.setdefault(home(name, book.servers), []).append(name)
+        if name not in store.keys:
+            by_home.setdefault(home(name, store.servers), []).append(name)
     batches = [
         (server, tuple(batch[begin : begin + ENTRIES_MAX]))
         for server, batch in sorted(by_home.items())
         for begin in range(0, len(batch), ENTRIES_MAX)
     ]
-    answers = yield [Request(server, Find(book.opened.store, batch)) for server, batch in batches]
+    answers = yield [Request(server, Find(store.name, batch)) for server, batch in batches]
     found: list[tuple[str, Spec]] = []
     made: dict[str, int] = {}
     for (_, batch), answer in zip(batches, answers, strict=True):
@@ -261,10 +261,10 @@ def lookup(
             if one.dtype:
                 found.append((name, Spec(BY_ID[one.dtype].name, one.shape)))
                 made[name] = one.call
-    declared = yield from _declare(book, found, [0] * len(found), create=False)
-    book.place(
+    declared = yield from _declare(store, found, [0] * len(found), create=False)
+    store.place(
         (name, spec, held) for (name, spec), held in zip(found, declared.placed, strict=True)
     )
     for name, call in made.items():
-        book.keys[name].broadcasts = call
-    return {name: book.keys[name].spec if name in book.keys else None for name in names}
+        store.keys[name].broadcasts = call
+    return {name: store.keys[name].spec if name in store.keys else None for name in names}

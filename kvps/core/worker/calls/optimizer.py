@@ -28,58 +28,58 @@ from kvps.protocol.stores import (
 from kvps.tensors import dtype_of, from_frame
 
 
-def set_optimizer(book: WorkerStore, call: calls.SetOptimizer) -> Conversation:
+def set_optimizer(store: WorkerStore, call: calls.SetOptimizer) -> Conversation:
     """Give every server the optimizer, after the pushes that are on their way."""
-    yield from settle(book, tuple(book.keys))
-    hyper, before = call.hyper, book.optimized
-    book.optimized = book.next_call(before)
-    number, after, _ = book.optimized
+    yield from settle(store, tuple(store.keys))
+    hyper, before = call.hyper, store.optimized
+    store.optimized = store.next_call(before)
+    number, after, _ = store.optimized
     message = Optimize(
-        book.opened.store,
+        store.name,
         number,
-        book.rank == 0,
+        store.rank == 0,
         hyper.name,
         dict(hyper.values),
         dict(hyper.lr_mult),
         dict(hyper.wd_mult),
         after,
-        book.is_resumed and book.rank != 0,
-        book.attempts.count(Optimize, number),
+        store.is_resumed and store.rank != 0,
+        store.attempts.count(Optimize, number),
     )
     try:
-        yield [Request(server, message) for server in range(book.servers)]
+        yield [Request(server, message) for server in range(store.servers)]
     except KvpsError:
-        book.optimized = before
-        book.attempts.refuse(Optimize, number)
+        store.optimized = before
+        store.attempts.refuse(Optimize, number)
         raise
     return None
 
 
-def set_rate(book: WorkerStore, call: calls.SetRate) -> Conversation:
+def set_rate(store: WorkerStore, call: calls.SetRate) -> Conversation:
     """Give every server the learning rate: the rounds pushed so far are updated with the old."""
-    yield from settle(book, tuple(book.keys))
-    before = book.rated
-    book.rated = book.next_call(before)
-    number, after, _ = book.rated
-    store, is_new = book.opened.store, book.is_resumed and book.rank != 0
-    refused = book.attempts.count(Rate, number)
-    message = Rate(store, number, book.rank == 0, call.lr, after, is_new, refused)
+    yield from settle(store, tuple(store.keys))
+    before = store.rated
+    store.rated = store.next_call(before)
+    number, after, _ = store.rated
+    is_new = store.is_resumed and store.rank != 0
+    refused = store.attempts.count(Rate, number)
+    message = Rate(store.name, number, store.rank == 0, call.lr, after, is_new, refused)
     try:
-        yield [Request(server, message) for server in range(book.servers)]
+        yield [Request(server, message) for server in range(store.servers)]
     except KvpsError:
-        book.rated = before
-        book.attempts.refuse(Rate, number)
+        store.rated = before
+        store.attempts.refuse(Rate, number)
         raise
     return None
 
 
-def save_state(book: WorkerStore) -> Conversation:
+def save_state(store: WorkerStore) -> Conversation:
     """Collect the optimizer's state of every key, after the pushes that are on their way.
 
     A key of which some part was never updated has no state yet.
     """
-    yield from settle(book, tuple(book.keys))
-    keys = [key for key in book.keys.values() if not key.name.startswith(EMBEDDING)]
+    yield from settle(store, tuple(store.keys))
+    keys = [key for key in store.keys.values() if not key.name.startswith(EMBEDDING)]
     where = [(key, piece) for key in keys for piece in key.pieces]
     answers = yield [
         Request(piece.server, GetState(piece.chunk, piece.start, piece.size)) for _, piece in where
@@ -97,19 +97,19 @@ def save_state(book: WorkerStore) -> Conversation:
         name: (min(found), {}) for name, found in steps.items()
     }
     for (name, title), found in parts.items():
-        if len(found) == len(book.keys[name].pieces):
-            row = torch.empty(book.keys[name].spec.count, dtype=found[0][1].dtype)
+        if len(found) == len(store.keys[name].pieces):
+            row = torch.empty(store.keys[name].spec.count, dtype=found[0][1].dtype)
             for piece, values in found:
                 row[piece.offset : piece.offset + piece.size] = values
             states[name][1][title] = row
     return states
 
 
-def load_state(book: WorkerStore, call: calls.LoadState) -> Conversation:
+def load_state(store: WorkerStore, call: calls.LoadState) -> Conversation:
     """Put states back where their keys lie."""
     requests = []
     for name, (step, rows) in call.states.items():
-        for piece in book.key(name).pieces:
+        for piece in store.key(name).pieces:
             cut = [row[piece.offset : piece.offset + piece.size] for row in rows.values()]
             fields = tuple(
                 Field(title, dtype_of(row).id, piece.size)
@@ -121,21 +121,21 @@ def load_state(book: WorkerStore, call: calls.LoadState) -> Conversation:
     return None
 
 
-def compress(book: WorkerStore, call: calls.Compress) -> Conversation:
+def compress(store: WorkerStore, call: calls.Compress) -> Conversation:
     """Compress what is pushed from now on; no server is asked, as each push says how it is written."""
     yield []
-    book.coding.use(call.rules)
+    store.coding.use(call.rules)
     return None
 
 
-def save_rests(book: WorkerStore) -> Conversation:
+def save_rests(store: WorkerStore) -> Conversation:
     """Return what compression left out, after the pushes that are on their way."""
     yield AwaitAcks()
-    return {name: rest.to("cpu", copy=True) for name, rest in book.coding.rests.items()}
+    return {name: rest.to("cpu", copy=True) for name, rest in store.coding.rests.items()}
 
 
-def load_rests(book: WorkerStore, call: calls.LoadRests) -> Conversation:
+def load_rests(store: WorkerStore, call: calls.LoadRests) -> Conversation:
     """Put rests back, after the pushes that are on their way."""
     yield AwaitAcks()
-    book.coding.rests = {name: rest.clone() for name, rest in call.rests.items()}
+    store.coding.rests = {name: rest.clone() for name, rest in call.rests.items()}
     return None

@@ -92,27 +92,27 @@ class ChangedRows(ServerPart[Changed]):
         return Patch(ids, rows.view(-1, spec.width))
 
 
-def refresh(book: WorkerStore, call: calls.Refresh) -> Conversation:
+def refresh(store: WorkerStore, call: calls.Refresh) -> Conversation:
     """Read what is new of each key after this rank's own pushes; finish with :class:`Fresh` ones."""
-    plan = yield from numbered(book, call.keys)
+    plan = yield from numbered(store, call.keys)
     copies = [_copy(key, call, index) for index, key in enumerate(plan.keys)]
     # What is read now is of these; a broadcast meanwhile makes others of them.
     pieces = [key.pieces for key in plan.keys]
     asked = [one for one in copies if one.portions]
     if asked:
-        yield [request for one in asked for request in one.asked(book)]
+        yield [request for one in asked for request in one.asked(store)]
     known = [one for one in asked if _is_known(one)]
     for one in known:
-        one.settle(book.ordered)
-    yield from even_out(book, known)
-    complain_of_drops(book, known)
+        one.settle(store.ordered)
+    yield from even_out(store, known)
+    complain_of_drops(store, known)
     found = {
         index: _fresh(one, pieces[index]) for index, one in enumerate(copies) if _is_known(one)
     }
     rest = [index for index in range(len(copies)) if index not in found]
     if rest:
         wholes, versions = yield from _read_whole(
-            book, [copies[index] for index in rest], [call.sinks[index] for index in rest]
+            store, [copies[index] for index in rest], [call.sinks[index] for index in rest]
         )
         for index, whole in zip(rest, wholes, strict=True):
             version = versions.get(copies[index].key.name)
@@ -142,23 +142,23 @@ def _fresh(one: RowRead[ChangedRows], pieces: tuple[PieceLocation, ...]) -> Fres
 
 
 def _read_whole(
-    book: WorkerStore, copies: Sequence[RowRead[ChangedRows]], sinks: Sequence[torch.Tensor | None]
+    store: WorkerStore, copies: Sequence[RowRead[ChangedRows]], sinks: Sequence[torch.Tensor | None]
 ) -> Generator[Step, list[Packet], tuple[list[torch.Tensor], dict[str, int]]]:
     """Read keys as they are; return their values, and the versions of those that are at one."""
     wholes = [
         torch.empty(one.key.spec.shape, dtype=TORCH[one.key.spec.dtype]) if sink is None else sink
         for one, sink in zip(copies, sinks, strict=True)
     ]
-    plan = book.plan(tuple([one.key.name for one in copies]))
+    plan = store.plan(tuple([one.key.name for one in copies]))
     after = [one.after for one in copies]
     priority = [one.priority for one in copies]
     tallies = yield from consistent_read.read(
-        book, plan, consistent_read.Rows(wholes), after, 0, priority
+        store, plan, consistent_read.Rows(wholes), after, 0, priority
     )
     found: dict[str, int] = {}
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:
-            complain(book.opened.store, book.ordered, book.keys, tally.dropped)
+            complain(store.name, store.ordered, store.keys, tally.dropped)
         for key, parts in zip(tally.plan.keys, tally.by_key(), strict=True):
             versions = {version for version, _ in parts.values()}
             if len(versions) == 1:

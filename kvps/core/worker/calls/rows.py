@@ -53,17 +53,17 @@ from kvps.protocol.values import (
 from kvps.tensors import TORCH, Memory, from_frame
 
 
-def push_rows(book: WorkerStore, call: calls.PushKeyRows, values: Values) -> Conversation:
+def push_rows(store: WorkerStore, call: calls.PushKeyRows, values: Values) -> Conversation:
     """Push some rows of each key; ``values`` are those of the call."""
-    demand_presence(book)
-    plan = yield from numbered(book, call.keys)
+    demand_presence(store)
+    plan = yield from numbered(store, call.keys)
     full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     requests: list[Request] = []
     for index, key in enumerate(plan.keys):
         ids, places, rows = values[3 * index : 3 * index + 3]
         priority = of_key(call.priority, index)
-        pushed = _pushes(book, key, ids, places, rows) or _whole_pushes(
-            book, key, ids, places, rows
+        pushed = _pushes(store, key, ids, places, rows) or _whole_pushes(
+            store, key, ids, places, rows
         )
         for request in pushed:
             request.priority = priority
@@ -74,10 +74,10 @@ def push_rows(book: WorkerStore, call: calls.PushKeyRows, values: Values) -> Con
         request.freeze()
     try:
         if full:
-            yield from make_room(book, full)
-        demand_presence(book)
+            yield from make_room(store, full)
+        demand_presence(store)
         yield requests
-        book.was_pushed_to = True
+        store.was_pushed_to = True
     except KvpsError:
         for key in plan.keys:
             key.is_refused = True
@@ -86,7 +86,7 @@ def push_rows(book: WorkerStore, call: calls.PushKeyRows, values: Values) -> Con
 
 
 def _pushes(
-    book: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    store: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return what pushes rows to each server of ``key``; nothing if it does not lie by rows."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
@@ -94,14 +94,12 @@ def _pushes(
     for one, some in _split(ranges(key), ids):
         count = some.stop - some.start
         _demand_room(key, count)
-        message = PushRows(
-            book.opened.store, key.name, dtype.id, (book.rank,), key.number, width, count
-        )
+        message = PushRows(store.name, key.name, dtype.id, (store.rank,), key.number, width, count)
         requests.append(
             Request(
                 one.server,
                 message,
-                fill=partial(_gather, book.memory, ids[some], places[some], rows, dtype.name),
+                fill=partial(_gather, store.memory, ids[some], places[some], rows, dtype.name),
                 payload_bytes=max(1, count * (8 + width * dtype.itemsize)),
                 lane=one.lane,
             )
@@ -153,7 +151,7 @@ def _gather(
 
 
 def _whole_pushes(
-    book: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    store: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return what pushes rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
@@ -164,16 +162,16 @@ def _whole_pushes(
             Push(
                 share.chunk,
                 BY_NAME[share.dtype].id,
-                (book.rank,),
+                (store.rank,),
                 1.0,
                 False,
                 share.runs(key.number),
             ),
-            fill=partial(share.gather, [dense.view(key.spec.shape)], book.memory),
+            fill=partial(share.gather, [dense.view(key.spec.shape)], store.memory),
             payload_bytes=share.payload_bytes,
             lane=share.chunk,
         )
-        for share in make([key], book.rank).shares
+        for share in make([key], store.rank).shares
     ]
 
 
@@ -222,9 +220,9 @@ class NamedRows(ServerPart[PulledRows]):
             at += len(values)
 
 
-def pull_rows(book: WorkerStore, call: calls.PullKeyRows) -> Conversation:
+def pull_rows(store: WorkerStore, call: calls.PullKeyRows) -> Conversation:
     """Pull some rows of each key after this rank's own pushes; finish with them, key by key."""
-    plan = yield from numbered(book, call.keys)
+    plan = yield from numbered(store, call.keys)
     found: list[torch.Tensor] = []
     by_rows: list[RowRead[NamedRows]] = []
     for index, (key, ids) in enumerate(zip(plan.keys, call.ids, strict=True)):
@@ -234,12 +232,12 @@ def pull_rows(book: WorkerStore, call: calls.PullKeyRows) -> Conversation:
         if one.portions:
             by_rows.append(one)
         elif len(ids):
-            yield from _read_whole(book, one, ids, call.places[index], out)
-    yield [request for one in by_rows for request in one.asked(book)]
+            yield from _read_whole(store, one, ids, call.places[index], out)
+    yield [request for one in by_rows for request in one.asked(store)]
     for one in by_rows:
-        one.settle(book.ordered)
-    yield from even_out(book, by_rows)
-    complain_of_drops(book, by_rows)
+        one.settle(store.ordered)
+    yield from even_out(store, by_rows)
+    complain_of_drops(store, by_rows)
     return found
 
 
@@ -253,7 +251,7 @@ def _wanted(key: Key, call: calls.PullKeyRows, index: int, out: torch.Tensor) ->
 
 
 def _read_whole(
-    book: WorkerStore,
+    store: WorkerStore,
     one: RowRead[NamedRows],
     ids: torch.Tensor,
     places: torch.Tensor,
@@ -261,11 +259,11 @@ def _read_whole(
 ) -> Generator[Step, list[Packet], None]:
     """Read all of a key, and take the rows ``ids`` of it."""
     dense = torch.empty(one.key.spec.shape, dtype=out.dtype)
-    plan = book.plan((one.key.name,))
+    plan = store.plan((one.key.name,))
     tallies = yield from consistent_read.read(
-        book, plan, consistent_read.Rows([dense]), one.after, 0, one.priority
+        store, plan, consistent_read.Rows([dense]), one.after, 0, one.priority
     )
     out.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
     for tally in tallies:
         if tally.dropped and not tally.is_unwanted:
-            complain(book.opened.store, book.ordered, book.keys, tally.dropped)
+            complain(store.name, store.ordered, store.keys, tally.dropped)

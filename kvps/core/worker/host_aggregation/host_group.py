@@ -230,7 +230,7 @@ class HostGroup:
         """How many live workers this machine has, this one among them; 1 if nothing leaves it."""
         return max(1, len(self._alive))
 
-    def collect(self, book: WorkerStore, request: Request) -> bool:
+    def collect(self, store: WorkerStore, request: Request) -> bool:
         """Whether ``request`` is one of those that neighbours make together.
 
         What is compressed is not: each worker has rests of its own, and what is added up is not what
@@ -239,7 +239,7 @@ class HostGroup:
         message = request.message
         return (
             not _is_compressed(message)
-            and book.opened.bundles
+            and store.opened.bundles
             and len(self._alive) > 1
             and request.server in self._far
             and (isinstance(message, Push) or (isinstance(message, Pull) and message.values))

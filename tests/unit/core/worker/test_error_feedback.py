@@ -194,7 +194,7 @@ def test_rests_go_with_the_pushes_in_the_order_of_these() -> None:
 
 
 def rests_now(one: Bench) -> dict[str, torch.Tensor]:
-    return one.core.books["kv"].coding.rests
+    return one.core.stores["kv"].coding.rests
 
 
 def test_a_push_that_may_be_refused_is_not_compressed() -> None:
@@ -207,8 +207,8 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
     one.server(0, Error(seq, ConfigError.code, "no optimizer"))
     assert isinstance(one.error(ticket), ConfigError)
     assert rests_now(one) == {}
-    one.core.books["kv"].keys["a"].applied = 1
-    one.core.books["kv"].keys["a"].is_refused = False
+    one.core.stores["kv"].keys["a"].applied = 1
+    one.core.stores["kv"].keys["a"].is_refused = False
     push(one, "a")
     message, _, _ = last(one, Push)
     assert isinstance(message, Push)
@@ -218,7 +218,7 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
 def test_what_was_not_written_when_the_servers_returned_is_void() -> None:
     one = bench(ALL, ready=False)
     one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), None, 0, False))
-    coding = one.core.books["kv"].coding
+    coding = one.core.stores["kv"].coding
     assert coding._unwritten
     coding.begin_anew()
     assert not coding._unwritten
@@ -392,9 +392,9 @@ def test_a_copy_is_dropped_when_the_key_has_another_place() -> None:
     one = bench(BOTH_WAYS)
     pull(one)
     answer(one, 4, [(WHOLE, random(5).view(torch.uint8))])
-    book = one.core.books["kv"]
-    key = book.keys["a"]
-    book.place([("a", key.spec, key.pieces)])
+    store = one.core.stores["kv"]
+    key = store.keys["a"]
+    store.place([("a", key.spec, key.pieces)])
     pull(one)
     assert one.sent(Pull)[-1].held == (-1,)
 
@@ -470,15 +470,15 @@ def test_a_refused_push_is_an_error() -> None:
 
 def test_groups_are_remembered_and_forgotten() -> None:
     one = bench(ALL)
-    coding = one.core.books["kv"].coding
-    plan = one.core.books["kv"].plan(("a", "b"))
+    coding = one.core.stores["kv"].coding
+    plan = one.core.stores["kv"].plan(("a", "b"))
     groups = coding.groups(plan, 0)
     assert coding.groups(plan, 0) is groups
     coding.use(rules_of("fp16"))
     assert coding.groups(plan, 0) is not groups
     for index in range(70):
         coding._groups[(f"k{index}",)] = groups
-    coding.groups(one.core.books["kv"].plan(("b",)), 0)
+    coding.groups(one.core.stores["kv"].plan(("b",)), 0)
     assert len(coding._groups) == 1
 
 

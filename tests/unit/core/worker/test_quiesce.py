@@ -26,11 +26,11 @@ SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
 
 def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
     """One store, whose keys have been pushed so often."""
-    book = WorkerStore(opened(mode=mode), rank, 1, 240.0)
-    book.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
+    store = WorkerStore(opened(mode=mode), rank, 1, 240.0)
+    store.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
     for name, number in numbers.items():
-        book.keys[name].number = number
-    return {"kv": book}
+        store.keys[name].number = number
+    return {"kv": store}
 
 
 def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce:

@@ -362,7 +362,7 @@ class TestTimeout:
         assert sends(effects, Push) == one.sends(Push)[:1], "it is still sent again"
         answer(one, one.seqs(Push)[0], 3.0)
         assert sink.tolist() == [0, 0, 0, 0], "the caller's memory is his own again"
-        assert one.core.books["kv"].key("w").applied == 1, "and the next push knows"
+        assert one.core.stores["kv"].key("w").applied == 1, "and the next push knows"
         assert not one.sent(Probe)[3:]
         one.wait(10.0)
         assert len(one.sent(Probe)) <= 3
@@ -391,7 +391,7 @@ class TestTimeout:
         assert isinstance(one.error(ticket), Timeout)
         one.call(push({"w": torch.ones(4)}))
         one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
-        assert one.core.books["kv"].key("w").number == 1
+        assert one.core.stores["kv"].key("w").number == 1
 
     def test_of_a_flush_names_who_has_not_acknowledged(self) -> None:
         one = small()
@@ -841,7 +841,7 @@ class TestLosses:
         tickets = []
         for store, sink in zip(("kv", "sync"), sinks, strict=True):
             tickets.append(one.call(calls.PullValues(store, ("w",), (sink,), 0, 0)))
-            pieces = one.core.books[store].key("w").pieces
+            pieces = one.core.stores[store].key("w").pieces
             for server, version in ((0, 5), (1, 4)):
                 runs = (Stand(0, (16, 24)[server], version, 0),)
                 seq = one.seqs(Pull, server)[-1]
@@ -854,11 +854,11 @@ class TestLosses:
         assert one.is_done(tickets[0])
         assert sinks[0].tolist() == [5] * 16 + [4] * 24
         assert one.finish(tickets[1]) is None
-        assert one.core.books["kv"].is_short
+        assert one.core.stores["kv"].is_short
         one.open("later", mode="async")
-        assert one.core.books["later"].is_short
+        assert one.core.stores["later"].is_short
         one.view()
-        assert not one.core.books["kv"].is_short
+        assert not one.core.stores["kv"].is_short
 
     @pytest.mark.parametrize("who", ["another", "this one", "nobody"])
     def test_nor_for_long_where_a_replacement_may_wait_itself(self, who: str) -> None:
@@ -867,12 +867,12 @@ class TestLosses:
         one = Bench()
         one.open(mode="ssp")
         one.init({"w": torch.zeros(40)})
-        one.core.books["kv"].is_resumed = who == "this one"
+        one.core.stores["kv"].is_resumed = who == "this one"
         if who == "another":
             one.view(member(W1, incarnation=99))
         sink = torch.zeros(40)
         ticket = one.call(calls.PullValues("kv", ("w",), (sink,), 0, 0))
-        pieces = one.core.books["kv"].key("w").pieces
+        pieces = one.core.stores["kv"].key("w").pieces
         for server, version in ((0, 5), (1, 4)):
             size = (16, 24)[server]
             runs = (Stand(0, size, version, 0),)
@@ -916,7 +916,7 @@ class TestScheduler:
     @pytest.mark.spec("R127")
     def test_one_without_a_number_is_named_by_its_place(self) -> None:
         one = small()
-        one.core.books["kv"].is_resumed = True
+        one.core.stores["kv"].is_resumed = True
         ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 1.0)
         one.wait(1.0)
         assert "not every worker stands at 'epoch' after round 0" in str(one.error(ticket))

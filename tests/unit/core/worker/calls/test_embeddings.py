@@ -128,7 +128,7 @@ def test_rows_come_in_the_order_of_their_ids() -> None:
     assert end is not None
     assert isinstance(end.value, torch.Tensor)
     assert end.value.tolist() == [[float(row), -float(row)] for row in IDS]
-    key = one.core.books["kv"].keys[KEY]
+    key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
 
@@ -139,7 +139,7 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
         (seq,) = one.seqs(PullIds, server)
         one.server(server, PulledIds(seq, 1, 2, 0, 9, 3 + server))
     assert one.is_done(ticket)
-    key = one.core.books["kv"].keys[KEY]
+    key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (3, 9)
 
 
