@@ -18,7 +18,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import Part, parts
 from kvps.core.worker import calls
-from kvps.core.worker.calls.refresh import Fresh
+from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Numbers
 from kvps.dtypes import Spec
 from kvps.errors import REFUSED, KeyNotFound, KvpsError, Mismatch

@@ -181,7 +181,7 @@ class Store:
             (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)])
             for some in split(ids, servers)
         )
-        call = calls.PushTableRows(self.name, (key,), (), None, 0, True, rows.shape[1], parts)
+        call = calls.PushTableRows(self.name, (key,), True, rows.shape[1], parts)
         yield self._do(call, "copied")
 
     def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids) -> Script:

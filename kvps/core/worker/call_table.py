@@ -25,15 +25,15 @@ import torch
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.placement import JUDGE
-from kvps.core.worker import calls
-from kvps.core.worker.calls.base import Conversation
+from kvps.core.worker.calls import Call, OnTimeout, RejoinStore
+from kvps.core.worker.calls.base import Operation
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.host_aggregation.host_group import HostGroup
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
 from kvps.core.worker.store import WorkerStore
-from kvps.core.worker.timeout_report import lateness, name_of
+from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import Packet
 from kvps.protocol.membership import Join, Probe, Return
@@ -51,8 +51,8 @@ class PendingCall:
     """One call under way."""
 
     ticket: int
-    call: calls.Call
-    conversation: Conversation
+    call: Call
+    conversation: Operation
     rows: list[torch.Tensor]
     """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
@@ -85,7 +85,7 @@ class CallTable(abc.ABC):
         self.neighbours = HostGroup(self.member, memory, self.links, self)
         self.losses = FailurePolicy()
         self._talks: dict[int, PendingCall] = {}
-        self._late: list[tuple[calls.Call, object]] = []
+        self._late: list[tuple[Call, object]] = []
         """Calls of all ranks that succeeded after their Timeout, and with what."""
         self._unacked: dict[str, dict[Request, None]] = {}
         """Pushes that are not known to have been taken in, by store."""
@@ -175,18 +175,8 @@ class CallTable(abc.ABC):
         yield from self._flow(now)
 
     def _is_copied(self, talk: PendingCall) -> bool:
-        """Whether the caller may go on now that the requests of this step are under way.
-
-        Not before an answer where the servers may refuse the push, as it has no optimizer: the call
-        that pushed is to fail by that, and not the next.
-        """
-        call = talk.call
-        if not isinstance(call, calls.PUSHES) or not call.eager:
-            return False
-        may_be_refused = not isinstance(
-            call, calls.PushTableRows
-        )  # a table has an optimizer of its own
-        if may_be_refused and not self.stores[call.store].takes_pushes:
+        """Whether the caller may go on now that the requests of this step are under way."""
+        if not talk.call.returns_early(self.stores[talk.call.store]):
             return False
         return all(one.payload_bytes for one in talk.requests)  # else this step does not push
 
@@ -280,14 +270,14 @@ class CallTable(abc.ABC):
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
         talk.requests, talk.answers = [], {}
-        if isinstance(talk.call, calls.RejoinStore):
+        if isinstance(talk.call, RejoinStore):
             yield from self._rejoined(talk.call.store, value, error, now)
         elif not talk.finished:
             talk.finished = True
             yield Finish(talk.ticket, value, error)
         elif error is not None:
-            yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
-        elif isinstance(talk.call, calls.TOGETHER):
+            yield Note("warning", f"{talk.call.title} failed after its Timeout: {error}")
+        elif talk.call.on_timeout is OnTimeout.RESUME:
             self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
 
     def _drop(self, talk: PendingCall) -> None:
@@ -302,7 +292,7 @@ class CallTable(abc.ABC):
             elif not request.payload_bytes:
                 request.drop()
 
-    def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
+    def _again(self, ticket: int, call: Call, deadline: float) -> Iterator[Finish]:
         """Give the same call, if it timed out before, to a new ticket."""
         for late in self._late:
             if late[0] == call:
@@ -316,8 +306,8 @@ class CallTable(abc.ABC):
         self._talks[ticket] = talk
 
     def _time_out(self, talk: PendingCall, now: float) -> Effects:
-        error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
-        if isinstance(talk.call, calls.REPEATED):
+        error = timeout_error(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
+        if talk.call.on_timeout is OnTimeout.RETRY:
             yield from self._finish(talk, now, error=error)
             return
         bulk = [request for request in talk.requests if request.payload_bytes]
@@ -330,8 +320,8 @@ class CallTable(abc.ABC):
     def check(self) -> None:
         """Assert the invariants."""
         for talk in self._draining:
-            assert talk.waiting, f"{name_of(talk.call)} drains, and waits for nothing"
-            assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
+            assert talk.waiting, f"{talk.call.title} drains, and waits for nothing"
+            assert not talk.requests, f"{talk.call.title} drains, and has gone on"
 
 
 def _talk_of(request: Request) -> PendingCall:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Call, PushCall
 from kvps.core.worker.store import WorkerStore
 from kvps.protocol.checkpoint import Halt, Proceed
 
@@ -33,30 +33,13 @@ SILENCE_MAX_S = 3.0
 PATIENCE_S = 1.0
 """A held call goes on so long before its deadline."""
 
-CREATING = (
-    calls.Init,
-    calls.MakeTable,
-    calls.Broadcast,
-    calls.SetOptimizer,
-    calls.SetRate,
-    calls.SetTableRate,
-    calls.LoadState,
-    calls.RestoreCheckpoint,
-)
-"""Calls by which one rank changes values: rank 0, or the creator that the call names."""
-
-
-def creates(rank: int, call: calls.Call) -> bool:
-    """Whether ``rank`` changes values by this call, other than by a push."""
-    return isinstance(call, CREATING) and rank == getattr(call, "creator", 0)
-
 
 @dataclass(frozen=True, slots=True)
 class DeferredCall:
     """A call that has to wait."""
 
     ticket: int
-    call: calls.Call
+    call: Call
     deadline: float
 
 
@@ -97,19 +80,19 @@ class Quiesce:
         held, self.held = self.held, []
         return held
 
-    def holds(self, store: WorkerStore, call: calls.Call) -> bool:
+    def holds(self, store: WorkerStore, call: Call) -> bool:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
         if any(one.call.store == call.store for one in self.held):
             return True
-        if isinstance(call, calls.PUSHES):
+        if isinstance(call, PushCall):
             limit = self._limits.get(call.store, 0) if store.ordered else 0
             return any(store.keys[name].number >= limit for name in call.keys if name in store.keys)
-        is_creating = creates(store.rank, call) and not _is_known(store, call)
+        is_creating = call.is_creating(store.rank) and not call.is_redundant(store)
         return is_creating and (not store.ordered or self._stands(call.store, store))
 
-    def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
+    def hold(self, ticket: int, call: Call, deadline: float) -> None:
         """Keep ``call`` until it may go on."""
         self.held.append(DeferredCall(ticket, call, deadline))
 
@@ -161,13 +144,6 @@ class Quiesce:
         self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held
-
-
-def _is_known(store: WorkerStore, call: calls.Call) -> bool:
-    """Whether it is an init of keys that are there, which changes nothing."""
-    if isinstance(call, calls.MakeTable):
-        return call.key in store.keys
-    return isinstance(call, calls.Init) and all(name in store.keys for name, _ in call.keys)
 
 
 def _lead(store: WorkerStore) -> int:

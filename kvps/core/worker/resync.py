@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvps.core.worker.calls.base import Conversation
-from kvps.core.worker.calls.checkpoint import recount
-from kvps.core.worker.connection import Request
 from kvps.core.worker.quiesce import DeferredCall
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged
@@ -34,16 +31,6 @@ class StoreResync:
     """Calls that were under way, and that came since."""
     after: dict[str, int] = field(default_factory=dict)
     """By key, the version that the servers have now."""
-
-
-def rejoin(store: WorkerStore, names: tuple[str, ...]) -> Conversation:
-    """Open the store anew, and count from what this rank owes; return the version of each key.
-
-    ``names`` are the keys that this rank knew; another epoch may begin before they are found again.
-    """
-    store.forget()
-    yield [Request(server, store.opened) for server in range(store.servers)]
-    return (yield from recount(store, names))
 
 
 def epoch_changed(store: WorkerStore, epoch: int, one: StoreResync) -> EpochChanged:

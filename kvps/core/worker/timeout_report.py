@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvps.core.membership_client import MembershipClient
-from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Call
 from kvps.core.worker.connection import Connection, Request
 from kvps.errors import KvpsError, SchedulerLost, Timeout
 from kvps.protocol.checkpoint import Checkpoint
@@ -18,9 +18,9 @@ REASONS_MAX = 3
 """How many reasons one text gives."""
 
 
-def lateness(
+def timeout_error(
     member: MembershipClient,
-    call: calls.Call,
+    call: Call,
     waiting: Iterable[Request],
     link_of: Callable[[Request], Connection | None],
     now: float,
@@ -35,7 +35,7 @@ def lateness(
         now: seconds.
     """
     requests = list(waiting)
-    who = f"worker {member.rank}: {name_of(call)} of store {call.store!r}"
+    who = f"worker {member.rank}: {call.title} of store {call.store!r}"
     silent = member.silent_for(now)
     asked = [one for one in requests if one.server is None]
     if asked and silent > member.identity.silence_max_s:
@@ -51,16 +51,10 @@ def lateness(
         why = [_of_scheduler(one, member) for one in asked]
     else:
         why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
-    if isinstance(call, calls.REPEATED):
-        then = "Nothing was changed. Call it again"
-    elif isinstance(call, calls.TOGETHER):
-        then = "It still stands. Call it again to wait on"
-    else:
-        then = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
     left = len(why) - REASONS_MAX
     more = f" and {left} more" if left > 0 else ""
     return Timeout(
-        f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {then}, or give a longer timeout="
+        f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {call.on_timeout.value}, or give a longer timeout="
     )
 
 
@@ -86,43 +80,3 @@ def _silence(link: Connection | None, now: float) -> str:
         return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
     assert link.heard_at is not None
     return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
-
-
-def name_of(call: calls.Call) -> str:
-    """Return what the user calls it."""
-    return _NAMES[type(call)]
-
-
-_NAMES: dict[type[calls.Call], str] = {
-    calls.OpenStore: "create()",
-    calls.Init: "init()",
-    calls.MakeTable: "embedding()",
-    calls.PushTableRows: "push() of rows",
-    calls.PullTableRows: "pull() of rows",
-    calls.ExportBlock: "export()",
-    calls.SetTableRate: "set_learning_rate() of a table",
-    calls.Broadcast: "broadcast()",
-    calls.Lookup: "the look-up of keys",
-    calls.PushValues: "push()",
-    calls.PullValues: "pull()",
-    calls.PushKeyRows: "push()",
-    calls.PullKeyRows: "row_sparse_pull()",
-    calls.Refresh: "refresh()",
-    calls.Allocate: "empty_like()",
-    calls.Versions: "version()",
-    calls.ResumeKeys: "resume()",
-    calls.SetOptimizer: "set_optimizer()",
-    calls.SetRate: "set_learning_rate()",
-    calls.StandAtBarrier: "barrier()",
-    calls.JoinStore: "join()",
-    calls.Flush: "the flush of earlier pushes",
-    calls.AskStatus: "status",
-    calls.SaveState: "save_optimizer_states()",
-    calls.LoadState: "load_optimizer_states()",
-    calls.Compress: "set_gradient_compression()",
-    calls.SaveRests: "compression_state()",
-    calls.LoadRests: "load_compression_state()",
-    calls.TakeCheckpoint: "checkpoint()",
-    calls.RestoreCheckpoint: "restore()",
-    calls.RejoinStore: "the return to a checkpoint",
-}

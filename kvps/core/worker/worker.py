@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-import torch
-
 from kvps.core.effects import (
     Connect,
     Effects,
@@ -29,13 +27,12 @@ from kvps.core.effects import (
 from kvps.core.membership_client import SCHEDULER, Identity
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import CallTable, PendingCall
-from kvps.core.worker.calls.dispatch import start
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, route_of
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
-from kvps.core.worker.quiesce import DeferredCall, Quiesce, creates
-from kvps.core.worker.resync import StoreResync, epoch_changed, rejoin
+from kvps.core.worker.quiesce import DeferredCall, Quiesce
+from kvps.core.worker.resync import StoreResync, epoch_changed
 from kvps.core.worker.store import WorkerStore
-from kvps.core.worker.timeout_report import lateness, name_of
+from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -46,42 +43,24 @@ from kvps.errors import (
     from_code,
     unforeseen,
 )
-from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding, Revived
+from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import (
-    Done,
     Error,
-    HistoryIs,
-    Joined,
     Probed,
     Released,
     Resumed,
     View,
     Welcome,
 )
-from kvps.protocol.stores import Declared, FoundAll, StateIs, StatusIs
-from kvps.protocol.values import Ack, Changed, Exported, Pulled, PulledIds, PulledRows, Push
+from kvps.protocol.values import Ack, Push
 from kvps.tensors import PRIVATE, Memory, to_frame
 
 HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 LAST_PROBE_S = 0.25
 """How long before a deadline the servers are asked once more what they wait for."""
-ANSWERS = (
-    Declared,
-    FoundAll,
-    Pulled,
-    Changed,
-    PulledRows,
-    PulledIds,
-    Exported,
-    Done,
-    StateIs,
-    StatusIs,
-    Joined,
-    HistoryIs,
-    Revived,
-)
+ANSWERS = tuple({message for call in calls.CALLS for message in call.answers})
 """What a server may answer besides ACK; each carries the request's number."""
 
 
@@ -140,7 +119,7 @@ class Worker(CallTable):
             self._standstill.hold(ticket, call, deadline)
             yield from self._say_where_it_stands()
             return
-        if isinstance(call, calls.TOGETHER):
+        if call.on_timeout is calls.OnTimeout.RESUME:
             known = [
                 *(one for one, _ in self._late),
                 *(one.call for one in self._talks.values() if one.finished),
@@ -157,10 +136,9 @@ class Worker(CallTable):
                 self._memory,
                 bool(self.losses.workers),
             )
-        rows: list[torch.Tensor] = []
-        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushKeyRows):
-            rows.extend(call.rows)
-        talk = PendingCall(ticket, call, start(self.stores[call.store], call, rows), rows, deadline)
+        values = list(call.values())
+        operation = call.run(self.stores[call.store], values)
+        talk = PendingCall(ticket, call, operation, values, deadline)
         self._talks[ticket] = talk
         yield from self._go_on(talk, None, now)
         yield from self._say_where_it_stands()
@@ -204,7 +182,7 @@ class Worker(CallTable):
 
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
-        self.member.waits_in = next((name_of(call) for call in self._waited_for()), "")
+        self.member.waits_in = next((call.title for call in self._waited_for()), "")
         yield from self.member.on_timer(now)
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
@@ -452,8 +430,8 @@ class Worker(CallTable):
             return
         rank = self.member.rank
         for talk in self._talks.values():
-            is_pushing = isinstance(talk.call, calls.PUSHES) and not talk.has_pushed
-            if is_pushing or creates(rank, talk.call):
+            is_pushing = isinstance(talk.call, calls.PushCall) and not talk.has_pushed
+            if is_pushing or talk.call.is_creating(rank):
                 return
         is_at_rest = any(
             isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished
@@ -507,8 +485,8 @@ class Worker(CallTable):
 
     def _rejoin(self, store: WorkerStore, names: tuple[str, ...], now: float) -> Effects:
         self._own_tickets -= 1
-        call = calls.RejoinStore(store.name)
-        talk = PendingCall(self._own_tickets, call, rejoin(store, names), [], math.inf)
+        call = calls.RejoinStore(store.name, names)
+        talk = PendingCall(self._own_tickets, call, call.run(store, []), [], math.inf)
         self._talks[talk.ticket] = talk
         yield from self._go_on(talk, None, now)
 
@@ -554,7 +532,7 @@ class Worker(CallTable):
             return self.member.error
         if not self.links:
             return ConfigError(
-                f"{name_of(call)}: this worker knows no server. Wait until the cluster is complete, "
+                f"{call.title}: this worker knows no server. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
         return self.losses.error(self.stores.get(call.store), now)
@@ -596,7 +574,7 @@ class Worker(CallTable):
                     if talk.call.store == name
                     for request in talk.waiting
                 ]
-                error = lateness(self.member, held.call, waiting, self.neighbours.link_of, now)
+                error = timeout_error(self.member, held.call, waiting, self.neighbours.link_of, now)
                 yield Finish(held.ticket, error=error)
 
     def check(self) -> None:

@@ -82,9 +82,7 @@ class DistEmbedding(EmbeddingTable):
         check_size(f"table {self.name!r}", parts)
         store = self._dist
         store._begin()
-        call = calls.PushTableRows(
-            store.name, (self._key,), (), None, 0, not async_op, self.dim, parts
-        )
+        call = calls.PushTableRows(store.name, (self._key,), not async_op, self.dim, parts)
         ticket = store.session.call(call, store._limit(timeout))
         if async_op:
             return Handle(ticket, lambda: None)

@@ -1,43 +1,106 @@
-"""Operations: each call as a generator of requests, and the steps that several of them share.
+"""The base class of all calls, and the steps that several of their operations share.
 
-An operation yields lists of requests and is resumed with their answers, in order; if one of them was
-refused, the refusal is raised where it waits. So a call that takes three steps reads as three steps, and needs
-no thread and no state machine of its own. An operation never waits for anything but answers.
+A call is one frozen object. The store makes it from the user's arguments, already checked for shape and
+type; the core answers it with one :class:`~kvps.core.effects.Finish`. Its class says all there is to know of
+a kind of call: what the user calls it, what a Timeout does to it, whether it changes values, which messages
+answer it, and its *operation*.
 
-``rows`` are the caller's values, one contiguous tensor per key. They are read as late as possible; when
-the caller stops waiting before that, the worker puts copies into the list.
+An operation is a generator. It yields lists of requests and is resumed with their answers, in order; if a
+request was refused, the refusal is raised where the operation waits. So a call that takes three steps reads
+as three steps, and needs no thread and no state machine of its own. An operation never waits for anything but
+answers.
 """
 
 from __future__ import annotations
 
+import abc
+import enum
 from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import (
-    AwaitAcks,
-    Step,
-    Steps,
-    stand,
-)
-from kvps.core.worker.plan import (
-    ChunkSlice,
-    Given,
-    Key,
-    Numbers,
-    TransferPlan,
-    alike,
-)
+from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, stand
+from kvps.core.worker.plan import ChunkSlice, Given, Key, Numbers, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import WINDOW, Packet
 from kvps.protocol.values import Load, Push
 
-Conversation = Generator[Step, list[Packet], object]
-
-
+Operation = Generator[Step, list[Packet], object]
 Values = list[torch.Tensor]
+"""A call's tensors, read as late as possible. When the caller stops waiting before that, the worker puts copies
+into the list."""
+
+
+class Answer(Protocol):
+    """A message that answers a request, other than ACK."""
+
+    @property
+    def seq(self) -> int:
+        """The request's number on its connection."""
+
+
+class OnTimeout(enum.Enum):
+    """What happens to a call whose caller stops waiting for it; the value is what the caller is told."""
+
+    CONTINUE = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
+    """It changes something: it goes on, and takes effect once."""
+    RETRY = "Nothing was changed. Call it again"
+    """It changes nothing, or nothing more when it is made again: it is given up."""
+    RESUME = "It still stands. Call it again to wait on"
+    """All ranks make it together: the k-th of one rank meets the k-th of another. It goes on, and the same
+    call made again is this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(abc.ABC):
+    """A call of the script, of one store."""
+
+    title: ClassVar[str]
+    """What its user calls it."""
+    on_timeout: ClassVar[OnTimeout] = OnTimeout.CONTINUE
+    answers: ClassVar[tuple[type[Answer], ...]] = ()
+    """What servers answer to its requests, besides ACK."""
+    creates: ClassVar[bool] = False
+    """One rank changes values by it, other than by a push."""
+
+    store: str
+    """Name of the store."""
+
+    @abc.abstractmethod
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation, whose result is the call's.
+
+        Args:
+            store: the store that the call is of.
+            values: those of :meth:`values`.
+        """
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the caller's tensors, which the operation reads."""
+        return ()
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call, other than by a push."""
+        return self.creates and rank == 0
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether all that it creates is there already, so that it changes nothing."""
+        return False
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied, and hears of errors later."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class PushCall(Call):
+    """A call that pushes to ``keys``."""
+
+    keys: tuple[str, ...]
 
 
 def bulk(
@@ -47,6 +110,7 @@ def bulk(
     rows: Given,
     priority: Numbers = 0,
 ) -> Request:
+    """Return the request that carries the elements of ``share``, as they are."""
     return Request(
         share.server,
         message,

@@ -1,4 +1,4 @@
-"""The operations checkpoint() and restore(), which all ranks of a store call together.
+"""The calls checkpoint() and restore(), which all ranks of a store make together, and the rejoin after a rollback.
 
 Either call begins at a barrier: before it, all pushes of all ranks are in. The scheduler is told by
 every rank, so that each waits for the checkpoint to be complete; a rank that comes late, or asks
@@ -8,9 +8,9 @@ again, is answered with the one that was taken. A store is restored by rank 0, b
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
-from kvps.core.worker import calls
-from kvps.core.worker.calls.base import Conversation
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
 from kvps.core.worker.calls.collective import barrier
 from kvps.core.worker.calls.dense import inherit
 from kvps.core.worker.calls.keys import lookup
@@ -20,35 +20,59 @@ from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, StorageError
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
 from kvps.protocol.envelope import Packet
+from kvps.protocol.membership import Done, HistoryIs
+from kvps.protocol.stores import Declared, FoundAll
+from kvps.protocol.values import Pulled
 
 CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
 """The barriers at which these calls begin."""
 
 
-def checkpoint(store: WorkerStore, call: calls.TakeCheckpoint) -> Conversation:
-    """Have a checkpoint taken; return its number."""
-    yield from barrier(store, CHECKPOINT, f"checkpoint({call.tag!r})")
-    number = store.barriers[CHECKPOINT]
-    (answer,) = yield [Request(None, Checkpoint(store.name, call.tag, number))]
-    assert isinstance(answer.message, Checkpointed)
-    return answer.message.cut
+@dataclass(frozen=True, slots=True)
+class TakeCheckpoint(Call):
+    """Have a checkpoint taken, together with all ranks; finishes with its number."""
+
+    title = "checkpoint()"
+    on_timeout = OnTimeout.RESUME
+
+    tag: str
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from barrier(store, CHECKPOINT, f"checkpoint({self.tag!r})")
+        number = store.barriers[CHECKPOINT]
+        (answer,) = yield [Request(None, Checkpoint(store.name, self.tag, number))]
+        assert isinstance(answer.message, Checkpointed)
+        return answer.message.cut
 
 
-def restore(store: WorkerStore, call: calls.RestoreCheckpoint) -> Conversation:
-    """Give the store the values of a checkpoint that all servers have; return its number."""
-    yield from barrier(store, RESTORE, f"restore({call.tag!r})")
-    if store.rank == 0:
-        try:
-            servers = range(store.servers)
-            answers = yield [Request(one, Revive(store.name, call.tag, 0)) for one in servers]
-            cut = _common(call.tag, [_cuts(one) for one in answers])
-            yield [Request(one, Revive(store.name, call.tag, cut)) for one in servers]
-        except REFUSED as error:
-            yield from barrier(store, RESTORE, failure=error)
-            raise
-    yield from barrier(store, RESTORE)
-    yield from recount(store, tuple(store.keys))
-    return store.restored
+@dataclass(frozen=True, slots=True)
+class RestoreCheckpoint(Call):
+    """Give the store the values of the newest checkpoint of ``tag`` that all servers have, together with all ranks.
+
+    Finishes with its number.
+    """
+
+    title = "restore()"
+    on_timeout = OnTimeout.RESUME
+    answers = (Revived, FoundAll, Declared, Pulled, HistoryIs, Done)
+    creates = True
+
+    tag: str
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from barrier(store, RESTORE, f"restore({self.tag!r})")
+        if store.rank == 0:
+            try:
+                servers = range(store.servers)
+                answers = yield [Request(one, Revive(store.name, self.tag, 0)) for one in servers]
+                cut = _common(self.tag, [_cuts(one) for one in answers])
+                yield [Request(one, Revive(store.name, self.tag, cut)) for one in servers]
+            except REFUSED as error:
+                yield from barrier(store, RESTORE, failure=error)
+                raise
+        yield from barrier(store, RESTORE)
+        yield from recount(store, tuple(store.keys))
+        return store.restored
 
 
 def recount(
@@ -90,3 +114,22 @@ def _common(tag: str, found: list[frozenset[int]]) -> int:
             "what is there"
         )
     return max(common)
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinStore(Call):
+    """Open the store anew, and count from what the servers hold; finishes with the version of each key.
+
+    The core makes it itself, when the servers have returned to a cut.
+    """
+
+    title = "the return to a checkpoint"
+    answers = (Done, FoundAll, Declared, Pulled, HistoryIs)
+
+    keys: tuple[str, ...]
+    """The keys that this rank knew; another epoch may begin before they are found again."""
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        store.forget()
+        yield [Request(server, store.opened) for server in range(store.servers)]
+        return (yield from recount(store, self.keys))

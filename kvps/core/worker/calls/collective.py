@@ -1,9 +1,11 @@
-"""The operations that all ranks make together: flush, barrier, join; and the status of a store."""
+"""The calls that all ranks make together: flush, barrier, join; and the status of a store."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvps.core.placement import JUDGE
-from kvps.core.worker.calls.base import Conversation, numbered
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
@@ -12,6 +14,7 @@ from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, KvpsError
 from kvps.protocol.membership import (
     Barrier,
+    Done,
     Join,
     Joined,
     Released,
@@ -19,7 +22,9 @@ from kvps.protocol.membership import (
 )
 from kvps.protocol.stores import (
     Status,
+    StatusIs,
 )
+from kvps.protocol.values import Pulled
 
 TEXT_MAX = 1000
 """Characters of why a call fails that the others are told."""
@@ -29,15 +34,21 @@ BROADCAST = "kvps.broadcast"
 """The barrier at which broadcasts meet."""
 
 
-def flush() -> Conversation:
-    """Wait until every push so far is acknowledged."""
-    yield AwaitAcks()
-    return None
+@dataclass(frozen=True, slots=True)
+class Flush(Call):
+    """Finish when every push so far is acknowledged."""
+
+    title = "the flush of earlier pushes"
+    on_timeout = OnTimeout.RETRY
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        return None
 
 
 def barrier(
     store: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
-) -> Conversation:
+) -> Operation:
     """Flush, then wait for the others.
 
     Args:
@@ -75,33 +86,62 @@ def barrier(
     return None
 
 
-def join(store: WorkerStore) -> Conversation:
-    """Let the others go on without this rank until all have joined; return who was the last.
+@dataclass(frozen=True, slots=True)
+class StandAtBarrier(Call):
+    """Flush, then wait at a barrier; or, with a ``failure``, let nobody pass it."""
 
-    That is said by one server, and then by this rank to all of them: once they have answered, none
-    closes a round without it. Which numbers it owes after the rounds of the others is asked.
+    title = "barrier()"
+    on_timeout = OnTimeout.RESUME
+
+    name: str | None
+    failure: KvpsError | None = None
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        return (yield from barrier(store, self.name, failure=self.failure))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinStore(Call):
+    """Flush, and wait until every rank has run out of batches; finishes with the rank that joined last.
+
+    The others go on without this rank until all have joined. That all have is said by one server, and then by
+    this rank to all of them: once they have answered, none closes a round without it. Which numbers it owes
+    after the rounds of the others is asked.
     """
-    was_away, store.is_away = store.is_away, True
-    try:
-        yield AwaitAcks()
-    except BaseException:
-        store.is_away = was_away  # no server was told
-        raise
-    call = store.joins + 1
-    servers = range(store.servers)
-    answers = yield [Request(one, Join(store.name, call, one == JUDGE)) for one in servers]
-    yield [Request(one, Return(store.name, call)) for one in servers]
-    store.joins, store.is_away = call, False
-    if store.ordered:
-        for key in store.keys.values():
-            key.is_refused = True
-        yield from numbered(store, tuple(store.keys))
-    judged = answers[JUDGE].message
-    assert isinstance(judged, Joined)
-    return judged.last
+
+    title = "join()"
+    on_timeout = OnTimeout.RESUME
+    answers = (Joined, Done, Pulled)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        was_away, store.is_away = store.is_away, True
+        try:
+            yield AwaitAcks()
+        except BaseException:
+            store.is_away = was_away  # no server was told
+            raise
+        call = store.joins + 1
+        servers = range(store.servers)
+        answers = yield [Request(one, Join(store.name, call, one == JUDGE)) for one in servers]
+        yield [Request(one, Return(store.name, call)) for one in servers]
+        store.joins, store.is_away = call, False
+        if store.ordered:
+            for key in store.keys.values():
+                key.is_refused = True
+            yield from numbered(store, tuple(store.keys))
+        judged = answers[JUDGE].message
+        assert isinstance(judged, Joined)
+        return judged.last
 
 
-def status(store: WorkerStore) -> Conversation:
-    """Return every server's STATUS answer."""
-    answers = yield [Request(server, Status(store.name)) for server in range(store.servers)]
-    return [answer.message for answer in answers]
+@dataclass(frozen=True, slots=True)
+class AskStatus(Call):
+    """Finishes with every server's STATUS answer."""
+
+    title = "status"
+    on_timeout = OnTimeout.RETRY
+    answers = (StatusIs,)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        answers = yield [Request(server, Status(store.name)) for server in range(store.servers)]
+        return [answer.message for answer in answers]

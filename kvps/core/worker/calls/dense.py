@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
+
 import torch
 
-from kvps.core.worker import calls
 from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import (
-    Conversation,
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
     Values,
     bulk,
     demand_presence,
@@ -43,6 +48,7 @@ from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import (
+    Done,
     History,
     HistoryIs,
     Resume,
@@ -50,59 +56,97 @@ from kvps.protocol.membership import (
     Return,
 )
 from kvps.protocol.stores import (
+    Declared,
+    FoundAll,
     Rate,
 )
-from kvps.protocol.values import Push
+from kvps.protocol.values import Pulled, Push
 
 
-def sink_for(sinks: calls.Sinks, plan: TransferPlan) -> Sink | None:
+class Views(enum.Enum):
+    """Values are wanted where they lie."""
+
+    VIEWS = "views"
+
+
+Sinks = tuple[torch.Tensor, ...] | Views | None
+"""Where pulled values go: into contiguous tensors, one per key; nowhere, as the call finishes with
+views of them; or None if none are wanted."""
+
+
+def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     """Return the sink that a call asks for."""
     if sinks is None:
         return None
-    if isinstance(sinks, calls.Views):
+    if isinstance(sinks, Views):
         return Pieces(range(len(plan.keys)))
     return Rows(sinks)
 
 
-def push(store: WorkerStore, call: calls.PushValues, rows: Values) -> Conversation:
-    """Push one gradient for each key; with a sink, pull what comes of it."""
-    demand_presence(store)
-    plan = yield from numbered(store, call.keys)
-    each = [key.number for key in plan.keys]
-    full: list[Key] = []
-    if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
-        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
-    for key in plan.keys:
-        key.number += 1
-    sink = sink_for(call.sinks, plan)
-    groups = store.groups(plan)
-    tallies = [ReadTracker(group.plan) for group in groups]
-    requests: list[Request] = []
-    try:
-        if full:
-            yield from make_room(store, full)
+@dataclass(frozen=True, slots=True)
+class PushValues(PushCall):
+    """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
+
+    title = "push()"
+    answers = (Pulled,)
+
+    rows: tuple[torch.Tensor, ...]
+    sinks: Sinks
+    priority: Numbers
+    eager: bool
+    """Copy all values before anything else, so that the caller may reuse them soonest."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the gradients."""
+        return self.rows
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied, and hears of errors later.
+
+        Not where the servers may refuse the push for want of an optimizer: the call that pushed is to fail
+        by that, and not the next.
+        """
+        return self.eager and store.takes_pushes
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation; its result are views, if the call asks for them."""
         demand_presence(store)
-        for group, tally in zip(groups, tallies, strict=True):
-            numbers = alike(group.numbers(each))
-            requests += _pushed(store, call, group, group.rows(rows), numbers, tally, sink)
-        yield requests
-        store.was_pushed_to = True
-    except KvpsError:
+        plan = yield from numbered(store, self.keys)
+        each = [key.number for key in plan.keys]
+        full: list[Key] = []
+        if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
+            full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
         for key in plan.keys:
-            key.is_refused = True
-        raise
-    if sink is not None:
-        for group, tally in zip(groups, tallies, strict=True):
-            after = alike([number + 1 for number in group.numbers(each)])
-            urgent = group.numbers(call.priority)
-            yield from even_out(store, tally, own_sink(group, sink), after, urgent)
-        _complain(store, tallies)
-    return _views(store, plan, sink)
+            key.number += 1
+        sink = sink_for(self.sinks, plan)
+        groups = store.groups(plan)
+        tallies = [ReadTracker(group.plan) for group in groups]
+        requests: list[Request] = []
+        try:
+            if full:
+                yield from make_room(store, full)
+            demand_presence(store)
+            for group, tally in zip(groups, tallies, strict=True):
+                numbers = alike(group.numbers(each))
+                requests += _pushed(store, self, group, group.rows(values), numbers, tally, sink)
+            yield requests
+            store.was_pushed_to = True
+        except KvpsError:
+            for key in plan.keys:
+                key.is_refused = True
+            raise
+        if sink is not None:
+            for group, tally in zip(groups, tallies, strict=True):
+                after = alike([number + 1 for number in group.numbers(each)])
+                urgent = group.numbers(self.priority)
+                yield from even_out(store, tally, own_sink(group, sink), after, urgent)
+            _complain(store, tallies)
+        return _views(store, plan, sink)
 
 
 def _pushed(
     store: WorkerStore,
-    call: calls.PushValues,
+    call: PushValues,
     group: CompressionGroup,
     rows: Given,
     numbers: Numbers,
@@ -144,44 +188,82 @@ def _complain(store: WorkerStore, tallies: list[ReadTracker]) -> None:
         complain(store.name, store.ordered, store.keys, dropped)
 
 
-def pull(store: WorkerStore, call: calls.PullValues) -> Conversation:
-    """Pull the values after this rank's own pushes."""
-    plan = yield from numbered(store, call.keys)
-    after = alike([key.number for key in plan.keys])
-    sink = sink_for(call.sinks, plan)
-    assert sink is not None
-    tallies = yield from read(store, plan, sink, after, call.min_version, call.priority)
-    _complain(store, tallies)
-    return _views(store, plan, sink)
+@dataclass(frozen=True, slots=True)
+class PullValues(Call):
+    """Pull values after this rank's own pushes; finishes with views if there are no ``sinks``."""
+
+    title = "pull()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled,)
+
+    keys: tuple[str, ...]
+    sinks: Sinks
+    priority: Numbers
+    min_version: int
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        after = alike([key.number for key in plan.keys])
+        sink = sink_for(self.sinks, plan)
+        assert sink is not None
+        tallies = yield from read(store, plan, sink, after, self.min_version, self.priority)
+        _complain(store, tallies)
+        return _views(store, plan, sink)
 
 
-def allocate(store: WorkerStore, names: tuple[str, ...]) -> Conversation:
-    """Return a tensor for each key, in memory that the servers can read if there is some."""
-    yield []
-    return plans.allocate(store.plan(names), store.memory)
+@dataclass(frozen=True, slots=True)
+class Allocate(Call):
+    """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
+
+    title = "empty_like()"
+    on_timeout = OnTimeout.RETRY
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield []
+        return plans.allocate(store.plan(self.keys), store.memory)
 
 
-def versions(store: WorkerStore, names: tuple[str, ...]) -> Conversation:
-    """Return the version of each key: that of the part that is furthest behind."""
-    plan = yield from numbered(store, names)
-    tally = yield from stand(store, plan, alike([key.number for key in plan.keys]), 0)
-    return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
+@dataclass(frozen=True, slots=True)
+class Versions(Call):
+    """Finishes with the version of each key: the lowest of its parts."""
+
+    title = "version()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled,)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        tally = yield from stand(store, plan, alike([key.number for key in plan.keys]), 0)
+        return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
 
 
-def resume(store: WorkerStore, names: tuple[str, ...]) -> Conversation:
-    """Return the lowest push number that this rank owes on any part, and number from there."""
-    yield AwaitAcks()
-    specs = yield from lookup(store, names)
-    plan = store.plan(tuple(name for name in names if specs[name] is not None))
-    tally = yield from stand(store, plan, 0, 0)
-    owed = min((owed for found in tally.by_key() for _, owed in found.values()), default=0)
-    if len(plan.keys) < len(names):
-        owed = 0  # of a key that is not there yet, all pushes are owed
-    for key in plan.keys:
-        key.number, key.is_refused = owed, False
-        key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
-    yield from _history(store)
-    return owed
+@dataclass(frozen=True, slots=True)
+class ResumeKeys(Call):
+    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part; finishes with it."""
+
+    title = "resume()"
+    on_timeout = OnTimeout.RETRY
+    answers = (FoundAll, Declared, Pulled, HistoryIs, Done)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        specs = yield from lookup(store, self.keys)
+        plan = store.plan(tuple(name for name in self.keys if specs[name] is not None))
+        tally = yield from stand(store, plan, 0, 0)
+        owed = min((owed for found in tally.by_key() for _, owed in found.values()), default=0)
+        if len(plan.keys) < len(self.keys):
+            owed = 0  # of a key that is not there yet, all pushes are owed
+        for key in plan.keys:
+            key.number, key.is_refused = owed, False
+            key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
+        yield from _history(store)
+        return owed
 
 
 def _history(store: WorkerStore) -> Steps:

@@ -1,6 +1,6 @@
-"""The operations on embedding tables: requests by id to each server.
+"""The calls on embedding tables: requests by id to each server.
 
-The conversations (:mod:`kvps.core.worker.calls.base`) of tables. A table is a key with one piece on every
+A table is a key with one piece on every
 server, so that its pushes are numbered, waited for and counted anew as those of any key. The caller has
 put ids in order already and split them by server: a push takes one message to each, with ids or without.
 """
@@ -8,16 +8,20 @@ put ids in order already and split them by server: a push takes one message to e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvps.core.embedding.id_hash import Ids, servers_of
-from kvps.core.embedding.spec import message_of, spec_of
+from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
-from kvps.core.worker import calls
 from kvps.core.worker.calls.base import (
-    Conversation,
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
+    Values,
     demand_presence,
     make_room,
     numbered,
@@ -29,8 +33,9 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW, Packet
+from kvps.protocol.membership import Done
 from kvps.protocol.stores import Declared
-from kvps.protocol.values import Export, Exported, PulledIds, PullIds, PushIds, TableRate
+from kvps.protocol.values import Export, Exported, Pulled, PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import TORCH, dtype_of, from_frame
 
 PULL_BYTES = 4 << 20
@@ -48,40 +53,77 @@ def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int
     return np.split(order, np.searchsorted(owners[order], np.arange(1, servers)))
 
 
-def embed(store: WorkerStore, call: calls.MakeTable) -> Conversation:
-    """Have every server make the table, unless it has."""
-    message = message_of(store.name, call.key, call.recipe)
-    answers = yield [Request(server, message) for server in range(store.servers)]
-    pieces = []
-    for server, answer in enumerate(answers):
-        assert isinstance(answer.message, Declared)
-        (place,) = answer.message.places
-        (piece,) = place.pieces
-        pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
-    store.place([(call.key, spec_of(store.servers), pieces)])
-    return None
+@dataclass(frozen=True, slots=True)
+class MakeTable(Call):
+    """Have every server make the table of ``key``, unless it has."""
+
+    title = "embedding()"
+    answers = (Declared,)
+    creates = True
+
+    key: str
+    recipe: EmbeddingSpec
+    creator: int
+    """The rank that calls: whoever does so first makes it."""
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call."""
+        return rank == self.creator
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether the table is there already."""
+        return self.key in store.keys
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        message = message_of(store.name, self.key, self.recipe)
+        answers = yield [Request(server, message) for server in range(store.servers)]
+        pieces = []
+        for server, answer in enumerate(answers):
+            assert isinstance(answer.message, Declared)
+            (place,) = answer.message.places
+            (piece,) = place.pieces
+            pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
+        store.place([(self.key, spec_of(store.servers), pieces)])
+        return None
 
 
-def push_ids(store: WorkerStore, call: calls.PushTableRows) -> Conversation:
-    """Push each server's share of the gradients, also where that is none."""
-    demand_presence(store)
-    plan = yield from numbered(store, call.keys)
-    (key,) = plan.keys
-    number = key.number
-    is_full = number - key.applied >= WINDOW
-    key.number += 1
-    requests = [
-        _push(store, held, number, *call.parts[held.server], call.dim) for held in key.pieces
-    ]
-    try:
-        if is_full:
-            yield from make_room(store, [key])
+@dataclass(frozen=True, slots=True)
+class PushTableRows(PushCall):
+    """Push rows of a table, the only one of ``keys``: to each server its own, also where there are none."""
+
+    title = "push() of rows"
+    answers = (Pulled,)
+
+    eager: bool
+    """The caller goes on as soon as the push is under way."""
+    dim: int
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """For each server ids [n], ascending and each once, and rows [n, dim]; nobody writes to them."""
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on at once; a table has an optimizer of its own."""
+        return self.eager
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation, without a result."""
         demand_presence(store)
-        yield requests
-    except KvpsError:
-        key.is_refused = True
-        raise
-    return None
+        plan = yield from numbered(store, self.keys)
+        (key,) = plan.keys
+        number = key.number
+        is_full = number - key.applied >= WINDOW
+        key.number += 1
+        requests = [
+            _push(store, held, number, *self.parts[held.server], self.dim) for held in key.pieces
+        ]
+        try:
+            if is_full:
+                yield from make_room(store, [key])
+            demand_presence(store)
+            yield requests
+        except KvpsError:
+            key.is_refused = True
+            raise
+        return None
 
 
 def _push(
@@ -114,26 +156,41 @@ def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -
             )
 
 
-def pull_ids(store: WorkerStore, call: calls.PullTableRows) -> Conversation:
-    """Return the rows of the ids, after this rank's own pushes."""
-    plan = yield from numbered(store, call.keys)
-    (key,) = plan.keys
-    recipe = call.recipe
-    rows = torch.empty((len(call.ids), recipe.dim), dtype=TORCH[recipe.dtype])
-    at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
-    places = split(call.ids, store.servers)
-    stands: list[PulledIds] = []
-    requests = []
-    for held in key.pieces:
-        mine = places[held.server]
-        for begin in range(0, max(1, len(mine)), at_once):
-            some = mine[begin : begin + at_once]
-            requests.append(_pull(held, key, call.ids[some], rows, some, stands))
-    yield requests
-    counted = [one.version if store.ordered else one.owed for one in stands]
-    key.applied = max(key.applied, min(counted))
-    key.version = max([key.version, *[one.version for one in stands]])
-    return rows
+@dataclass(frozen=True, slots=True)
+class PullTableRows(Call):
+    """Pull rows of a table, the only one of ``keys``, after this rank's own pushes.
+
+    Finishes with a tensor [n, dim].
+    """
+
+    title = "pull() of rows"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, PulledIds)
+
+    keys: tuple[str, ...]
+    recipe: EmbeddingSpec
+    ids: Ids
+    """[n]."""
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        (key,) = plan.keys
+        recipe = self.recipe
+        rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
+        at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
+        places = split(self.ids, store.servers)
+        stands: list[PulledIds] = []
+        requests = []
+        for held in key.pieces:
+            mine = places[held.server]
+            for begin in range(0, max(1, len(mine)), at_once):
+                some = mine[begin : begin + at_once]
+                requests.append(_pull(held, key, self.ids[some], rows, some, stands))
+        yield requests
+        counted = [one.version if store.ordered else one.owed for one in stands]
+        key.applied = max(key.applied, min(counted))
+        key.version = max([key.version, *[one.version for one in stands]])
+        return rows
 
 
 def _pull(
@@ -170,32 +227,57 @@ def _pull(
     )
 
 
-def set_table_rate(store: WorkerStore, call: calls.SetTableRate) -> Conversation:
-    """Give every server the learning rate, when this rank's pushes so far were applied.
+@dataclass(frozen=True, slots=True)
+class SetTableRate(Call):
+    """Set the learning rate of a table (rank 0), when this rank's pushes so far are applied.
 
     In a synchronous store no later round has closed by then, and none does before this rank's next push.
     """
-    key = store.key(call.key)
-    yield from settle(store, (key.name,))
-    yield [Request(held.server, TableRate(held.chunk, call.lr)) for held in key.pieces]
-    return None
+
+    title = "set_learning_rate() of a table"
+    answers = (Pulled, Done)
+    creates = True
+
+    key: str
+    lr: float
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        key = store.key(self.key)
+        yield from settle(store, (key.name,))
+        yield [Request(held.server, TableRate(held.chunk, self.lr)) for held in key.pieces]
+        return None
 
 
-def export(store: WorkerStore, call: calls.ExportBlock) -> Conversation:
-    """Return some rows that one server has."""
-    held = store.key(call.key).pieces[call.server]
-    message = Export(held.chunk, call.start, call.count, call.since, call.with_state)
-    (answer,) = yield [Request(held.server, message, lane=held.chunk)]
-    found = answer.message
-    assert isinstance(found, Exported)
-    frames = iter(answer.payload)
-    ids, stamps = [_numbers(frames) for _ in range(2)]
-    columns = {}
-    for one in found.fields:
-        dtype = BY_ID[one.dtype].name
-        flat = from_frame(next(frames), dtype) if found.count else _nothing(dtype)
-        columns[one.name] = flat.view(found.count, call.dim)
-    return ExportBatch(ids, stamps, columns, found.next)
+@dataclass(frozen=True, slots=True)
+class ExportBlock(Call):
+    """Read some rows of a table that one server has; finishes with an ExportBatch."""
+
+    title = "export()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Exported,)
+
+    key: str
+    server: int
+    dim: int
+    start: int
+    count: int
+    since: int
+    with_state: bool
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        held = store.key(self.key).pieces[self.server]
+        message = Export(held.chunk, self.start, self.count, self.since, self.with_state)
+        (answer,) = yield [Request(held.server, message, lane=held.chunk)]
+        found = answer.message
+        assert isinstance(found, Exported)
+        frames = iter(answer.payload)
+        ids, stamps = [_numbers(frames) for _ in range(2)]
+        columns = {}
+        for one in found.fields:
+            dtype = BY_ID[one.dtype].name
+            flat = from_frame(next(frames), dtype) if found.count else _nothing(dtype)
+            columns[one.name] = flat.view(found.count, self.dim)
+        return ExportBatch(ids, stamps, columns, found.next)
 
 
 def _numbers(frames: Iterator[memoryview]) -> Ids:

@@ -1,15 +1,17 @@
-"""The operations that make keys: opening a store, init(), broadcast(), lookup."""
+"""The calls that make keys: opening a store, init(), broadcast(), lookup."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from kvps.core.placement import home
-from kvps.core.worker import calls
 from kvps.core.worker import plan as plans
-from kvps.core.worker.calls.base import Conversation, Values, bulk, settle
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
 from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
@@ -28,14 +30,16 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import REFUSED, Mismatch
 from kvps.protocol.envelope import ENTRIES_MAX, Packet
+from kvps.protocol.membership import Done
 from kvps.protocol.stores import (
     Declare,
     Declared,
     Entry,
     Find,
     FoundAll,
+    Open,
 )
-from kvps.protocol.values import Load
+from kvps.protocol.values import Load, Pulled
 
 RELAYED_LEAST_BYTES = 256 << 10
 """From here on the values of a broadcast are read while they are loaded."""
@@ -58,64 +62,114 @@ class Declaration(NamedTuple):
     """Of each server; others, once a value was begun anew."""
 
 
-def open_store(store: WorkerStore, call: calls.OpenStore) -> Conversation:
-    """Tell every server of the store; they compare its options."""
-    yield [Request(server, call.opened) for server in range(store.servers)]
-    store.opened, store.worker_grace_s = call.opened, call.worker_grace_s
-    return None
+@dataclass(frozen=True, slots=True)
+class OpenStore(Call):
+    """Make the store known to every server; they compare its options."""
+
+    title = "create()"
+    answers = (Done,)
+
+    opened: Open
+    worker_grace_s: float
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield [Request(server, self.opened) for server in range(store.servers)]
+        store.opened, store.worker_grace_s = self.opened, self.worker_grace_s
+        return None
 
 
-def init(store: WorkerStore, call: calls.Init, rows: Values) -> Conversation:
-    """Declare the keys that are new here, and load their values if this rank creates them."""
-    new: list[int] = []
-    for index, (name, spec) in enumerate(call.keys):
-        known = store.keys.get(name)
-        if known is None:
-            new.append(index)
-        elif known.spec != spec:
-            raise Mismatch(
-                f"key {name!r} of store {store.name!r} is {known.spec} and cannot be "
-                f"initialised as {spec}; broadcast() replaces a key"
-            )
-    rows[:] = [rows[index] for index in new]
-    keys = [call.keys[index] for index in new]
-    yield from _create(store, keys, rows, [0] * len(new), call.creator)
-    return None
+@dataclass(frozen=True, slots=True)
+class Init(Call):
+    """Create keys (``creator``) or wait until they are there. ``rows`` are contiguous values."""
+
+    title = "init()"
+    answers = (Declared,)
+    creates = True
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+    creator: int = 0
+    """The rank whose values count."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the values of the keys."""
+        return self.rows
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call."""
+        return rank == self.creator
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether all keys are there already."""
+        return all(name in store.keys for name, _ in self.keys)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation: declare the keys that are new here, and load them if this rank creates them."""
+        new: list[int] = []
+        for index, (name, spec) in enumerate(self.keys):
+            known = store.keys.get(name)
+            if known is None:
+                new.append(index)
+            elif known.spec != spec:
+                raise Mismatch(
+                    f"key {name!r} of store {store.name!r} is {known.spec} and cannot be "
+                    f"initialised as {spec}; broadcast() replaces a key"
+                )
+        values[:] = [values[index] for index in new]
+        keys = [self.keys[index] for index in new]
+        yield from _create(store, keys, values, [0] * len(new), self.creator)
+        return None
 
 
-def broadcast(store: WorkerStore, call: calls.Broadcast, rows: Values) -> Conversation:
-    """Replace the keys by rank 0's values and hand these to all.
+@dataclass(frozen=True, slots=True)
+class Broadcast(Call):
+    """Replace the keys by rank 0's values, and write these into the ``sinks`` of every rank.
 
-    All meet before it, so that rank 0 replaces no value that another rank has still to read; and
+    All ranks meet before it, so that rank 0 replaces no value that another rank has still to read; and
     after it where a push of one rank may move the values before another has read them.
 
     Where there is much, the others read while rank 0 loads, and rank 0 reads nothing that it has loaded.
-    Its place may be taken meanwhile by a process that loads other values: whoever finds at the end that
+    Its place may be taken meanwhile by a process that loads other values: a rank that finds at the end that
     it was so reads again.
     """
-    names = tuple(name for name, _ in call.keys)
-    meetings, made = store.barriers.get(BROADCAST, 0), store.broadcasts
-    met = 0
-    try:
-        known = {name: store.keys[name] for name in names if name in store.keys}
-        yield from settle(store, tuple(known))
-        yield from barrier(store, BROADCAST, _shown(call.keys))
-        met = 1
-        numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
-        store.broadcasts += 1
-        is_read = yield from _relay(store, call, rows, numbers)
-        if not is_read:
-            yield from read(store, store.plan(names), Rows(call.sinks), 0, 0, 0)
-        if not store.ordered:
-            yield from barrier(store, BROADCAST)
-    except BaseException as error:
-        # What was refused was so to all, and they meet for the next. Else, made again, it is the same one.
-        store.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
-        store.broadcasts = made
-        raise
-    for name, number in zip(names, numbers, strict=True):
-        store.keys[name].broadcasts = number
-    return None
+
+    title = "broadcast()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Declared, Pulled)
+    creates = True
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+    sinks: tuple[torch.Tensor, ...]
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return this rank's values of the keys."""
+        return self.rows
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        names = tuple(name for name, _ in self.keys)
+        meetings, made = store.barriers.get(BROADCAST, 0), store.broadcasts
+        met = 0
+        try:
+            known = {name: store.keys[name] for name in names if name in store.keys}
+            yield from settle(store, tuple(known))
+            yield from barrier(store, BROADCAST, _shown(self.keys))
+            met = 1
+            numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
+            store.broadcasts += 1
+            is_read = yield from _relay(store, self, values, numbers)
+            if not is_read:
+                yield from read(store, store.plan(names), Rows(self.sinks), 0, 0, 0)
+            if not store.ordered:
+                yield from barrier(store, BROADCAST)
+        except BaseException as error:
+            # What was refused was so to all, and they meet for the next. Else, made again, it is the same one.
+            store.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
+            store.broadcasts = made
+            raise
+        for name, number in zip(names, numbers, strict=True):
+            store.keys[name].broadcasts = number
+        return None
 
 
 def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
@@ -128,7 +182,7 @@ def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
 
 
 def _relay(
-    store: WorkerStore, call: calls.Broadcast, rows: Values, numbers: Sequence[int]
+    store: WorkerStore, call: Broadcast, rows: Values, numbers: Sequence[int]
 ) -> Generator[Step, list[Packet], bool]:
     """Give the keys the values of rank 0; return whether these are where the caller wants them."""
     total = sum(spec.count * BY_NAME[spec.dtype].itemsize for _, spec in call.keys)
@@ -268,3 +322,17 @@ def lookup(
     for name, call in made.items():
         store.keys[name].broadcasts = call
     return {name: store.keys[name].spec if name in store.keys else None for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Call):
+    """Learn what these keys are; finishes with their specs, None for an unknown one."""
+
+    title = "the look-up of keys"
+    on_timeout = OnTimeout.RETRY
+    answers = (FoundAll, Declared)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        return (yield from lookup(store, self.keys))

@@ -1,12 +1,15 @@
-"""The operations on optimizers and compression: settings, state and residuals."""
+"""The calls on optimizers and compression: settings, state and residuals."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from kvps.compression.policy import CompressionPolicy
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
-from kvps.core.worker import calls
-from kvps.core.worker.calls.base import Conversation, settle
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, settle
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
@@ -17,6 +20,7 @@ from kvps.core.worker.plan import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError
+from kvps.protocol.membership import Done
 from kvps.protocol.stores import (
     Field,
     GetState,
@@ -25,117 +29,181 @@ from kvps.protocol.stores import (
     SetState,
     StateIs,
 )
+from kvps.protocol.values import Pulled
 from kvps.tensors import dtype_of, from_frame
 
 
-def set_optimizer(store: WorkerStore, call: calls.SetOptimizer) -> Conversation:
-    """Give every server the optimizer, after the pushes that are on their way."""
-    yield from settle(store, tuple(store.keys))
-    hyper, before = call.hyper, store.optimized
-    store.optimized = store.next_call(before)
-    number, after, _ = store.optimized
-    message = Optimize(
-        store.name,
-        number,
-        store.rank == 0,
-        hyper.name,
-        dict(hyper.values),
-        dict(hyper.lr_mult),
-        dict(hyper.wd_mult),
-        after,
-        store.is_resumed and store.rank != 0,
-        store.attempts.count(Optimize, number),
-    )
-    try:
-        yield [Request(server, message) for server in range(store.servers)]
-    except KvpsError:
-        store.optimized = before
-        store.attempts.refuse(Optimize, number)
-        raise
-    return None
+@dataclass(frozen=True, slots=True)
+class SetOptimizer(Call):
+    """Install ``hyper`` on every server (rank 0) after the pushes so far, or check that it is there."""
+
+    title = "set_optimizer()"
+    on_timeout = OnTimeout.RESUME
+    answers = (Pulled, Done)
+    creates = True
+
+    hyper: HyperParams
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from settle(store, tuple(store.keys))
+        hyper, before = self.hyper, store.optimized
+        store.optimized = store.next_call(before)
+        number, after, _ = store.optimized
+        message = Optimize(
+            store.name,
+            number,
+            store.rank == 0,
+            hyper.name,
+            dict(hyper.values),
+            dict(hyper.lr_mult),
+            dict(hyper.wd_mult),
+            after,
+            store.is_resumed and store.rank != 0,
+            store.attempts.count(Optimize, number),
+        )
+        try:
+            yield [Request(server, message) for server in range(store.servers)]
+        except KvpsError:
+            store.optimized = before
+            store.attempts.refuse(Optimize, number)
+            raise
+        return None
 
 
-def set_rate(store: WorkerStore, call: calls.SetRate) -> Conversation:
-    """Give every server the learning rate: the rounds pushed so far are updated with the old."""
-    yield from settle(store, tuple(store.keys))
-    before = store.rated
-    store.rated = store.next_call(before)
-    number, after, _ = store.rated
-    is_new = store.is_resumed and store.rank != 0
-    refused = store.attempts.count(Rate, number)
-    message = Rate(store.name, number, store.rank == 0, call.lr, after, is_new, refused)
-    try:
-        yield [Request(server, message) for server in range(store.servers)]
-    except KvpsError:
-        store.rated = before
-        store.attempts.refuse(Rate, number)
-        raise
-    return None
+@dataclass(frozen=True, slots=True)
+class SetRate(Call):
+    """Set the learning rate on every server (rank 0), or check it.
+
+    The rounds pushed so far are updated with the old rate.
+    """
+
+    title = "set_learning_rate()"
+    on_timeout = OnTimeout.RESUME
+    answers = (Pulled, Done)
+    creates = True
+
+    lr: float
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from settle(store, tuple(store.keys))
+        before = store.rated
+        store.rated = store.next_call(before)
+        number, after, _ = store.rated
+        is_new = store.is_resumed and store.rank != 0
+        refused = store.attempts.count(Rate, number)
+        message = Rate(store.name, number, store.rank == 0, self.lr, after, is_new, refused)
+        try:
+            yield [Request(server, message) for server in range(store.servers)]
+        except KvpsError:
+            store.rated = before
+            store.attempts.refuse(Rate, number)
+            raise
+        return None
 
 
-def save_state(store: WorkerStore) -> Conversation:
-    """Collect the optimizer's state of every key, after the pushes that are on their way.
+@dataclass(frozen=True, slots=True)
+class SaveState(Call):
+    """Finishes with the state of every key, key -> (step, state name -> flat tensor), after the pushes so far.
 
     A key of which some part was never updated has no state yet.
     """
-    yield from settle(store, tuple(store.keys))
-    keys = [key for key in store.keys.values() if not key.name.startswith(EMBEDDING)]
-    where = [(key, piece) for key in keys for piece in key.pieces]
-    answers = yield [
-        Request(piece.server, GetState(piece.chunk, piece.start, piece.size)) for _, piece in where
-    ]
-    steps: dict[str, list[int]] = {}
-    parts: dict[tuple[str, str], list[tuple[PieceLocation, torch.Tensor]]] = {}
-    for (key, piece), answer in zip(where, answers, strict=True):
-        message = answer.message
-        assert isinstance(message, StateIs)
-        steps.setdefault(key.name, []).append(message.step)
-        for one, frame in zip(message.fields, answer.payload, strict=True):
-            values = from_frame(frame, BY_ID[one.dtype].name)
-            parts.setdefault((key.name, one.name), []).append((piece, values))
-    states: dict[str, tuple[int, dict[str, torch.Tensor]]] = {
-        name: (min(found), {}) for name, found in steps.items()
-    }
-    for (name, title), found in parts.items():
-        if len(found) == len(store.keys[name].pieces):
-            row = torch.empty(store.keys[name].spec.count, dtype=found[0][1].dtype)
-            for piece, values in found:
-                row[piece.offset : piece.offset + piece.size] = values
-            states[name][1][title] = row
-    return states
+
+    title = "save_optimizer_states()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, StateIs)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from settle(store, tuple(store.keys))
+        keys = [key for key in store.keys.values() if not key.name.startswith(EMBEDDING)]
+        where = [(key, piece) for key in keys for piece in key.pieces]
+        answers = yield [
+            Request(piece.server, GetState(piece.chunk, piece.start, piece.size))
+            for _, piece in where
+        ]
+        steps: dict[str, list[int]] = {}
+        parts: dict[tuple[str, str], list[tuple[PieceLocation, torch.Tensor]]] = {}
+        for (key, piece), answer in zip(where, answers, strict=True):
+            message = answer.message
+            assert isinstance(message, StateIs)
+            steps.setdefault(key.name, []).append(message.step)
+            for field, frame in zip(message.fields, answer.payload, strict=True):
+                part = from_frame(frame, BY_ID[field.dtype].name)
+                parts.setdefault((key.name, field.name), []).append((piece, part))
+        states: dict[str, tuple[int, dict[str, torch.Tensor]]] = {
+            name: (min(found), {}) for name, found in steps.items()
+        }
+        for (name, title), found in parts.items():
+            if len(found) == len(store.keys[name].pieces):
+                row = torch.empty(store.keys[name].spec.count, dtype=found[0][1].dtype)
+                for piece, part in found:
+                    row[piece.offset : piece.offset + piece.size] = part
+                states[name][1][title] = row
+        return states
 
 
-def load_state(store: WorkerStore, call: calls.LoadState) -> Conversation:
-    """Put states back where their keys lie."""
-    requests = []
-    for name, (step, rows) in call.states.items():
-        for piece in store.key(name).pieces:
-            cut = [row[piece.offset : piece.offset + piece.size] for row in rows.values()]
-            fields = tuple(
-                Field(title, dtype_of(row).id, piece.size)
-                for title, row in zip(rows, cut, strict=True)
-            )
-            message = SetState(piece.chunk, piece.start, piece.size, step, fields)
-            requests.append(Request(piece.server, message, payload=tuple(cut)))
-    yield requests
-    return None
+@dataclass(frozen=True, slots=True)
+class LoadState(Call):
+    """Put optimizer states on the servers, in the form SaveState gives them."""
+
+    title = "load_optimizer_states()"
+    answers = (Done,)
+    creates = True
+
+    states: dict[str, tuple[int, dict[str, torch.Tensor]]]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        requests = []
+        for name, (step, rows) in self.states.items():
+            for piece in store.key(name).pieces:
+                cut = [row[piece.offset : piece.offset + piece.size] for row in rows.values()]
+                fields = tuple(
+                    Field(title, dtype_of(row).id, piece.size)
+                    for title, row in zip(rows, cut, strict=True)
+                )
+                message = SetState(piece.chunk, piece.start, piece.size, step, fields)
+                requests.append(Request(piece.server, message, payload=tuple(cut)))
+        yield requests
+        return None
 
 
-def compress(store: WorkerStore, call: calls.Compress) -> Conversation:
-    """Compress what is pushed from now on; no server is asked, as each push says how it is written."""
-    yield []
-    store.coding.use(call.rules)
-    return None
+@dataclass(frozen=True, slots=True)
+class Compress(Call):
+    """Compress by ``rules`` what is pushed from now on; finishes at once.
+
+    No server is asked, as each push says how it is encoded.
+    """
+
+    title = "set_gradient_compression()"
+
+    rules: CompressionPolicy
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield []
+        store.coding.use(self.rules)
+        return None
 
 
-def save_rests(store: WorkerStore) -> Conversation:
-    """Return what compression left out, after the pushes that are on their way."""
-    yield AwaitAcks()
-    return {name: rest.to("cpu", copy=True) for name, rest in store.coding.rests.items()}
+@dataclass(frozen=True, slots=True)
+class SaveRests(Call):
+    """Finishes with what compression left out of this rank's pushes so far (key -> flat tensor)."""
+
+    title = "compression_state()"
+    on_timeout = OnTimeout.RETRY
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        return {name: rest.to("cpu", copy=True) for name, rest in store.coding.rests.items()}
 
 
-def load_rests(store: WorkerStore, call: calls.LoadRests) -> Conversation:
-    """Put rests back, after the pushes that are on their way."""
-    yield AwaitAcks()
-    store.coding.rests = {name: rest.clone() for name, rest in call.rests.items()}
-    return None
+@dataclass(frozen=True, slots=True)
+class LoadRests(Call):
+    """Put such rests back, in place of all there are."""
+
+    title = "load_compression_state()"
+
+    rests: dict[str, torch.Tensor]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        store.coding.rests = {name: rest.clone() for name, rest in self.rests.items()}
+        return None

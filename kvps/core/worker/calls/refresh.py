@@ -1,4 +1,4 @@
-"""The operations refresh() and pull_changed(): copies brought up to date by their changed rows.
+"""The call behind refresh() and pull_changed(): copies brought up to date by their changed rows.
 
 Who has all of a key as it was at one version holds a :class:`~kvps.core.worker.plan.CopyVersion` for that. Each server with a part of
 the key is then asked which of its rows changed since, and answers with these; the rest of the copy is as it
@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 import torch
 
-from kvps.core.worker import calls, consistent_read
-from kvps.core.worker.calls.base import Conversation, numbered
+from kvps.core.worker import consistent_read
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step
 from kvps.core.worker.failure_policy import complain
-from kvps.core.worker.plan import CopyVersion, Key, PieceLocation, of_key
+from kvps.core.worker.plan import CopyVersion, Key, Numbers, PieceLocation, of_key
 from kvps.core.worker.row_reads import RowRead, ServerPart, complain_of_drops, even_out, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Changed, PullChanged
+from kvps.protocol.values import Changed, PullChanged, Pulled
 from kvps.tensors import TORCH, from_frame
 
 
@@ -92,36 +92,50 @@ class ChangedRows(ServerPart[Changed]):
         return Patch(ids, rows.view(-1, spec.width))
 
 
-def refresh(store: WorkerStore, call: calls.Refresh) -> Conversation:
-    """Read what is new of each key after this rank's own pushes; finish with :class:`Fresh` ones."""
-    plan = yield from numbered(store, call.keys)
-    copies = [_copy(key, call, index) for index, key in enumerate(plan.keys)]
-    # What is read now is of these; a broadcast meanwhile makes others of them.
-    pieces = [key.pieces for key in plan.keys]
-    asked = [one for one in copies if one.portions]
-    if asked:
-        yield [request for one in asked for request in one.asked(store)]
-    known = [one for one in asked if _is_known(one)]
-    for one in known:
-        one.settle(store.ordered)
-    yield from even_out(store, known)
-    complain_of_drops(store, known)
-    found = {
-        index: _fresh(one, pieces[index]) for index, one in enumerate(copies) if _is_known(one)
-    }
-    rest = [index for index in range(len(copies)) if index not in found]
-    if rest:
-        wholes, versions = yield from _read_whole(
-            store, [copies[index] for index in rest], [call.sinks[index] for index in rest]
-        )
-        for index, whole in zip(rest, wholes, strict=True):
-            version = versions.get(copies[index].key.name)
-            mark = None if version is None else CopyVersion(pieces[index], version)
-            found[index] = Fresh(mark, whole=whole)
-    return [found[index] for index in range(len(copies))]
+@dataclass(frozen=True, slots=True)
+class Refresh(Call):
+    """Bring copies of keys up to date, after this rank's own pushes; finishes with a Fresh for each."""
+
+    title = "refresh()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, Changed)
+
+    keys: tuple[str, ...]
+    sinks: tuple[torch.Tensor | None, ...]
+    """Where those go that have to be read whole; None for a new tensor."""
+    marks: tuple[CopyVersion | None, ...]
+    """What each copy holds, if that is known."""
+    priority: Numbers
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        copies = [_copy(key, self, index) for index, key in enumerate(plan.keys)]
+        # What is read now is of these; a broadcast meanwhile makes others of them.
+        pieces = [key.pieces for key in plan.keys]
+        asked = [one for one in copies if one.portions]
+        if asked:
+            yield [request for one in asked for request in one.asked(store)]
+        known = [one for one in asked if _is_known(one)]
+        for one in known:
+            one.settle(store.ordered)
+        yield from even_out(store, known)
+        complain_of_drops(store, known)
+        found = {
+            index: _fresh(one, pieces[index]) for index, one in enumerate(copies) if _is_known(one)
+        }
+        rest = [index for index in range(len(copies)) if index not in found]
+        if rest:
+            wholes, versions = yield from _read_whole(
+                store, [copies[index] for index in rest], [self.sinks[index] for index in rest]
+            )
+            for index, whole in zip(rest, wholes, strict=True):
+                version = versions.get(copies[index].key.name)
+                mark = None if version is None else CopyVersion(pieces[index], version)
+                found[index] = Fresh(mark, whole=whole)
+        return [found[index] for index in range(len(copies))]
 
 
-def _copy(key: Key, call: calls.Refresh, index: int) -> RowRead[ChangedRows]:
+def _copy(key: Key, call: Refresh, index: int) -> RowRead[ChangedRows]:
     mark = call.marks[index]
     one: RowRead[ChangedRows] = RowRead(key, key.number, of_key(call.priority, index))
     if mark is not None and mark.pieces is key.pieces:

@@ -1,4 +1,4 @@
-"""The operations on rows of keys: one request to each server that holds some of them.
+"""The calls on rows of keys: one request to each server that holds some of them.
 
 A request names a key, and not a chunk, so that there is one for each server, however many chunks the key
 lies in there. Every server is told of every push, also where it has none of its rows: rounds close by
@@ -18,9 +18,12 @@ from functools import partial
 import torch
 
 from kvps.core.row_gradients import add_rows
-from kvps.core.worker import calls, consistent_read
+from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import (
-    Conversation,
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
     Values,
     demand_presence,
     make_room,
@@ -29,7 +32,7 @@ from kvps.core.worker.calls.base import (
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step
 from kvps.core.worker.failure_policy import complain
-from kvps.core.worker.plan import Key, make, of_key
+from kvps.core.worker.plan import Key, Numbers, make, of_key
 from kvps.core.worker.row_reads import (
     Range,
     RowRead,
@@ -43,6 +46,7 @@ from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KvpsError, ProtocolError
 from kvps.protocol.envelope import WINDOW, Packet
 from kvps.protocol.values import (
+    Pulled,
     PulledRows,
     PullRows,
     Push,
@@ -53,36 +57,58 @@ from kvps.protocol.values import (
 from kvps.tensors import TORCH, Memory, from_frame
 
 
-def push_rows(store: WorkerStore, call: calls.PushKeyRows, values: Values) -> Conversation:
-    """Push some rows of each key; ``values`` are those of the call."""
-    demand_presence(store)
-    plan = yield from numbered(store, call.keys)
-    full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
-    requests: list[Request] = []
-    for index, key in enumerate(plan.keys):
-        ids, places, rows = values[3 * index : 3 * index + 3]
-        priority = of_key(call.priority, index)
-        pushed = _pushes(store, key, ids, places, rows) or _whole_pushes(
-            store, key, ids, places, rows
-        )
-        for request in pushed:
-            request.priority = priority
-            requests.append(request)
-    for key in plan.keys:
-        key.number += 1
-    for request in requests if call.eager else ():
-        request.freeze()
-    try:
-        if full:
-            yield from make_room(store, full)
+@dataclass(frozen=True, slots=True)
+class PushKeyRows(PushCall):
+    """Push some rows of keys of two or more dimensions."""
+
+    title = "push()"
+    answers = (Pulled,)
+
+    rows: tuple[torch.Tensor, ...]
+    """Of each key three: the numbers of rows, int64 [k], ascending, each once and in the key; where
+    each of these rows is in the last; and rows, [at least k, width]."""
+    priority: Numbers
+    eager: bool
+    """As in PushValues."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return three tensors for each key."""
+        return self.rows
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied; as for PushValues."""
+        return self.eager and store.takes_pushes
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation, without a result."""
         demand_presence(store)
-        yield requests
-        store.was_pushed_to = True
-    except KvpsError:
+        plan = yield from numbered(store, self.keys)
+        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+        requests: list[Request] = []
+        for index, key in enumerate(plan.keys):
+            ids, places, rows = values[3 * index : 3 * index + 3]
+            priority = of_key(self.priority, index)
+            pushed = _pushes(store, key, ids, places, rows) or _whole_pushes(
+                store, key, ids, places, rows
+            )
+            for request in pushed:
+                request.priority = priority
+                requests.append(request)
         for key in plan.keys:
-            key.is_refused = True
-        raise
-    return None
+            key.number += 1
+        for request in requests if self.eager else ():
+            request.freeze()
+        try:
+            if full:
+                yield from make_room(store, full)
+            demand_presence(store)
+            yield requests
+            store.was_pushed_to = True
+        except KvpsError:
+            for key in plan.keys:
+                key.is_refused = True
+            raise
+        return None
 
 
 def _pushes(
@@ -220,28 +246,42 @@ class NamedRows(ServerPart[PulledRows]):
             at += len(values)
 
 
-def pull_rows(store: WorkerStore, call: calls.PullKeyRows) -> Conversation:
-    """Pull some rows of each key after this rank's own pushes; finish with them, key by key."""
-    plan = yield from numbered(store, call.keys)
-    found: list[torch.Tensor] = []
-    by_rows: list[RowRead[NamedRows]] = []
-    for index, (key, ids) in enumerate(zip(plan.keys, call.ids, strict=True)):
-        out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
-        found.append(out)
-        one = _wanted(key, call, index, out)
-        if one.portions:
-            by_rows.append(one)
-        elif len(ids):
-            yield from _read_whole(store, one, ids, call.places[index], out)
-    yield [request for one in by_rows for request in one.asked(store)]
-    for one in by_rows:
-        one.settle(store.ordered)
-    yield from even_out(store, by_rows)
-    complain_of_drops(store, by_rows)
-    return found
+@dataclass(frozen=True, slots=True)
+class PullKeyRows(Call):
+    """Pull some rows of each key after this rank's own pushes; finishes with a tensor [k, width] for each."""
+
+    title = "row_sparse_pull()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, PulledRows)
+
+    keys: tuple[str, ...]
+    ids: tuple[torch.Tensor, ...]
+    """Of each key int64 [k], ascending, each once and in the key."""
+    places: tuple[torch.Tensor, ...]
+    """Of each key where each of these rows goes in the tensor, int64 [k], each place once."""
+    priority: Numbers
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        found: list[torch.Tensor] = []
+        by_rows: list[RowRead[NamedRows]] = []
+        for index, (key, ids) in enumerate(zip(plan.keys, self.ids, strict=True)):
+            out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
+            found.append(out)
+            one = _wanted(key, self, index, out)
+            if one.portions:
+                by_rows.append(one)
+            elif len(ids):
+                yield from _read_whole(store, one, ids, self.places[index], out)
+        yield [request for one in by_rows for request in one.asked(store)]
+        for one in by_rows:
+            one.settle(store.ordered)
+        yield from even_out(store, by_rows)
+        complain_of_drops(store, by_rows)
+        return found
 
 
-def _wanted(key: Key, call: calls.PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
+def _wanted(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
     ids, places = call.ids[index], call.places[index]
     one: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
     for place, some in _split(ranges(key), ids):

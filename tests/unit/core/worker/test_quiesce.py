@@ -180,7 +180,7 @@ def test_whoever_makes_a_table_is_held(rank: int) -> None:
     one = halted(known)
     assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
     assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
-    rows = calls.PushTableRows("kv", ("a",), (), None, 0, True, 1, ())
+    rows = calls.PushTableRows("kv", ("a",), True, 1, ())
     assert one.holds(known["kv"], rows)
 
 

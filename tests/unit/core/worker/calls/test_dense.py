@@ -10,7 +10,6 @@ import torch
 from kvps.compression.policy import rules_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.core.worker.calls import dispatch
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.protocol.envelope import ENTRIES_MAX, WINDOW, Message, Node, Role
@@ -1025,11 +1024,6 @@ class TestTogether:
         for server in (0, 1):
             one.server(server, StatusIs(one.seqs(Status, server)[0], (), ()))
         assert [type(it) for it in one.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]
-
-
-def test_every_call_has_a_conversation() -> None:
-    with pytest.raises(TypeError, match="no conversation for Call"):
-        dispatch.start(bench().core.stores["kv"], calls.Call("kv"), [])
 
 
 def told(

@@ -50,7 +50,7 @@ def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # 
     parts = tuple(
         (torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers)
     )
-    return calls.PushTableRows("kv", (KEY,), (), None, 0, True, 2, parts)
+    return calls.PushTableRows("kv", (KEY,), True, 2, parts)
 
 
 def test_ids_are_split_by_server_in_order() -> None:

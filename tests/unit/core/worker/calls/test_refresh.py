@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kvps.core.worker import calls
-from kvps.core.worker.calls import refresh
 from kvps.core.worker.calls.refresh import Fresh
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
@@ -40,7 +39,7 @@ def new_store(mode: str = "sync") -> WorkerStore:
 def refreshing_of(one: WorkerStore, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
     marks = [None if since is None else CopyVersion(one.keys[key].pieces, since) for key in keys]
     sinks = [torch.zeros(one.keys[key].spec.shape) if sink else None for key in keys]
-    return refresh.refresh(one, calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7))
+    return calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7).run(one, [])
 
 
 def reply(
@@ -127,7 +126,7 @@ def test_a_mark_of_other_pieces_says_nothing() -> None:
     one = new_store()
     mark = CopyVersion((*one.keys["t"].pieces,), 3)
     sinks = (torch.zeros(8, 2),)
-    steps = refresh.refresh(one, calls.Refresh("kv", ("t",), sinks, (mark,), 7))
+    steps = calls.Refresh("kv", ("t",), sinks, (mark,), 7).run(one, [])
     assert {type(request.message) for request in next(steps)} == {Pull}
 
 

@@ -9,7 +9,6 @@ import torch
 
 from kvps import protocol as messages
 from kvps.core.worker import calls
-from kvps.core.worker.calls import rows as row_calls
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
 from kvps.core.worker.plan import PieceLocation
@@ -68,14 +67,14 @@ def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def pushing(one: WorkerStore, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
     values = list(rows(*ids, width=one.keys[key].spec.width))
     call = calls.PushKeyRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
-    return row_calls.push_rows(one, call, values)
+    return call.run(one, values)
 
 
 def pulling(one: WorkerStore, *ids: int, key: str = "t") -> Any:
     """Pull rows, the last of them to come first."""
     numbers = torch.tensor(ids, dtype=torch.int64)
     places = torch.arange(len(ids)).flip(0)
-    return row_calls.pull_rows(one, calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7))
+    return calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7).run(one, [])
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
