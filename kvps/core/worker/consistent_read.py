@@ -25,15 +25,15 @@ from typing import Protocol
 import torch
 
 from kvps.core.worker.connection import Request
-from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
+from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import (
     ChunkSlice,
+    CompressionGroup,
     Key,
     Numbers,
     PieceLocation,
     TransferPlan,
     make,
-    of_key,
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
@@ -68,6 +68,13 @@ class Sink(Protocol):
 
     def only(self, indices: Iterable[int]) -> Sink:
         """Return the sink of some of the keys."""
+
+
+class Read(Protocol):
+    """A read whose parts may have been answered at different versions."""
+
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind others of their key; none if no key is torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,47 +146,81 @@ def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
 
 @dataclass(slots=True)
 class ReadTracker:
-    """How the parts of the keys of a plan stood when they were read."""
+    """The read of the keys of one plan: where their values go, and how their parts stood."""
 
     plan: TransferPlan
+    sink: Sink | None = None
+    """None if no values are wanted."""
+    after: Numbers = 0
+    """For each key, how many pushes of this rank its values include at least."""
+    priority: Numbers = 0
     answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
+    """In the order in which they came; for one part the last one counts."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
-    """By key, the last update that was not made, if the servers tell."""
+    """key -> the last update that was not made, if the servers tell."""
     is_unwanted: bool = False
     """The caller stopped waiting, and will not learn of them."""
+    _torn: list[int] = field(default_factory=list)
+    """Indices of the keys that were read at several versions, and may still be."""
 
-    def reader(
-        self, share: ChunkSlice, sink: Sink | None, coding: ErrorFeedback | None = None
-    ) -> ReplySink:
-        """Return what takes the answer for one share in and its values out; with ``coding``, one
-        that may come by steps."""
-        return ReplySink(self, share, sink, coding)
+    def ask(
+        self,
+        store: WorkerStore,
+        shares: Iterable[ChunkSlice],
+        least: Numbers,
+        group: CompressionGroup | None = None,
+    ) -> list[Request]:
+        """Return the requests for ``shares``.
+
+        Args:
+            store: the store.
+            shares: parts of the plan.
+            least: for each key, the version that it has at least.
+            group: how its values may travel; None for as they are.
+        """
+        coding = None if group is None or not group.is_by_deltas else store.coding
+        requests = []
+        for share in shares:
+            asks = share.asks(self.after, least)
+            message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
+            if group is not None and coding is not None:
+                message = coding.pull(group, share, message)
+            requests.append(
+                Request(
+                    share.server,
+                    message,
+                    priority=share.highest(self.priority),
+                    lane=share.chunk,
+                    on_reply=ReplySink(self, share, coding),
+                )
+            )
+        return requests
 
     def note(self, share: ChunkSlice, dropped: tuple[Dropped, ...]) -> None:
         """Take in which updates were not made, as one share's answer says."""
         index_at = {segment.start: segment.key for segment in share.segments}
-        for one in dropped:
-            name = self.plan.keys[index_at[one.start]].name
+        for update in dropped:
+            name = self.plan.keys[index_at[update.start]].name
             known = self.dropped.get(name)
-            if known is None or known.number < one.number:
-                self.dropped[name] = one
+            if known is None or known.number < update.number:
+                self.dropped[name] = update
 
     def by_key(self) -> list[Parts]:
         """Return how the parts of each key stood."""
-        found: list[Parts] = [{} for _ in self.plan.keys]
+        by_key: list[Parts] = [{} for _ in self.plan.keys]
         for share, runs in self.answers:
             stands = iter(runs)
             stand = next(stands)
             for start, size, index, offset in share.segments:
                 while not stand.start <= start < stand.start + stand.size:
                     stand = next(stands)
-                held = PieceLocation(share.server, share.chunk, start, size, offset)
-                found[index][held] = (stand.version, stand.owed)
-        return found
+                piece = PieceLocation(share.server, share.chunk, start, size, offset)
+                by_key[index][piece] = (stand.version, stand.owed)
+        return by_key
 
-    def settle(self, ordered: bool) -> dict[int, Parts]:
-        """Note in the keys what is applied; return those that were read torn, by their index."""
-        stands = {(one.version, one.owed) for _, runs in self.answers for one in runs}
+    def settle(self, ordered: bool) -> None:
+        """Note in the keys what is applied, and here which of them were read torn."""
+        stands = {(stand.version, stand.owed) for _, runs in self.answers for stand in runs}
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
             applied = version if ordered else owed
@@ -188,51 +229,69 @@ class ReadTracker:
                     key.applied = applied
                 if not ordered:
                     key.version = max(key.version, version)
-            return {}
-        torn: dict[int, Parts] = {}
-        for index, (key, found) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
-            if found:
-                applied = min(one[0 if ordered else 1] for one in found.values())
+            return
+        for index, (key, parts) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
+            if parts:
+                applied = min(stand[0 if ordered else 1] for stand in parts.values())
                 key.applied = max(key.applied, applied)
-                key.version = max([key.version, *(version for version, _ in found.values())])
-            if is_torn(found):
-                torn[index] = found
-        return torn
+                key.version = max([key.version, *(version for version, _ in parts.values())])
+            if len({version for version, _ in parts.values()}) > 1:
+                self._torn.append(index)
+
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind others of their key; none if no key is torn."""
+        if not self._torn:
+            return []
+        by_key = self.by_key()
+        behind: dict[int, tuple[PieceLocation, ...]] = {}
+        least = [0] * len(by_key)
+        for index in self._torn:
+            parts = by_key[index]
+            if len({owed for _, owed in parts.values()}) > 1:
+                continue  # torn by a push that this rank owes to some parts only
+            least[index] = max(version for version, _ in parts.values())
+            behind[index] = tuple(
+                piece for piece, (version, _) in parts.items() if version < least[index]
+            )
+        self._torn = [index for index, pieces in behind.items() if pieces]
+        if not self._torn:
+            return []
+        # A plan of the same keys, so that what is noted of a key is noted at the same index.
+        keys = [
+            Key(key.name, key.spec, behind.get(index, ()))
+            for index, key in enumerate(self.plan.keys)
+        ]
+        return self.ask(store, make(keys).shares, least)
 
 
 @dataclass(slots=True)
 class ReplySink:
     """Takes in the answer to one request for values."""
 
-    tally: ReadTracker
+    read: ReadTracker
     share: ChunkSlice
-    sink: Sink | None
     coding: ErrorFeedback | None = None
+    """Decodes the answer, if it may come as deltas."""
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
         """Note how the values stand, and write them to the sink if they are ``wanted``."""
-        answer = packet.message
+        answer, read = packet.message, self.read
         assert isinstance(answer, Pulled)
-        self.tally.answers.append((self.share, answer.runs))
-        self.tally.is_unwanted = self.tally.is_unwanted or not wanted
+        read.answers.append((self.share, answer.runs))
+        read.is_unwanted = read.is_unwanted or not wanted
         if answer.dropped:
-            self.tally.note(self.share, answer.dropped)
-        if self.sink is not None and wanted:
+            read.note(self.share, answer.dropped)
+        if read.sink is not None and wanted:
             if self.coding is None:
                 values = from_frame(packet.payload[0], self.share.dtype)
             else:
-                values = self.coding.values_of(packet, self.share, self.tally.plan.keys)
+                values = self.coding.values_of(packet, self.share, read.plan.keys)
             if len(values) != self.share.size:  # memory is read by its address from here on
                 raise ProtocolError(
                     f"server {self.share.server} answered {len(values)} elements of chunk "
                     f"{self.share.chunk}; asked for were {self.share.size}"
                 )
-            self.sink.write(self.share, values)
-
-
-def is_torn(parts: Parts) -> bool:
-    """Whether a key was read at several versions."""
-    return len({version for version, _ in parts.values()}) > 1
+            read.sink.write(self.share, values)
 
 
 def read(
@@ -244,58 +303,31 @@ def read(
     priority: Numbers,
 ) -> Generator[Step, list[Packet], list[ReadTracker]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
-    groups = store.coding.groups(plan, store.rank)
-    tallies = [ReadTracker(group.plan) for group in groups]
+    reads: list[ReadTracker] = []
     requests: list[Request] = []
-    for group, tally in zip(groups, tallies, strict=True):
-        urgent, own = group.numbers(priority), own_sink(group, sink)
-        conditions, oldest = group.numbers(after), group.numbers(least)
-        requests += _asked(store, group.plan, tally, own, conditions, oldest, urgent, group)
-    yield requests
-    for group, tally in zip(groups, tallies, strict=True):
+    for group in store.read_groups(plan):
         own = own_sink(group, sink)
-        yield from even_out(store, tally, own, group.numbers(after), group.numbers(priority))
-    return tallies
+        tracker = ReadTracker(group.plan, own, group.numbers(after), group.numbers(priority))
+        requests += tracker.ask(store, group.plan.shares, group.numbers(least), group)
+        reads.append(tracker)
+    yield requests
+    yield from settle_reads(store, reads)
+    return reads
 
 
-def even_out(
-    store: WorkerStore,
-    tally: ReadTracker,
-    sink: Sink,
-    after: Numbers,
-    priority: Numbers,
-) -> Steps:
-    """Read the lagging parts of those keys that were read torn, until none is."""
-    keys = tally.plan.keys
-    torn = _without_own(tally.settle(store.ordered))
-    while torn and (store.ordered or not store.is_short):
-        lagging: list[Key] = []
-        least: list[int] = []
-        for index, parts in torn.items():
-            newest = max(version for version, _ in parts.values())
-            behind = tuple(held for held, (version, _) in parts.items() if version < newest)
-            lagging.append(Key(keys[index].name, keys[index].spec, behind))
-            least.append(newest)
-        again = ReadTracker(make(lagging), dropped=tally.dropped)
-        conditions = [of_key(after, index) for index in torn]
-        urgent = [of_key(priority, index) for index in torn]
-        requests = _asked(store, again.plan, again, sink.only(torn), conditions, least, urgent)
-        answers = yield LaggingReads(requests)
-        for parts, found in zip(torn.values(), again.by_key(), strict=True):
-            parts.update(found)
-        tally.is_unwanted = tally.is_unwanted or again.is_unwanted
-        if not answers:
-            return  # nobody waits any more for what may never come
-        torn = _without_own({index: parts for index, parts in torn.items() if is_torn(parts)})
+def settle_reads(store: WorkerStore, reads: Sequence[ReadTracker]) -> Steps:
+    """Note what is applied, and read lagging parts again until every key is at one version."""
+    for tracker in reads:
+        tracker.settle(store.ordered)
+    yield from repair_torn_reads(store, reads)
 
 
-def _without_own(torn: dict[int, Parts]) -> dict[int, Parts]:
-    """Return those that are not torn by a push that this rank owes to some parts only."""
-    return {
-        index: parts
-        for index, parts in torn.items()
-        if len({owed for _, owed in parts.values()}) == 1
-    }
+def repair_torn_reads(store: WorkerStore, reads: Sequence[Read]) -> Steps:
+    """Read the parts again that lag behind others of their key, until none does."""
+    while store.ordered or not store.is_short:
+        requests = LaggingReads([request for torn in reads for request in torn.lagging(store)])
+        if not requests or not (yield requests):
+            return  # all is well, or nobody waits any more for what may never come
 
 
 def loaded(
@@ -303,7 +335,7 @@ def loaded(
 ) -> list[Request]:
     """Return the requests that read what the DECLARE of number ``call`` gives the keys of ``plan``, each
     part as soon as it is there; ``stamps`` are what each server said of that."""
-    tally = ReadTracker(plan)
+    tracker = ReadTracker(plan, sink)
     return [
         Request(
             share.server,
@@ -316,46 +348,17 @@ def loaded(
                 stamp=stamps[share.server],
             ),
             lane=share.chunk,
-            on_reply=tally.reader(share, sink),
+            on_reply=ReplySink(tracker, share),
         )
         for share in plan.shares
     ]
 
 
-def stand(
+def read_versions(
     store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
 ) -> Generator[Step, list[Packet], ReadTracker]:
     """Wait until the conditions hold, and return how the keys stand then, without values."""
-    tally = ReadTracker(plan)
-    yield _asked(store, plan, tally, None, after, least, 0)
-    tally.settle(store.ordered)
-    return tally
-
-
-def _asked(
-    store: WorkerStore,
-    plan: TransferPlan,
-    tally: ReadTracker,
-    sink: Sink | None,
-    after: Numbers,
-    least: Numbers,
-    priority: Numbers,
-    group: CompressionGroup | None = None,
-) -> list[Request]:
-    is_by_steps = group is not None and group.setting is not None and group.setting.back is not None
-    coding = store.coding if is_by_steps else None
-    requests = []
-    for share in plan.shares:
-        message = Pull(share.chunk, sink is not None, share.asks(after, least), store.broadcasts)
-        if group is not None and coding is not None:
-            message = coding.pull(group, share, message)
-        requests.append(
-            Request(
-                share.server,
-                message,
-                priority=share.highest(priority),
-                lane=share.chunk,
-                on_reply=tally.reader(share, sink, coding),
-            )
-        )
-    return requests
+    tracker = ReadTracker(plan, None, after)
+    yield tracker.ask(store, plan.shares, least)
+    tracker.settle(store.ordered)
+    return tracker

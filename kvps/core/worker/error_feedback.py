@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
 
 import torch
 
@@ -27,6 +26,7 @@ from kvps.compression.spec import RANDOMK
 from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import (
     ChunkSlice,
+    CompressionGroup,
     Given,
     Key,
     KeySlice,
@@ -42,45 +42,6 @@ from kvps.protocol.values import Ask, Pull, Pulled, Push, Run
 from kvps.tensors import Memory, from_frame
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """Some rows of a call; the list may be filled anew before they are read."""
-
-    rows: Given
-    indices: Sequence[int]
-
-    def __getitem__(self, index: int, /) -> torch.Tensor:
-        """Return that of one key of the group."""
-        return self.rows[self.indices[index]]
-
-
-@dataclass(frozen=True, slots=True)
-class CompressionGroup:
-    """Those keys of a call that travel alike."""
-
-    plan: TransferPlan
-    setting: KeyCompression | None = None
-    """None for as they are."""
-    indices: tuple[int, ...] | None = None
-    """Which keys of the call they are; None for all."""
-
-    @overload
-    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
-
-    @overload
-    def numbers(self, numbers: Numbers) -> Numbers: ...
-
-    def numbers(self, numbers: Numbers) -> Numbers:
-        """Return those of ``numbers``, one for each key of the call, that are theirs."""
-        if isinstance(numbers, int) or self.indices is None:
-            return numbers
-        return [numbers[index] for index in self.indices]
-
-    def rows(self, rows: Given) -> Given:
-        """Return those of ``rows``, one for each key of the call, that are theirs."""
-        return rows if self.indices is None else Selected(rows, self.indices)
-
-
 @dataclass(slots=True)
 class CachedValues:
     """The values of one piece of a key, as they are at the servers."""
@@ -94,6 +55,8 @@ class ErrorFeedback:
     """How one store compresses, on one worker."""
 
     rules: CompressionPolicy = OFF
+    is_on: bool = False
+    """Some key may be compressed."""
     rests: dict[str, torch.Tensor] = field(default_factory=dict)
     """By key: float32, flat, where the key's values were when it was pushed first."""
     _copies: dict[str, dict[tuple[int, int], CachedValues]] = field(default_factory=dict)
@@ -106,7 +69,7 @@ class ErrorFeedback:
 
     def use(self, rules: CompressionPolicy) -> None:
         """Compress by ``rules`` from the next push on. The rests stay: they are owed."""
-        self.rules = rules
+        self.rules, self.is_on = rules, not rules.are_off
         self._groups.clear()
 
     def forget(self, names: Iterable[str]) -> None:
@@ -123,8 +86,6 @@ class ErrorFeedback:
 
     def groups(self, plan: TransferPlan, rank: int) -> list[CompressionGroup]:
         """Return the keys of ``plan``, by how they travel."""
-        if self.rules.are_off:
-            return [CompressionGroup(plan)]
         names = tuple([key.name for key in plan.keys])
         groups = self._groups.get(names)
         if groups is None:

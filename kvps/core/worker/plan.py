@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import torch
 
+from kvps.compression.policy import KeyCompression
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.values import Ask, Run
 from kvps.tensors import Memory, unowned
@@ -300,6 +301,50 @@ class TransferPlan:
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Some rows of a call; the list may be filled anew before they are read."""
+
+    rows: Given
+    indices: Sequence[int]
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return that of one key of the group."""
+        return self.rows[self.indices[index]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionGroup:
+    """Those keys of a call that travel alike."""
+
+    plan: TransferPlan
+    setting: KeyCompression | None = None
+    """None for as they are."""
+    indices: tuple[int, ...] | None = None
+    """Which keys of the call they are; None for all."""
+
+    @property
+    def is_by_deltas(self) -> bool:
+        """Whether servers answer with what has changed, encoded."""
+        return self.setting is not None and self.setting.back is not None
+
+    @overload
+    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
+
+    @overload
+    def numbers(self, numbers: Numbers) -> Numbers: ...
+
+    def numbers(self, numbers: Numbers) -> Numbers:
+        """Return those of ``numbers``, one for each key of the call, that are theirs."""
+        if isinstance(numbers, int) or self.indices is None:
+            return numbers
+        return [numbers[index] for index in self.indices]
+
+    def rows(self, rows: Given) -> Given:
+        """Return those of ``rows``, one for each key of the call, that are theirs."""
+        return rows if self.indices is None else Selected(rows, self.indices)
 
 
 def cut(plan: TransferPlan, most_bytes: int) -> TransferPlan:

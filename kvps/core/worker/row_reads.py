@@ -7,13 +7,12 @@ to one version does not. It is done as for whole keys (:mod:`kvps.core.worker.co
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvps.core.placement import lies_by_rows
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import LaggingReads, Step
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
@@ -101,28 +100,17 @@ class RowRead(Generic[PortionT]):
         if not ordered:
             key.version = max([key.version, *(one.highest for one in told)])
 
-    def lagging(self) -> tuple[list[PortionT], int]:
-        """Return those who lag behind the newest version, and that; as whole keys are read."""
-        told = [one.told for one in self.portions]
-        newest = max([one.highest for one in told])
-        if len({one.owed for one in told}) > 1:
-            return [], newest  # torn by a push that this rank owes to some parts only
-        return [one for one in self.portions if one.told.lowest < newest], newest
-
-
-def even_out(
-    store: WorkerStore, wanted: Sequence[RowRead[PortionT]]
-) -> Generator[Step, list[Packet], None]:
-    """Read rows again that lag behind others of their key, until none does."""
-    while store.ordered or not store.is_short:
-        requests = LaggingReads()
-        for one in wanted:
-            behind, newest = one.lagging()
-            requests += [part.ask(store.name, one.after, newest, one.priority) for part in behind]
-        if not requests:
-            return
-        if not (yield requests):
-            return  # nobody waits any more for what may never come
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind the newest version; as whole keys are read."""
+        told = [part.told for part in self.portions]
+        if len({answer.owed for answer in told}) > 1:
+            return []  # torn by a push that this rank owes to some parts only
+        newest = max([answer.highest for answer in told])
+        return [
+            part.ask(store.name, self.after, newest, self.priority)
+            for part in self.portions
+            if part.told.lowest < newest
+        ]
 
 
 def complain_of_drops(store: WorkerStore, wanted: Iterable[RowRead[PortionT]]) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
-from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
-from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
+from kvps.core.worker.error_feedback import ErrorFeedback
+from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.protocol.stores import Open
@@ -119,14 +119,20 @@ class WorkerStore:
             self._plans[names] = plan
         return plan
 
-    def groups(self, plan: TransferPlan) -> list[CompressionGroup]:
+    def push_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
         """Return the keys of ``plan`` that is to be pushed, by how they travel.
 
-        A push that may be refused is not compressed: what was written of it would be gone from the
-        rest.
+        A push that may be refused is not compressed: what was encoded of it would be gone from the
+        residual.
         """
         is_taken = self.takes_pushes or any(key.applied for key in plan.keys)
-        return self.coding.groups(plan, self.rank) if is_taken else [CompressionGroup(plan)]
+        return self.read_groups(plan) if is_taken else [CompressionGroup(plan)]
+
+    def read_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
+        """Return the keys of ``plan`` that is to be read, by how they travel."""
+        if not self.coding.is_on:
+            return [CompressionGroup(plan)]
+        return self.coding.groups(plan, self.rank)
 
     def key(self, name: str) -> Key:
         """Return one key.

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, stand
+from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
 from kvps.core.worker.plan import ChunkSlice, Given, Key, Numbers, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, KvpsError
 from kvps.protocol.envelope import WINDOW, Packet
 from kvps.protocol.values import Load, Push
 
@@ -121,7 +122,45 @@ def bulk(
     )
 
 
-def demand_presence(store: WorkerStore) -> None:
+def number_push(
+    store: WorkerStore, names: tuple[str, ...]
+) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int]]]:
+    """Number a push of ``names``, and wait until the window has room for it.
+
+    Returns:
+        The plan of the keys, and for each the number of this push. Its requests are to be made within
+        :func:`note_refusal`.
+
+    Raises:
+        ConfigError: if this rank has joined: rounds close without it.
+    """
+    _demand_presence(store)
+    plan = yield from numbered(store, names)
+    numbers = [key.number for key in plan.keys]
+    full: list[Key] = []
+    if max(numbers, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
+        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+    for key in plan.keys:
+        key.number += 1
+    if full:
+        with note_refusal(plan):
+            yield from _make_room(store, full)
+            _demand_presence(store)
+    return plan, numbers
+
+
+@contextmanager
+def note_refusal(plan: TransferPlan) -> Iterator[None]:
+    """If the push of these keys is refused, note that its number is free again, perhaps."""
+    try:
+        yield
+    except KvpsError:
+        for key in plan.keys:
+            key.is_refused = True
+        raise
+
+
+def _demand_presence(store: WorkerStore) -> None:
     """Refuse a push of a rank that has joined: rounds close without it.
 
     Raises:
@@ -143,19 +182,19 @@ def numbered(
     """
     plan = store.plan(names)
     if any(key.is_refused for key in plan.keys):
-        tally = yield from stand(store, plan, 0, 0)
-        for key, found in zip(plan.keys, tally.by_key(), strict=True):
+        read = yield from read_versions(store, plan, 0, 0)
+        for key, parts in zip(plan.keys, read.by_key(), strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
                 key.is_refused = False
-                key.number = min((owed for _, owed in found.values()), default=0)
+                key.number = min((owed for _, owed in parts.values()), default=0)
     return plan
 
 
-def make_room(store: WorkerStore, full: list[Key]) -> Steps:
+def _make_room(store: WorkerStore, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if store.ordered:
         plan = store.plan(tuple(key.name for key in full))
-        yield from stand(store, plan, 0, alike([key.number - WINDOW for key in full]))
+        yield from read_versions(store, plan, 0, alike([key.number - WINDOW for key in full]))
         return
     numbers = [key.number - 1 for key in full]
     yield AwaitAcks()
@@ -171,4 +210,4 @@ def settle(store: WorkerStore, names: tuple[str, ...]) -> Steps:
     pushed = tuple(name for name in names if store.keys[name].number > store.keys[name].applied)
     if pushed:
         plan = yield from numbered(store, pushed)
-        yield from stand(store, plan, alike([key.number for key in plan.keys]), 0)
+        yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)

@@ -15,7 +15,7 @@ from kvps.core.worker.calls.collective import barrier
 from kvps.core.worker.calls.dense import inherit
 from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step, stand
+from kvps.core.worker.consistent_read import Step, read_versions
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, StorageError
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
@@ -86,12 +86,12 @@ def recount(
     store.keys.clear()
     yield from lookup(store, names)
     plan = store.plan(tuple(store.keys))
-    tally = yield from stand(store, plan, 0, 0)
+    read = yield from read_versions(store, plan, 0, 0)
     versions: dict[str, int] = {}
     yield from inherit(store)
-    for key, found in zip(plan.keys, tally.by_key(), strict=True):
-        key.number = key.heard = min((owed for _, owed in found.values()), default=0)
-        versions[key.name] = min((version for version, _ in found.values()), default=0)
+    for key, parts in zip(plan.keys, read.by_key(), strict=True):
+        key.number = key.heard = min((owed for _, owed in parts.values()), default=0)
+        versions[key.name] = min((version for version, _ in parts.values()), default=0)
     return versions
 
 

@@ -15,8 +15,8 @@ from kvps.core.worker.calls.base import (
     PushCall,
     Values,
     bulk,
-    demand_presence,
-    make_room,
+    note_refusal,
+    number_push,
     numbered,
 )
 from kvps.core.worker.calls.collective import BROADCAST
@@ -26,27 +26,25 @@ from kvps.core.worker.consistent_read import (
     AwaitAcks,
     Pieces,
     ReadTracker,
+    ReplySink,
     Rows,
     Sink,
     Steps,
-    even_out,
     own_sink,
     read,
-    stand,
+    read_versions,
+    settle_reads,
 )
-from kvps.core.worker.error_feedback import CompressionGroup
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import (
+    CompressionGroup,
     Given,
-    Key,
     Numbers,
     TransferPlan,
     alike,
 )
 from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_NAME
-from kvps.errors import KvpsError
-from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import (
     Done,
     History,
@@ -109,82 +107,63 @@ class PushValues(PushCall):
         return self.eager and store.takes_pushes
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        """Return the operation; its result are views, if the call asks for them."""
-        demand_presence(store)
-        plan = yield from numbered(store, self.keys)
-        each = [key.number for key in plan.keys]
-        full: list[Key] = []
-        if max(each, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
-            full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
-        for key in plan.keys:
-            key.number += 1
+        plan, numbers = yield from number_push(store, self.keys)
         sink = sink_for(self.sinks, plan)
-        groups = store.groups(plan)
-        tallies = [ReadTracker(group.plan) for group in groups]
+        reads: list[ReadTracker] = []
         requests: list[Request] = []
-        try:
-            if full:
-                yield from make_room(store, full)
-            demand_presence(store)
-            for group, tally in zip(groups, tallies, strict=True):
-                numbers = alike(group.numbers(each))
-                requests += _pushed(store, self, group, group.rows(values), numbers, tally, sink)
+        with note_refusal(plan):
+            for group in store.push_groups(plan):
+                own = None if sink is None else own_sink(group, sink)
+                after = alike([number + 1 for number in group.numbers(numbers)])
+                tracker = ReadTracker(group.plan, own, after, group.numbers(self.priority))
+                gradients = group.rows(values)
+                requests += self._pushed(
+                    store, group, gradients, alike(group.numbers(numbers)), tracker
+                )
+                reads.append(tracker)
             yield requests
-            store.was_pushed_to = True
-        except KvpsError:
-            for key in plan.keys:
-                key.is_refused = True
-            raise
+        store.was_pushed_to = True
         if sink is not None:
-            for group, tally in zip(groups, tallies, strict=True):
-                after = alike([number + 1 for number in group.numbers(each)])
-                urgent = group.numbers(self.priority)
-                yield from even_out(store, tally, own_sink(group, sink), after, urgent)
-            _complain(store, tallies)
+            yield from settle_reads(store, reads)
+            _report_dropped(store, reads)
         return _views(store, plan, sink)
 
-
-def _pushed(
-    store: WorkerStore,
-    call: PushValues,
-    group: CompressionGroup,
-    rows: Given,
-    numbers: Numbers,
-    tally: ReadTracker,
-    sink: Sink | None,
-) -> list[Request]:
-    """Return the requests that push the keys of ``group``."""
-    own = None if sink is None else own_sink(group, sink)
-    priority = group.numbers(call.priority)
-    setting = group.setting
-    requests = []
-    for share in group.plan.shares:
-        dtype = BY_NAME[share.dtype].id
-        message = Push(
-            share.chunk, dtype, (store.rank,), 1.0, sink is not None, share.runs(numbers)
-        )
-        if setting is None:
-            request = bulk(store, share, message, rows, priority)
-        else:
-            request = store.coding.push(group, share, message, rows, store.memory, numbers)
-            request.priority = share.highest(priority)
-        if call.eager:
-            request.freeze()
-        if own is not None:
-            is_by_steps = setting is not None and setting.back is not None
-            request.on_reply = tally.reader(share, own, store.coding if is_by_steps else None)
-        requests.append(request)
-    return requests
+    def _pushed(
+        self,
+        store: WorkerStore,
+        group: CompressionGroup,
+        gradients: Given,
+        numbers: Numbers,
+        tracker: ReadTracker,
+    ) -> list[Request]:
+        """Return the requests that push the keys of ``group``, whose answers go to ``tracker``."""
+        is_pull = tracker.sink is not None
+        requests = []
+        for share in group.plan.shares:
+            dtype = BY_NAME[share.dtype].id
+            message = Push(share.chunk, dtype, (store.rank,), 1.0, is_pull, share.runs(numbers))
+            if group.setting is None:
+                request = bulk(store, share, message, gradients, tracker.priority)
+            else:
+                request = store.coding.push(group, share, message, gradients, store.memory, numbers)
+                request.priority = share.highest(tracker.priority)
+            if self.eager:
+                request.freeze()
+            if is_pull:
+                coding = store.coding if group.is_by_deltas else None
+                request.on_reply = ReplySink(tracker, share, coding)
+            requests.append(request)
+        return requests
 
 
 def _views(store: WorkerStore, plan: TransferPlan, sink: Sink | None) -> list[torch.Tensor] | None:
     return sink.views(plan.keys, store.memory) if isinstance(sink, Pieces) else None
 
 
-def _complain(store: WorkerStore, tallies: list[ReadTracker]) -> None:
+def _report_dropped(store: WorkerStore, reads: list[ReadTracker]) -> None:
     """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
-    dropped = {key: one for tally in tallies for key, one in tally.dropped.items()}
-    if dropped and not any(tally.is_unwanted for tally in tallies):
+    dropped = {key: update for read in reads for key, update in read.dropped.items()}
+    if dropped and not any(read.is_unwanted for read in reads):
         complain(store.name, store.ordered, store.keys, dropped)
 
 
@@ -206,8 +185,8 @@ class PullValues(Call):
         after = alike([key.number for key in plan.keys])
         sink = sink_for(self.sinks, plan)
         assert sink is not None
-        tallies = yield from read(store, plan, sink, after, self.min_version, self.priority)
-        _complain(store, tallies)
+        reads = yield from read(store, plan, sink, after, self.min_version, self.priority)
+        _report_dropped(store, reads)
         return _views(store, plan, sink)
 
 
@@ -237,8 +216,10 @@ class Versions(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        tally = yield from stand(store, plan, alike([key.number for key in plan.keys]), 0)
-        return [min((one for one, _ in found.values()), default=0) for found in tally.by_key()]
+        read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)
+        return [
+            min((version for version, _ in parts.values()), default=0) for parts in read.by_key()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +236,8 @@ class ResumeKeys(Call):
         yield AwaitAcks()
         specs = yield from lookup(store, self.keys)
         plan = store.plan(tuple(name for name in self.keys if specs[name] is not None))
-        tally = yield from stand(store, plan, 0, 0)
-        owed = min((owed for found in tally.by_key() for _, owed in found.values()), default=0)
+        read = yield from read_versions(store, plan, 0, 0)
+        owed = min((owed for parts in read.by_key() for _, owed in parts.values()), default=0)
         if len(plan.keys) < len(self.keys):
             owed = 0  # of a key that is not there yet, all pushes are owed
         for key in plan.keys:

@@ -22,8 +22,8 @@ from kvps.core.worker.calls.base import (
     Operation,
     PushCall,
     Values,
-    demand_presence,
-    make_room,
+    note_refusal,
+    number_push,
     numbered,
     settle,
 )
@@ -31,8 +31,8 @@ from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
-from kvps.errors import KvpsError, Mismatch, ProtocolError
-from kvps.protocol.envelope import WINDOW, Packet
+from kvps.errors import Mismatch, ProtocolError
+from kvps.protocol.envelope import Packet
 from kvps.protocol.membership import Done
 from kvps.protocol.stores import Declared
 from kvps.protocol.values import Export, Exported, Pulled, PulledIds, PullIds, PushIds, TableRate
@@ -105,24 +105,13 @@ class PushTableRows(PushCall):
         return self.eager
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        """Return the operation, without a result."""
-        demand_presence(store)
-        plan = yield from numbered(store, self.keys)
+        plan, (number,) = yield from number_push(store, self.keys)
         (key,) = plan.keys
-        number = key.number
-        is_full = number - key.applied >= WINDOW
-        key.number += 1
-        requests = [
-            _push(store, held, number, *self.parts[held.server], self.dim) for held in key.pieces
-        ]
-        try:
-            if is_full:
-                yield from make_room(store, [key])
-            demand_presence(store)
-            yield requests
-        except KvpsError:
-            key.is_refused = True
-            raise
+        with note_refusal(plan):
+            yield [
+                _push(store, piece, number, *self.parts[piece.server], self.dim)
+                for piece in key.pieces
+            ]
         return None
 
 

@@ -19,10 +19,10 @@ import torch
 from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step
+from kvps.core.worker.consistent_read import Step, repair_torn_reads
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import CopyVersion, Key, Numbers, PieceLocation, of_key
-from kvps.core.worker.row_reads import RowRead, ServerPart, complain_of_drops, even_out, ranges
+from kvps.core.worker.row_reads import RowRead, ServerPart, complain_of_drops, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
@@ -118,7 +118,7 @@ class Refresh(Call):
         known = [one for one in asked if _is_known(one)]
         for one in known:
             one.settle(store.ordered)
-        yield from even_out(store, known)
+        yield from repair_torn_reads(store, known)
         complain_of_drops(store, known)
         found = {
             index: _fresh(one, pieces[index]) for index, one in enumerate(copies) if _is_known(one)

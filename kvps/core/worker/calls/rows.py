@@ -25,12 +25,12 @@ from kvps.core.worker.calls.base import (
     Operation,
     PushCall,
     Values,
-    demand_presence,
-    make_room,
+    note_refusal,
+    number_push,
     numbered,
 )
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step
+from kvps.core.worker.consistent_read import Step, repair_torn_reads
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key, Numbers, make, of_key
 from kvps.core.worker.row_reads import (
@@ -38,13 +38,12 @@ from kvps.core.worker.row_reads import (
     RowRead,
     ServerPart,
     complain_of_drops,
-    even_out,
     ranges,
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
-from kvps.errors import ConfigError, KvpsError, ProtocolError
-from kvps.protocol.envelope import WINDOW, Packet
+from kvps.errors import ConfigError, ProtocolError
+from kvps.protocol.envelope import Packet
 from kvps.protocol.values import (
     Pulled,
     PulledRows,
@@ -80,47 +79,42 @@ class PushKeyRows(PushCall):
         return self.eager and store.takes_pushes
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        """Return the operation, without a result."""
-        demand_presence(store)
-        plan = yield from numbered(store, self.keys)
-        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+        for index, name in enumerate(self.keys):
+            key = store.key(name)
+            for _, some in _split(ranges(key), values[3 * index]):
+                _demand_room(key, some.stop - some.start)
+        plan, numbers = yield from number_push(store, self.keys)
         requests: list[Request] = []
-        for index, key in enumerate(plan.keys):
-            ids, places, rows = values[3 * index : 3 * index + 3]
-            priority = of_key(self.priority, index)
-            pushed = _pushes(store, key, ids, places, rows) or _whole_pushes(
-                store, key, ids, places, rows
-            )
-            for request in pushed:
-                request.priority = priority
-                requests.append(request)
-        for key in plan.keys:
-            key.number += 1
-        for request in requests if self.eager else ():
-            request.freeze()
-        try:
-            if full:
-                yield from make_room(store, full)
-            demand_presence(store)
+        with note_refusal(plan):
+            for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):
+                rows = values[3 * index : 3 * index + 3]
+                pushed = _pushes(store, key, number, *rows) or _whole_pushes(
+                    store, key, number, *rows
+                )
+                for request in pushed:
+                    request.priority = of_key(self.priority, index)
+                    if self.eager:
+                        request.freeze()
+                requests += pushed
             yield requests
-            store.was_pushed_to = True
-        except KvpsError:
-            for key in plan.keys:
-                key.is_refused = True
-            raise
+        store.was_pushed_to = True
         return None
 
 
 def _pushes(
-    store: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    store: WorkerStore,
+    key: Key,
+    number: int,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
 ) -> list[Request]:
     """Return what pushes rows to each server of ``key``; nothing if it does not lie by rows."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
     requests = []
     for one, some in _split(ranges(key), ids):
         count = some.stop - some.start
-        _demand_room(key, count)
-        message = PushRows(store.name, key.name, dtype.id, (store.rank,), key.number, width, count)
+        message = PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
         requests.append(
             Request(
                 one.server,
@@ -177,7 +171,12 @@ def _gather(
 
 
 def _whole_pushes(
-    store: WorkerStore, key: Key, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    store: WorkerStore,
+    key: Key,
+    number: int,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
 ) -> list[Request]:
     """Return what pushes rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
@@ -191,7 +190,7 @@ def _whole_pushes(
                 (store.rank,),
                 1.0,
                 False,
-                share.runs(key.number),
+                share.runs(number),
             ),
             fill=partial(share.gather, [dense.view(key.spec.shape)], store.memory),
             payload_bytes=share.payload_bytes,
@@ -276,7 +275,7 @@ class PullKeyRows(Call):
         yield [request for one in by_rows for request in one.asked(store)]
         for one in by_rows:
             one.settle(store.ordered)
-        yield from even_out(store, by_rows)
+        yield from repair_torn_reads(store, by_rows)
         complain_of_drops(store, by_rows)
         return found
 

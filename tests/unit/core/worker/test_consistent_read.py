@@ -21,7 +21,7 @@ from kvps.core.worker.consistent_read import (
     Step,
     Steps,
     read,
-    stand,
+    read_versions,
 )
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
@@ -211,7 +211,7 @@ class TestWhatIsKnownToBeApplied:
     @pytest.mark.parametrize(("mode", "applied"), [("sync", 6), ("async", 2)])
     def test_is_the_version_or_this_ranks_own_pushes(self, mode: str, applied: int) -> None:
         one = new_store(mode)
-        steps = stand(one, one.plan(("a", "b")), [0, 0], [0, 0])
+        steps = read_versions(one, one.plan(("a", "b")), [0, 0], [0, 0])
         step = next(steps)
         assert pulls(step) == [Pull(1, False, (Ask(0, 5, 0, 0),))]
         assert isinstance(step, list)
@@ -225,7 +225,7 @@ class TestWhatIsKnownToBeApplied:
     def test_on_all_parts(self, mode: str, applied: int) -> None:
         one = new_store(mode)
         one.place([("nothing", spec(0), [])])
-        steps = stand(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
+        steps = read_versions(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
         step = next(steps)
         assert isinstance(step, list)
         with pytest.raises(StopIteration):
@@ -237,7 +237,7 @@ class TestWhatIsKnownToBeApplied:
         one = new_store()
         one.key("a").applied = one.key("big").applied = 9
         for names in (("a",), ("big",)):
-            steps = stand(one, one.plan(names), [0], [0])
+            steps = read_versions(one, one.plan(names), [0], [0])
             step = next(steps)
             assert isinstance(step, list)
             with pytest.raises(StopIteration):
