@@ -199,7 +199,7 @@ class DistStore(KVStore):
             >>> kv.placement()["bias"]  # doctest: +SKIP
             (Part(server=1, start=0, size=10),)
         """
-        servers = len(self._session.core.links)
+        servers = len(self._session.core.table.links)
         bound = self._opened.bigarray_bound
         return {
             name: parts(name, spec.count, servers, bound, spec.width)

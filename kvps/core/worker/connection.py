@@ -16,6 +16,7 @@ on its way to another server, and what has a higher priority does not wait behin
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -306,3 +307,9 @@ class Connection:
             return None
         oldest = next(iter(self.outstanding.values())).sent_at
         return max(oldest, self._probed_at) + PROBE_AFTER_S
+
+    def due_at(self, hello_at: float) -> float:
+        """Return when something is due: a PROBE, or at ``hello_at`` HELLO while it is not answered."""
+        probe_at = self.probe_at()
+        due_at = math.inf if probe_at is None else probe_at
+        return due_at if self.ready else min(due_at, hello_at)

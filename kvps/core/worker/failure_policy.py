@@ -51,6 +51,8 @@ class FailurePolicy:
     def __init__(self) -> None:
         self.workers: dict[int, LostWorker] = {}
         self.server: LostServer | None = None
+        self.is_any = False
+        """Some worker or server is lost."""
         self.was_replaced = False
         """Some worker has taken another's place."""
         self._lives: dict[int, int] = {}
@@ -79,6 +81,7 @@ class FailurePolicy:
                 self.workers[one.rank] = LostWorker(one, since)
         if self.server is None and view.epoch and not view.cut:
             self.server = LostServer(view.reason, now, 0)
+        self.is_any = self.server is not None or bool(self.workers)
 
     def error(self, store: WorkerStore | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""

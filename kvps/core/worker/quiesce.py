@@ -118,17 +118,14 @@ class Quiesce:
         waits = is_at_rest or any(one.call.store == name for one in self.held)
         return waits or not any(key.number == limit - 1 for key in store.keys.values())
 
-    def deadline(self, heard_at: float) -> float | None:
+    def deadline(self, heard_at: float) -> float:
         """When it goes on by itself, if the scheduler was last heard at ``heard_at``."""
-        if not self.is_on:
-            return None
         soonest = min(self._until, heard_at + SILENCE_MAX_S)
         return min([soonest, *(one.deadline - PATIENCE_S for one in self.held)])
 
     def is_impatient(self, heard_at: float, now: float) -> bool:
         """Whether it goes on by itself now; it is to :meth:`go_on` then."""
-        deadline = self.deadline(heard_at)
-        if deadline is None or now < deadline:
+        if not self.is_on or now < self.deadline(heard_at):
             return False
         self.stood = False
         return True

@@ -37,6 +37,7 @@ from kvps.core.worker.calls.refresh import Fresh, Refresh
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows
 
 __all__ = [
+    "ANSWERS",
     "CALLS",
     "Allocate",
     "AskStatus",
@@ -85,3 +86,5 @@ CALLS: tuple[type[Call], ...] = tuple(
     ]
 )
 """Every call that there is."""
+ANSWERS = tuple({message for call in CALLS for message in call.answers})
+"""What a server may answer besides ACK; each carries the request's number."""

@@ -119,7 +119,8 @@ class HostGroup:
         """The servers on other machines."""
         self._callers: dict[int, PeerSession] = {}
         self._bundles = Bundles(0, 1, memory)
-        self._listens = False
+        self.is_active = False
+        """Pushes and pulls may be made together: this worker listens to others of its machine."""
         self._mine: dict[Request, Participant] = {}
         """What this worker asks of itself as a leader, and has no answer to."""
 
@@ -139,8 +140,8 @@ class HostGroup:
             self._part(rank)  # its seat is taken by one of another machine
         if not machine or not self._far:
             return  # nobody to share a machine with, or nothing that leaves it
-        if not self._listens:
-            self._listens = True
+        if not self.is_active:
+            self.is_active = True
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
             yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
         self._ranks = tuple([one.rank for one in here])
@@ -162,7 +163,7 @@ class HostGroup:
             caller.asked.clear()
         for link in self.links.values():
             link.abandon()
-        if self._listens:
+        if self.is_active:
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
             self._bundles.expect(self._alive)
 
@@ -209,9 +210,8 @@ class HostGroup:
         turn = (*self._ranks[first:], *self._ranks[:first])
         return next(rank for rank in turn if rank in self._alive and rank not in self._mute)
 
-    def heard(self, link: Connection, now: float) -> None:
+    def heard(self, link: Connection) -> None:
         """A neighbour has answered: it may lead (again)."""
-        link.heard_at = now
         if link.ready:
             self._mute -= {rank for rank in self._mute if self.links[rank] is link}
 

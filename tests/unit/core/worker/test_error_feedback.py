@@ -38,7 +38,7 @@ def bench(
     one = Bench(servers=1, **options)  # type: ignore[arg-type]
     one.open(mode=mode)
     one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
-    one.core.links[0].ready = ready
+    one.core.table.links[0].ready = ready
     if params is not None:
         ticket = one.call(calls.Compress("kv", rules_of(params)))
         assert one.is_done(ticket)

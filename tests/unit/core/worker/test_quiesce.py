@@ -47,7 +47,6 @@ def test_nothing_is_held_before() -> None:
     known = books(a=3)
     one = Quiesce()
     assert not holds(one, known, "a")
-    assert one.deadline(100.0) is None
     assert not one.is_impatient(100.0, 1e9)
 
 

@@ -12,7 +12,8 @@ from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls, connection
 from kvps.core.worker.call_table import LAG_MAX_S, LATE_MAX
-from kvps.core.worker.worker import ANSWERS, Worker
+from kvps.core.worker.calls import ANSWERS
+from kvps.core.worker.worker import Worker
 from kvps.dtypes import BY_NAME
 from kvps.errors import (
     ConfigError,
@@ -181,7 +182,7 @@ class TestJoin:
 class TestValues:
     def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
             assert effect == Copied(99)
@@ -191,7 +192,7 @@ class TestValues:
 
     def test_of_a_lazy_push_are_read_when_they_are_sent(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False))
         values.fill_(5)
@@ -201,7 +202,7 @@ class TestValues:
 
     def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False), 5.0)
         one.wait(5.0)
@@ -237,7 +238,7 @@ class TestValues:
     def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
         """Another worker's loss ends the call; the push stands."""
         one = small(on_worker_lost="fail")
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False))
         one.view(member(W1, "lost"))
@@ -293,7 +294,7 @@ class TestLent:
         effects = one.server(0, Probed((seq,), ()))
         assert [values_of(send) for send in sends(effects, Push)] == [[3, 3, 3, 3]]
         one.ack(0, seq)
-        assert not one.core.links[0].outstanding
+        assert not one.core.table.links[0].outstanding
 
     def test_may_be_where_the_values_go(self) -> None:
         """They come when the push has been read."""
@@ -321,7 +322,7 @@ class TestLent:
     def test_is_let_go_with_the_answer(self) -> None:
         one, row = self.lent()
         one.call(push({"w": row}))
-        (request,) = one.core.links[0].outstanding.values()
+        (request,) = one.core.table.links[0].outstanding.values()
         assert request.payload
         one.ack(0, *one.seqs(Push))
         assert not request.payload
@@ -369,7 +370,7 @@ class TestTimeout:
 
     def test_of_a_pull_gives_it_up(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         sink = torch.zeros(4)
         unsent = one.call(pull({"w": sink}), 5.0)
         one.wait(5.0)
@@ -518,9 +519,9 @@ class TestCallsOfAllRanks:
         one.wait(1.0)
         for seq in one.seqs(Barrier):
             one.scheduler(Released(seq))
-        assert len(one.core._late) == LATE_MAX
-        assert not one.core._asked
-        assert not one.core._talks
+        assert len(one.core.table._late) == LATE_MAX
+        assert not one.core.table.asked
+        assert not one.core.table.pending
 
 
 # --- requests -------------------------------------------------------------------------------------

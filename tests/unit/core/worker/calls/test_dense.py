@@ -397,7 +397,7 @@ class TestViews:
         for server in {0, 1} - set(first):
             pulled(one, one.seqs(Push, server)[0], server, 1)
         assert one.core.stores["kv"].key("w").applied == 1
-        assert not one.core._talks
+        assert not one.core.table.pending
 
 
 class TestWindow:

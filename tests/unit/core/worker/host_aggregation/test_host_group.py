@@ -495,13 +495,13 @@ class TestAway:
         assert (
             said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
         )
-        assert one.core.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._bundles._expected == {0}
         one.server(0, Joined(seq_of(one, Join), 0))
-        assert one.core.neighbours._bundles._expected == {0, 1}, "of another store"
+        assert one.core.table.neighbours._bundles._expected == {0, 1}, "of another store"
         one.neighbour(1, Join("kv", 1, False))
-        assert one.core.neighbours._bundles._expected == {0, 1}, "it came late"
+        assert one.core.table.neighbours._bundles._expected == {0, 1}, "it came late"
         one.neighbour(1, Join("kv", 2, False))
-        assert one.core.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._bundles._expected == {0}
 
 
 class TestRefusal:
