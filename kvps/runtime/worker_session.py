@@ -23,6 +23,7 @@ import torch
 from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.membership_client import Identity
 from kvps.core.worker.calls import Call, Flush
+from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, NullListener, Transport, drive
@@ -54,7 +55,9 @@ class WorkerSession(NullListener):
         *,
         is_replaceable: bool = True,
     ) -> None:
-        self.core = Worker(identity, time.monotonic(), memory)
+        self._core = Worker(identity, time.monotonic(), memory)
+        self.scheduler = identity.scheduler
+        """The scheduler's endpoint."""
         self.pid = os.getpid()
         self.staging = Staging(memory.extent if isinstance(memory, Shared) else (0, 0))
         self._is_replaceable = is_replaceable
@@ -76,8 +79,8 @@ class WorkerSession(NullListener):
         try:
             self._inbox.put(lambda core, now: core.start(now))
             with torch.no_grad():  # values may be parameters
-                wish = drive(self.core, self._transport, self._inbox, self)
-            error = self.core.member.error or SchedulerLost(
+                wish = drive(self._core, self._transport, self._inbox, self)
+            error = self._core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )
         except KvpsError as raised:
@@ -108,7 +111,12 @@ class WorkerSession(NullListener):
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self.core.member.rank
+        return self.info.rank
+
+    @property
+    def info(self) -> ClusterInfo:
+        """The newest snapshot of the cluster that the loop has published."""
+        return self._core.info
 
     @property
     def is_over(self) -> bool:

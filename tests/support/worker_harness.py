@@ -185,9 +185,19 @@ class Bench:
         seq: int = 0,
         view: int | None = None,
     ) -> list[Effect]:
-        envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
-        packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
+        packet = self.packet_of_server(rank, message, *payload, seq=seq, view=view)
         return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
+
+    def packet_of_server(
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int = 0,
+        view: int | None = None,
+    ) -> Packet:
+        envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
+        return Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass, and ring at each deadline."""

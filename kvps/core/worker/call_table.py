@@ -94,6 +94,7 @@ class CallTable:
         stores: name -> store, of all stores that were opened; the worker adds to it.
         losses: what is known of lost members.
         memory: where values lie that travel.
+        before_end: hears of a store one of whose calls is about to end.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class CallTable:
         stores: Mapping[str, WorkerStore],
         losses: FailurePolicy,
         memory: Memory,
+        before_end: Callable[[WorkerStore], None],
     ) -> None:
+        self._before_end = before_end
         self._member = member
         self._stores = stores
         self._losses = losses
@@ -444,6 +447,7 @@ class CallTable:
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
         pending.requests, pending.answers = [], {}
+        self._before_end(self._stores[pending.call.store])
         if pending.on_end is not None:
             yield from pending.on_end(value, error, now)
         elif not pending.finished:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 
 from kvps.core.effects import (
     Connect,
@@ -28,6 +30,7 @@ from kvps.core.effects import (
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import CallTable, PendingCall
+from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.quiesce import DeferredCall, Quiesce
@@ -67,7 +70,9 @@ class Worker:
         self.member = MembershipClient(identity, now)
         self.stores: dict[str, WorkerStore] = {}
         self.losses = FailurePolicy()
-        self.table = CallTable(self.member, self.stores, self.losses, memory)
+        self.table = CallTable(self.member, self.stores, self.losses, memory, self._publish_joins)
+        self.info = ClusterInfo(self.member.rank)
+        """What other threads may read; replaced as a whole."""
         self._memory = memory
         self._quiesce = Quiesce()
         self._epoch = 0
@@ -260,6 +265,7 @@ class Worker:
             return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
+        self._publish()
         if self.member.left:
             yield Exit(0, "left")
         elif self.member.stopped is not None:
@@ -271,6 +277,22 @@ class Worker:
         elif self.member.number != before:
             yield from self._on_view(now)
         yield from self._end_joining(now)
+
+    def _publish(self) -> None:
+        """Let other threads know the newest view."""
+        welcome, view = self.member.welcome, self.member.view
+        if welcome is not None:
+            members = () if view is None else view.members
+            self.info = ClusterInfo(
+                self.member.rank, welcome.workers, welcome.servers, members, self.info.joins
+            )
+
+    def _publish_joins(self, store: WorkerStore) -> None:
+        """Let other threads know how many joins of ``store`` are over, before a call of it ends."""
+        known = self.info.joins
+        if store.joins != known.get(store.name, 0):
+            joins = MappingProxyType({**known, store.name: store.joins})
+            self.info = replace(self.info, joins=joins)
 
     def _on_view(self, now: float) -> Effects:
         view = self.member.view

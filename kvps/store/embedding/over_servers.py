@@ -112,7 +112,7 @@ class DistEmbedding(EmbeddingTable):
 
     @property
     def _servers(self) -> int:
-        return len(self._dist.session.core.table.links)
+        return self._dist.session.info.servers
 
     def _make(self, call: calls.Call, timeout: float | None) -> object:
         self._dist._begin()
