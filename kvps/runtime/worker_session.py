@@ -202,9 +202,9 @@ class ExitStatus:
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit  # type: ignore[assignment]  # the same signature, and it returns never
 
-    def _on_exception(self, *given: object) -> None:
+    def _on_exception(self, *exception: object) -> None:
         self.exit_code = 1
-        self._excepthook(*given)  # type: ignore[arg-type]  # passed on as they came
+        self._excepthook(*exception)  # type: ignore[arg-type]  # passed on as they came
 
     def _on_exit(self, status: object = None) -> None:
         if status is None:

@@ -415,12 +415,12 @@ class DistStore(KVStore):
         self._call(calls.Compress(self._name, rules), self._timeout_s)
 
     def _rests(self) -> dict[str, torch.Tensor]:
-        found = self._call(calls.SaveRests(self._name), self._timeout_s)
+        found = self._call(calls.SaveResiduals(self._name), self._timeout_s)
         assert isinstance(found, dict)
         return found
 
     def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
-        self._call(calls.LoadRests(self._name, rests), self._timeout_s)
+        self._call(calls.LoadResiduals(self._name, rests), self._timeout_s)
 
     def _close(self) -> None:
         if self._session.is_over:

@@ -178,20 +178,20 @@ class ReadTracker:
             least: for each key, the version that it has at least.
             group: how its values may travel; None for as they are.
         """
-        coding = None if group is None or not group.is_by_deltas else store.coding
+        feedback = None if group is None or not group.is_by_deltas else store.feedback
         requests = []
         for share in shares:
             asks = share.asks(self.after, least)
             message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
-            if group is not None and coding is not None:
-                message = coding.pull(group, share, message)
+            if group is not None and feedback is not None:
+                message = feedback.pull(group, share, message)
             requests.append(
                 Request(
                     share.server,
                     message,
                     priority=share.highest(self.priority),
                     lane=share.chunk,
-                    on_reply=ReplySink(self, share, coding),
+                    on_reply=ReplySink(self, share, feedback),
                 )
             )
         return requests
@@ -270,7 +270,7 @@ class ReplySink:
 
     read: ReadTracker
     share: ChunkSlice
-    coding: ErrorFeedback | None = None
+    feedback: ErrorFeedback | None = None
     """Decodes the answer, if it may come as deltas."""
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
@@ -282,10 +282,10 @@ class ReplySink:
         if answer.dropped:
             read.note(self.share, answer.dropped)
         if read.sink is not None and wanted:
-            if self.coding is None:
+            if self.feedback is None:
                 values = from_frame(packet.payload[0], self.share.dtype)
             else:
-                values = self.coding.values_of(packet, self.share, read.plan.keys)
+                values = self.feedback.values_of(packet, self.share, read.plan.keys)
             if len(values) != self.share.size:  # memory is read by its address from here on
                 raise ProtocolError(
                     f"server {self.share.server} answered {len(values)} elements of chunk "

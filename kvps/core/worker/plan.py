@@ -32,7 +32,7 @@ Numbers = int | Sequence[int]
 """One number for each key of a plan; or one for all, so that nobody has to look at each."""
 
 
-class Given(Protocol):
+class Tensors(Protocol):
     """The values of a list of keys, looked up when they are read."""
 
     def __getitem__(self, index: int, /) -> torch.Tensor:
@@ -169,7 +169,7 @@ class ChunkSlice:
             return priorities
         return max([priorities[segment.key] for segment in self.segments])
 
-    def gather(self, rows: Given, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
+    def gather(self, rows: Tensors, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
         They are copied into ``memory``, unless they lie where the peer along ``route`` can read
@@ -206,7 +206,7 @@ class ChunkSlice:
             return _one_storage(parts)
         return _joined(parts, begins)
 
-    def _parts(self, rows: Given) -> list[torch.Tensor]:
+    def _parts(self, rows: Tensors) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
         return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
 
@@ -307,7 +307,7 @@ class TransferPlan:
 class Selected:
     """Some rows of a call; the list may be filled anew before they are read."""
 
-    rows: Given
+    rows: Tensors
     indices: Sequence[int]
 
     def __getitem__(self, index: int, /) -> torch.Tensor:
@@ -342,7 +342,7 @@ class CompressionGroup:
             return numbers
         return [numbers[index] for index in self.indices]
 
-    def rows(self, rows: Given) -> Given:
+    def rows(self, rows: Tensors) -> Tensors:
         """Return those of ``rows``, one for each key of the call, that are theirs."""
         return rows if self.indices is None else Selected(rows, self.indices)
 

@@ -61,7 +61,7 @@ class WorkerStore:
     """By name, the number of the next; none of a name at which a resumed rank did not stand yet."""
     attempts: Attempts = field(default_factory=Attempts)
     """How often calls of all ranks were refused: of keys, the optimizer, its rate, barriers."""
-    coding: ErrorFeedback = field(default_factory=ErrorFeedback)
+    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
     @property
@@ -130,9 +130,9 @@ class WorkerStore:
 
     def read_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
         """Return the keys of ``plan`` that is to be read, by how they travel."""
-        if not self.coding.is_on:
+        if not self.feedback.is_on:
             return [CompressionGroup(plan)]
-        return self.coding.groups(plan, self.rank)
+        return self.feedback.groups(plan, self.rank)
 
     def key(self, name: str) -> Key:
         """Return one key.
@@ -162,7 +162,7 @@ class WorkerStore:
 
     def forget(self) -> None:
         """Nothing that was counted here holds any more."""
-        self.coding.begin_anew()
+        self.feedback.begin_anew()
         self.keys.clear()
         self.barriers.clear()
         self.attempts.clear()
@@ -185,5 +185,5 @@ class WorkerStore:
                 is_old = self.restored > 0 or (self.ordered and self.joins > 0)
                 self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
-            self.coding.forget([name])
+            self.feedback.forget([name])
         self._plans.clear()

@@ -24,7 +24,7 @@ import torch
 
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
-from kvps.core.worker.plan import ChunkSlice, Given, Key, Numbers, TransferPlan, alike
+from kvps.core.worker.plan import ChunkSlice, Key, Numbers, Tensors, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, KvpsError
 from kvps.protocol.envelope import WINDOW, Packet
@@ -108,7 +108,7 @@ def bulk(
     store: WorkerStore,
     share: ChunkSlice,
     message: Load | Push,
-    rows: Given,
+    rows: Tensors,
     priority: Numbers = 0,
 ) -> Request:
     """Return the request that carries the elements of ``share``, as they are."""

@@ -38,8 +38,8 @@ from kvps.core.worker.consistent_read import (
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import (
     CompressionGroup,
-    Given,
     Numbers,
+    Tensors,
     TransferPlan,
     alike,
 )
@@ -132,7 +132,7 @@ class PushValues(PushCall):
         self,
         store: WorkerStore,
         group: CompressionGroup,
-        gradients: Given,
+        gradients: Tensors,
         numbers: Numbers,
         tracker: ReadTracker,
     ) -> list[Request]:
@@ -145,13 +145,15 @@ class PushValues(PushCall):
             if group.setting is None:
                 request = bulk(store, share, message, gradients, tracker.priority)
             else:
-                request = store.coding.push(group, share, message, gradients, store.memory, numbers)
+                request = store.feedback.push(
+                    group, share, message, gradients, store.memory, numbers
+                )
                 request.priority = share.highest(tracker.priority)
             if self.eager:
                 request.freeze()
             if is_pull:
-                coding = store.coding if group.is_by_deltas else None
-                request.on_reply = ReplySink(tracker, share, coding)
+                feedback = store.feedback if group.is_by_deltas else None
+                request.on_reply = ReplySink(tracker, share, feedback)
             requests.append(request)
         return requests
 

@@ -186,7 +186,7 @@ def _relay(
 ) -> Generator[Step, list[Packet], bool]:
     """Give the keys the values of rank 0; return whether these are where the caller wants them."""
     total = sum(spec.count * BY_NAME[spec.dtype].itemsize for _, spec in call.keys)
-    if total < RELAYED_LEAST_BYTES or store.coding.is_on:  # by steps, or soon done
+    if total < RELAYED_LEAST_BYTES or store.feedback.is_on:  # by steps, or soon done
         yield from _create(store, call.keys, rows, numbers)
         return False
     most = max(PART_LEAST_BYTES, total // PARTS)

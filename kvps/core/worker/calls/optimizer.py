@@ -179,31 +179,36 @@ class Compress(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield []
-        store.coding.use(self.rules)
+        store.feedback.use(self.rules)
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRests(Call):
-    """Finishes with what compression left out of this rank's pushes so far (key -> flat tensor)."""
+class SaveResiduals(Call):
+    """Finishes with the residuals of this rank's pushes so far, key -> flat tensor."""
 
     title = "compression_state()"
     on_timeout = OnTimeout.RETRY
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield AwaitAcks()
-        return {name: rest.to("cpu", copy=True) for name, rest in store.coding.rests.items()}
+        return {
+            name: residual.to("cpu", copy=True)
+            for name, residual in store.feedback.residuals.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRests(Call):
-    """Put such rests back, in place of all there are."""
+class LoadResiduals(Call):
+    """Replace all residuals by these, in the form that SaveResiduals gives them."""
 
     title = "load_compression_state()"
 
-    rests: dict[str, torch.Tensor]
+    residuals: dict[str, torch.Tensor]
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield AwaitAcks()
-        store.coding.rests = {name: rest.clone() for name, rest in self.rests.items()}
+        store.feedback.residuals = {
+            name: residual.clone() for name, residual in self.residuals.items()
+        }
         return None

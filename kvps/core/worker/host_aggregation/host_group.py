@@ -233,7 +233,7 @@ class HostGroup:
     def collect(self, store: WorkerStore, request: Request) -> bool:
         """Whether ``request`` is one of those that neighbours make together.
 
-        What is compressed is not: each worker has rests of its own, and what is added up is not what
+        What is compressed is not: each worker has residuals of its own, and what is added up is not what
         they leave out of it.
         """
         message = request.message

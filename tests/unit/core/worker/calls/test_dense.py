@@ -1199,6 +1199,6 @@ class TestRelay:
 
     def test_what_may_come_by_steps_is_read_as_ever(self) -> None:
         one = bench(rank=1)
-        one.core.stores["kv"].coding.use(rules_of("fp16"))
+        one.core.stores["kv"].feedback.use(rules_of("fp16"))
         self.begin(one)
         assert [message.early for message in one.sent(Declare)] == [False, False]
