@@ -1,18 +1,19 @@
 """Quiescence: a worker halts so that a cut falls between two of its steps.
 
-In a synchronous store a *step* is what happens between two rounds: all keys that move together have
-been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
-numbers: a worker stands when no key is one push behind the leading one, when a push begins that
-would take the lead further, or when its script waits for the cut itself. One that does not stand says
-how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each
-push is applied by itself there are no steps, and a worker may stand at any time.
+In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been pushed
+equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands when no key
+is one push behind the leading one, when a push begins that would take the lead further, or when its script waits
+for the cut itself. A worker that does not stand says how far it has come: it may wait for the pushes of one that
+stands, which then goes on to that number. Where each push is applied by itself there are no steps, and a worker may
+stand at any time.
 
-Of other calls only those change values that create, replace and optimize, made by rank 0 or by whom a
-key's creation names; they are held as pushes are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.
+Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by the creator that
+the call names. They are held as pushes are. Calls that only read go on, unless an earlier call of their store is
+held: calls keep their order.
 
-Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, whose caller would soon
-lose patience, or that hears nothing of the scheduler goes on by itself, and says so when it is asked;
-such a cut is given up.
+Nobody waits for a cut for long. A worker goes on by itself when it has stood for :data:`STAND_MAX_S`, when a held
+call comes close to its deadline, or when the scheduler is silent. It says so when it is asked, and that cut is
+given up.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from kvps.core.worker.store import WorkerStore
 from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
-"""Of a synchronous store, whose ranks wait for each other anyway; longer than the scheduler waits."""
+"""Longest halt, in seconds, where all stores are synchronous: their ranks wait for each other anyway. Longer than
+the scheduler waits."""
 FREE_STAND_MAX_S = 3.0
-"""Of a job with a store in which nobody waits for others."""
+"""Longest halt, in seconds, where in some store nobody waits for others."""
 SILENCE_MAX_S = 3.0
-"""Nobody stands for a scheduler that has said nothing for so long: it answers a beat every second."""
+"""Longest silence of the scheduler, in seconds, during a halt: it answers a beat every second."""
 PATIENCE_S = 1.0
-"""A held call goes on so long before its deadline."""
+"""Seconds before its deadline at which a held call goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredCall:
-    """A call that has to wait."""
+    """A call that is held back."""
 
     ticket: int
     call: Call
@@ -44,19 +46,20 @@ class DeferredCall:
 
 
 class Quiesce:
-    """Whether this worker halts, and what it holds back."""
+    """The halt of this worker, and the calls that it holds back."""
 
     def __init__(self) -> None:
         self.cut = 0
-        """The one for which it halts, or halted last."""
+        """The cut for which it halts, or halted last."""
         self.is_on = False
+        """It halts."""
         self.is_asked = False
         """The scheduler waits to hear that it stands."""
         self.stood = True
         """It did not go on by itself."""
         self.held: list[DeferredCall] = []
         self._limits: dict[str, int] = {}
-        """By synchronous store, how many pushes of a key may be begun."""
+        """Synchronous store -> how many pushes of a key may be begun."""
         self._until = 0.0
 
     def halt(
@@ -64,7 +67,8 @@ class Quiesce:
     ) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
-        Returns what was held until now: it is to be made again, and may be held again.
+        Returns:
+            The calls that were held until now; they are to be made again, and may be held again.
         """
         if order.cut < self.cut or (order.cut == self.cut and not self.is_on):
             return []
@@ -84,7 +88,7 @@ class Quiesce:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
-        if any(one.call.store == call.store for one in self.held):
+        if any(deferred.call.store == call.store for deferred in self.held):
             return True
         if isinstance(call, PushCall):
             limit = self._limits.get(call.store, 0) if store.ordered else 0
@@ -115,13 +119,13 @@ class Quiesce:
             return True
         if _lead(store) < limit:
             return False
-        waits = is_at_rest or any(one.call.store == name for one in self.held)
+        waits = is_at_rest or any(deferred.call.store == name for deferred in self.held)
         return waits or not any(key.number == limit - 1 for key in store.keys.values())
 
     def deadline(self, heard_at: float) -> float:
         """When it goes on by itself, if the scheduler was last heard at ``heard_at``."""
         soonest = min(self._until, heard_at + SILENCE_MAX_S)
-        return min([soonest, *(one.deadline - PATIENCE_S for one in self.held)])
+        return min([soonest, *(deferred.deadline - PATIENCE_S for deferred in self.held)])
 
     def is_impatient(self, heard_at: float, now: float) -> bool:
         """Whether it goes on by itself now; it is to :meth:`go_on` then."""

@@ -1,6 +1,6 @@
-"""The text of a Timeout: what a call still waited for.
+"""The text of a Timeout: what a call still waits for.
 
-It names the call as the user knows it, says who has not answered and why, and what the user may do.
+It names the call as the user knows it, says which peer has not answered and why, and what the user may do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.membership import Barrier
 
 REASONS_MAX = 3
-"""How many reasons one text gives."""
+"""Most reasons that one text gives."""
 
 
 def timeout_error(
@@ -25,19 +25,19 @@ def timeout_error(
     link_of: Callable[[Request], Connection | None],
     now: float,
 ) -> KvpsError:
-    """Return what ``call`` ends with, which waits for these requests.
+    """Return the error of a call whose deadline has passed.
 
     Args:
-        member: who has made it.
+        member: the worker that has made it.
         call: the call.
         waiting: its requests that have no answer.
-        link_of: along which link a request was asked; None while it was not.
+        link_of: returns the connection along which a request was sent; None while it was not.
         now: seconds.
     """
     requests = list(waiting)
     who = f"worker {member.rank}: {call.title} of store {call.store!r}"
     silent = member.silent_for(now)
-    asked = [one for one in requests if one.server is None]
+    asked = [request for request in requests if request.server is None]
     if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
             f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
@@ -48,9 +48,9 @@ def timeout_error(
     if view is not None and view.phase == "returning":
         why = [view.reason]
     elif asked:
-        why = [_of_scheduler(one, member) for one in asked]
+        why = [_of_scheduler(request, member) for request in asked]
     else:
-        why = sorted({one.waits_for or _silence(link_of(one), now) for one in requests})
+        why = sorted({request.waits_for or _silence(link_of(request), now) for request in requests})
     left = len(why) - REASONS_MAX
     more = f" and {left} more" if left > 0 else ""
     return Timeout(

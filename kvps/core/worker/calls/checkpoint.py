@@ -64,9 +64,10 @@ class RestoreCheckpoint(Call):
         if store.rank == 0:
             try:
                 servers = range(store.servers)
-                answers = yield [Request(one, Revive(store.name, self.tag, 0)) for one in servers]
-                cut = _common(self.tag, [_cuts(one) for one in answers])
-                yield [Request(one, Revive(store.name, self.tag, cut)) for one in servers]
+                listing, name = Revive(store.name, self.tag, 0), store.name
+                answers = yield [Request(server, listing) for server in servers]
+                cut = _common(self.tag, [_cuts(answer) for answer in answers])
+                yield [Request(server, Revive(name, self.tag, cut)) for server in servers]
             except REFUSED as error:
                 yield from barrier(store, RESTORE, failure=error)
                 raise
@@ -100,17 +101,17 @@ def _cuts(answer: Packet) -> frozenset[int]:
     return frozenset(answer.message.cuts)
 
 
-def _common(tag: str, found: list[frozenset[int]]) -> int:
+def _common(tag: str, cuts: list[frozenset[int]]) -> int:
     """Return the newest cut that all servers have.
 
     Raises:
         StorageError: if there is none.
     """
-    common = frozenset.intersection(*found)
+    common = frozenset.intersection(*cuts)
     if not common:
         wanted = f"no checkpoint with tag {tag!r}" if tag else "no checkpoint"
         raise StorageError(
-            f"{wanted} is complete on all {len(found)} servers; `kvps checkpoint list DIR` shows "
+            f"{wanted} is complete on all {len(cuts)} servers; `kvps checkpoint list DIR` shows "
             "what is there"
         )
     return max(common)

@@ -27,9 +27,7 @@ from kvps.protocol.stores import (
 from kvps.protocol.values import Pulled
 
 TEXT_MAX = 1000
-"""Characters of why a call fails that the others are told."""
-
-
+"""Most characters of the reason for a failed call that the other ranks are told."""
 BROADCAST = "kvps.broadcast"
 """The barrier at which broadcasts meet."""
 
@@ -55,7 +53,7 @@ def barrier(
         store: the keys and counters.
         name: of the barrier.
         what: the call that begins here; all fail where it is not the same on every worker.
-        failure: why this worker does not pass: the others fail by it, too, and this one by the answer.
+        failure: why this worker does not pass; the others fail by it, too, and this worker by the answer.
     """
     yield AwaitAcks()
     title = "" if name is None else name
@@ -122,8 +120,10 @@ class JoinStore(Call):
             raise
         call = store.joins + 1
         servers = range(store.servers)
-        answers = yield [Request(one, Join(store.name, call, one == JUDGE)) for one in servers]
-        yield [Request(one, Return(store.name, call)) for one in servers]
+        answers = yield [
+            Request(server, Join(store.name, call, server == JUDGE)) for server in servers
+        ]
+        yield [Request(server, Return(store.name, call)) for server in servers]
         store.joins, store.is_away = call, False
         if store.ordered:
             for key in store.keys.values():

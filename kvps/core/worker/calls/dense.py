@@ -1,4 +1,4 @@
-"""The operations on values of whole keys: push, pull, versions, resume."""
+"""The calls on values of whole keys: push, pull, versions, resume."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ from kvps.protocol.values import Pulled, Push
 
 
 class Views(enum.Enum):
-    """Values are wanted where they lie."""
+    """The wish for values where they lie."""
 
     VIEWS = "views"
 
 
 Sinks = tuple[torch.Tensor, ...] | Views | None
-"""Where pulled values go: into contiguous tensors, one per key; nowhere, as the call finishes with
-views of them; or None if none are wanted."""
+"""Where pulled values go: into contiguous tensors, one per key; VIEWS, if the call finishes with views of them; or None
+if none are wanted."""
 
 
 def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
@@ -260,8 +260,8 @@ def _history(store: WorkerStore) -> Steps:
     yield from inherit(store)
     store.is_resumed = True
     met = {name: store.barriers[name] for name in (BROADCAST,) if name in store.barriers}
-    # A name mostly stands for one moment: who is not sure whether its predecessor stood there stands there
-    # again, and passes if that was so. Those without a name are counted.
+    # A name mostly stands for one moment: a rank that is not sure whether its predecessor stood there stands
+    # there again, and passes if it did. Barriers without a name are counted.
     again = {name: number - bool(name) for name, number in resumed.barriers.items()}
     store.barriers = again | met
 
@@ -269,21 +269,22 @@ def _history(store: WorkerStore) -> Steps:
 def inherit(store: WorkerStore) -> Steps:
     """Count the calls of all ranks from what the servers know of them."""
     answers = yield [Request(server, History(store.name)) for server in range(store.servers)]
-    known = [one.message for one in answers if isinstance(one.message, HistoryIs)]
-    newest = max(known, key=lambda one: one.rate_calls)
+    known = [answer.message for answer in answers if isinstance(answer.message, HistoryIs)]
+    newest = max(known, key=lambda history: history.rate_calls)
     # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every
     # server has it: rank 0 may be ahead of them in a new epoch, and be setting it again.
     furthest = max if store.rank == 0 else min
-    optimized = furthest(known, key=lambda one: one.optimize_calls)
-    joins = max(one.joins for one in known)
-    missed = [server for server, one in enumerate(known) if one.joins < joins]
+    optimized = furthest(known, key=lambda history: history.optimize_calls)
+    joins = max(history.joins for history in known)
+    missed = [server for server, history in enumerate(known) if history.joins < joins]
     yield [Request(server, Return(store.name, joins)) for server in missed]
     if store.rank == 0:  # a call that was heard by some is made with all
-        behind = [at for at, one in enumerate(known) if one.rate_calls < newest.rate_calls]
+        calls = [history.rate_calls for history in known]
+        behind = [server for server, made in enumerate(calls) if made < newest.rate_calls]
         rate = Rate(store.name, newest.rate_calls, True, newest.lr, newest.rate_after)
         yield [Request(server, rate) for server in behind]
     store.joins = joins
-    store.restored = max(one.restored for one in known)
-    store.is_away = any(one.joined and one.joins == joins for one in known)
+    store.restored = max(history.restored for history in known)
+    store.is_away = any(history.joined and history.joins == joins for history in known)
     store.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
     store.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)

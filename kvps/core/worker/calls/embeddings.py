@@ -1,8 +1,8 @@
 """The calls on embedding tables: requests by id to each server.
 
-A table is a key with one piece on every
-server, so that its pushes are numbered, waited for and counted anew as those of any key. The caller has
-put ids in order already and split them by server: a push takes one message to each, with ids or without.
+A table is a key with one piece on every server, so its pushes are numbered, waited for and counted anew as those of
+any key. The caller has sorted ids already and split them by server: a push is one message to each, even if it has no
+ids for it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from kvps.protocol.values import Export, Exported, Pulled, PulledIds, PullIds, P
 from kvps.tensors import TORCH, dtype_of, from_frame
 
 PULL_BYTES = 4 << 20
-"""About how much one answer to a pull has: of larger ones there are several."""
+"""About how many bytes one answer to a pull has; larger pulls have several answers."""
 PUSH_BYTES_MAX = 64 << 20
-"""What one frame holds: a push is one message to each server, as its number is one."""
+"""Most bytes of a push to one server: it has one number, so it is one message."""
 
 
 def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return for each server the places of its ids among ``ids``, in order."""
+    """Return for each server the indices of its ids among ``ids``, ascending."""
     if servers == 1:
         return [np.arange(len(ids))]
     owners = servers_of(ids, servers)
@@ -64,7 +64,7 @@ class MakeTable(Call):
     key: str
     recipe: EmbeddingSpec
     creator: int
-    """The rank that calls: whoever does so first makes it."""
+    """The rank that calls; the first call of any rank makes it."""
 
     def is_creating(self, rank: int) -> bool:
         """Whether ``rank`` changes values by this call."""
@@ -98,7 +98,7 @@ class PushTableRows(PushCall):
     """The caller goes on as soon as the push is under way."""
     dim: int
     parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """For each server ids [n], ascending and each once, and rows [n, dim]; nobody writes to them."""
+    """For each server ids [n], ascending and each once, and rows [n, dim]; unchanged until the call ends."""
 
     def returns_early(self, store: WorkerStore) -> bool:
         """Whether the caller goes on at once; a table has an optimizer of its own."""
@@ -159,7 +159,7 @@ class PullTableRows(Call):
     keys: tuple[str, ...]
     recipe: EmbeddingSpec
     ids: Ids
-    """[n]."""
+    """Ids [n]."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
@@ -168,17 +168,17 @@ class PullTableRows(Call):
         rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
         at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
         places = split(self.ids, store.servers)
-        stands: list[PulledIds] = []
+        answers: list[PulledIds] = []
         requests = []
         for held in key.pieces:
             mine = places[held.server]
             for begin in range(0, max(1, len(mine)), at_once):
                 some = mine[begin : begin + at_once]
-                requests.append(_pull(held, key, self.ids[some], rows, some, stands))
+                requests.append(_pull(held, key, self.ids[some], rows, some, answers))
         yield requests
-        counted = [one.version if store.ordered else one.owed for one in stands]
+        counted = [answer.version if store.ordered else answer.owed for answer in answers]
         key.applied = max(key.applied, min(counted))
-        key.version = max([key.version, *[one.version for one in stands]])
+        key.version = max([key.version, *[answer.version for answer in answers]])
         return rows
 
 
@@ -188,7 +188,7 @@ def _pull(
     ids: Ids,
     rows: torch.Tensor,
     places: Ids,
-    stands: list[PulledIds],
+    answers: list[PulledIds],
 ) -> Request:
     def take(packet: Packet, wanted: bool) -> None:
         answer = packet.message
@@ -202,10 +202,10 @@ def _pull(
                 f"server {held.server} answered {answer.count} rows of {answer.dim} elements; asked "
                 f"for were {len(ids)} of {rows.shape[1]}"
             )
-        stands.append(answer)
+        answers.append(answer)
         if wanted and len(ids):
-            found = from_frame(packet.payload[0], dtype_of(rows).name)
-            rows[torch.from_numpy(places)] = found.view(-1, rows.shape[1])
+            values = from_frame(packet.payload[0], dtype_of(rows).name)
+            rows[torch.from_numpy(places)] = values.view(-1, rows.shape[1])
 
     return Request(
         held.server,
@@ -257,16 +257,16 @@ class ExportBlock(Call):
         held = store.key(self.key).pieces[self.server]
         message = Export(held.chunk, self.start, self.count, self.since, self.with_state)
         (answer,) = yield [Request(held.server, message, lane=held.chunk)]
-        found = answer.message
-        assert isinstance(found, Exported)
+        exported = answer.message
+        assert isinstance(exported, Exported)
         frames = iter(answer.payload)
         ids, stamps = [_numbers(frames) for _ in range(2)]
         columns = {}
-        for one in found.fields:
-            dtype = BY_ID[one.dtype].name
-            flat = from_frame(next(frames), dtype) if found.count else _nothing(dtype)
-            columns[one.name] = flat.view(found.count, self.dim)
-        return ExportBatch(ids, stamps, columns, found.next)
+        for column in exported.fields:
+            dtype = BY_ID[column.dtype].name
+            flat = from_frame(next(frames), dtype) if exported.count else _nothing(dtype)
+            columns[column.name] = flat.view(exported.count, self.dim)
+        return ExportBatch(ids, stamps, columns, exported.next)
 
 
 def _numbers(frames: Iterator[memoryview]) -> Ids:

@@ -42,24 +42,22 @@ from kvps.protocol.stores import (
 from kvps.protocol.values import Load, Pulled
 
 RELAYED_LEAST_BYTES = 256 << 10
-"""From here on the values of a broadcast are read while they are loaded."""
-
-
+"""Least bytes of a broadcast whose values are read while they are loaded."""
 PARTS, PART_LEAST_BYTES = 32, 64 << 10
-"""Into about how many parts they are cut, and the least that one has. A part goes on its way to the others
-when a server has all of it, so a broadcast takes one part longer than the way there alone: little of the
-whole, however slow the links are, and a few messages where they are fast."""
+"""About how many parts such values are cut into, and the least bytes of a part. A server passes a part on when it has
+all of it, so a broadcast takes one part longer than the way to the servers alone: a small share of the whole,
+however slow the links are, and a few messages where they are fast."""
 
 
 class Declaration(NamedTuple):
-    """What the servers answered to DECLARE."""
+    """The answers of the servers to DECLARE."""
 
     fresh: list[list[PieceLocation]]
-    """Of each key the pieces that must be loaded."""
+    """For each key the pieces that must be loaded."""
     placed: list[list[PieceLocation]]
-    """Of each key all pieces."""
+    """For each key all pieces."""
     stamps: dict[int, int]
-    """Of each server; others, once a value was begun anew."""
+    """Server -> its stamp, which changes when a value is begun anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class OpenStore(Call):
 
 @dataclass(frozen=True, slots=True)
 class Init(Call):
-    """Create keys (``creator``) or wait until they are there. ``rows`` are contiguous values."""
+    """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are contiguous values."""
 
     title = "init()"
     answers = (Declared,)
@@ -173,9 +171,9 @@ class Broadcast(Call):
 
 
 def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
-    """Return what a broadcast is of, in words; other words for other keys."""
+    """Return the keys of a broadcast in words; other words for other keys."""
     words = [f"{name!r} {spec}" for name, spec in keys]
-    few = ", ".join([one[:80] for one in words[:3]])
+    few = ", ".join([word[:80] for word in words[:3]])
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return f"broadcast() of {few}{more} [{digest}]"
@@ -184,7 +182,7 @@ def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
 def _relay(
     store: WorkerStore, call: Broadcast, rows: Values, numbers: Sequence[int]
 ) -> Generator[Step, list[Packet], bool]:
-    """Give the keys the values of rank 0; return whether these are where the caller wants them."""
+    """Give the keys the values of rank 0; return whether the sinks have these values."""
     total = sum(spec.count * BY_NAME[spec.dtype].itemsize for _, spec in call.keys)
     if total < RELAYED_LEAST_BYTES or store.feedback.is_on:  # by steps, or soon done
         yield from _create(store, call.keys, rows, numbers)
@@ -201,7 +199,7 @@ def _relay(
     stubs = [Key(*key, tuple(held)) for key, held in zip(call.keys, begun.placed, strict=True)]
     requests: list[Request] = []
     for number in sorted(set(numbers)):
-        indices = [index for index, one in enumerate(numbers) if one == number]
+        indices = [index for index, own in enumerate(numbers) if own == number]
         plan = plans.cut(make([stubs[index] for index in indices], store.rank), most)
         into = Rows([call.sinks[index] for index in indices])
         requests += loaded(store, plan, number, begun.stamps, into)
@@ -307,17 +305,17 @@ def lookup(
         for begin in range(0, len(batch), ENTRIES_MAX)
     ]
     answers = yield [Request(server, Find(store.name, batch)) for server, batch in batches]
-    found: list[tuple[str, Spec]] = []
+    specs: list[tuple[str, Spec]] = []
     made: dict[str, int] = {}
     for (_, batch), answer in zip(batches, answers, strict=True):
         assert isinstance(answer.message, FoundAll)
-        for name, one in zip(batch, answer.message.found, strict=True):
-            if one.dtype:
-                found.append((name, Spec(BY_ID[one.dtype].name, one.shape)))
-                made[name] = one.call
-    declared = yield from _declare(store, found, [0] * len(found), create=False)
+        for name, found in zip(batch, answer.message.found, strict=True):
+            if found.dtype:
+                specs.append((name, Spec(BY_ID[found.dtype].name, found.shape)))
+                made[name] = found.call
+    declared = yield from _declare(store, specs, [0] * len(specs), create=False)
     store.place(
-        (name, spec, held) for (name, spec), held in zip(found, declared.placed, strict=True)
+        (name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True)
     )
     for name, call in made.items():
         store.keys[name].broadcasts = call

@@ -130,12 +130,12 @@ class SaveState(Call):
                 part = from_frame(frame, BY_ID[field.dtype].name)
                 parts.setdefault((key.name, field.name), []).append((piece, part))
         states: dict[str, tuple[int, dict[str, torch.Tensor]]] = {
-            name: (min(found), {}) for name, found in steps.items()
+            name: (min(of_parts), {}) for name, of_parts in steps.items()
         }
-        for (name, title), found in parts.items():
-            if len(found) == len(store.keys[name].pieces):
-                row = torch.empty(store.keys[name].spec.count, dtype=found[0][1].dtype)
-                for piece, part in found:
+        for (name, title), known in parts.items():
+            if len(known) == len(store.keys[name].pieces):
+                row = torch.empty(store.keys[name].spec.count, dtype=known[0][1].dtype)
+                for piece, part in known:
                     row[piece.offset : piece.offset + piece.size] = part
                 states[name][1][title] = row
         return states

@@ -1,9 +1,8 @@
 """The calls on rows of keys: one request to each server that holds some of them.
 
-A request names a key, and not a chunk, so that there is one for each server, however many chunks the key
-lies in there. Every server is told of every push, also where it has none of its rows: rounds close by
-who has pushed, and a version counts the rounds of the whole key. What is pulled is asked of those
-servers alone that have it.
+A request names a key, and not a chunk, so that there is one for each server, however many chunks the key lies in
+there. Every server is told of every push, even if it has none of the rows: a round closes when every rank has
+pushed, and a version counts the rounds of the whole key. A pull asks only the servers that have some of the rows.
 
 A key whose rows are not whole on some server (:func:`~kvps.core.placement.lies_by_rows`) is pushed
 and pulled as a whole, as if the caller had made it dense.
@@ -37,8 +36,8 @@ from kvps.core.worker.row_reads import (
     Range,
     RowRead,
     ServerPart,
-    complain_of_drops,
     ranges,
+    report_dropped_rows,
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
@@ -64,8 +63,8 @@ class PushKeyRows(PushCall):
     answers = (Pulled,)
 
     rows: tuple[torch.Tensor, ...]
-    """Of each key three: the numbers of rows, int64 [k], ascending, each once and in the key; where
-    each of these rows is in the last; and rows, [at least k, width]."""
+    """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the key; the index of
+    each of these rows in the third; and rows, [at least k, width]."""
     priority: Numbers
     eager: bool
     """As in PushValues."""
@@ -109,31 +108,31 @@ def _pushes(
     places: torch.Tensor,
     rows: torch.Tensor,
 ) -> list[Request]:
-    """Return what pushes rows to each server of ``key``; nothing if it does not lie by rows."""
+    """Return the requests that push rows to each server of ``key``; none if some row is cut over servers."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
     requests = []
-    for one, some in _split(ranges(key), ids):
+    for rows_of, some in _split(ranges(key), ids):
         count = some.stop - some.start
         message = PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
         requests.append(
             Request(
-                one.server,
+                rows_of.server,
                 message,
                 fill=partial(_gather, store.memory, ids[some], places[some], rows, dtype.name),
                 payload_bytes=max(1, count * (8 + width * dtype.itemsize)),
-                lane=one.lane,
+                lane=rows_of.lane,
             )
         )
     return requests
 
 
 def _split(places: Sequence[Range], ids: torch.Tensor) -> Iterator[tuple[Range, slice]]:
-    """Yield each server's rows, and which of the sorted ``ids`` are among them."""
+    """Yield each server's rows, and the slice of the sorted ``ids`` that are among them."""
     if places:
-        edges = torch.tensor([places[0].first, *[one.stop for one in places]])
+        edges = torch.tensor([places[0].first, *[rows.stop for rows in places]])
         cuts = torch.searchsorted(ids, edges).tolist()
-        for one, low, high in zip(places, cuts, cuts[1:], strict=False):
-            yield one, slice(low, high)
+        for rows, low, high in zip(places, cuts, cuts[1:], strict=False):
+            yield rows, slice(low, high)
 
 
 def _demand_room(key: Key, count: int) -> None:
@@ -178,7 +177,7 @@ def _whole_pushes(
     places: torch.Tensor,
     rows: torch.Tensor,
 ) -> list[Request]:
-    """Return what pushes rows as a gradient of all elements of ``key``."""
+    """Return the requests that push rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
     add_rows(dense, ids, rows.index_select(0, places))
     return [
@@ -209,19 +208,19 @@ class NamedRows(ServerPart[PulledRows]):
 
     ids: torch.Tensor
     out: torch.Tensor
-    """Where they go, with those of other servers."""
+    """Where they go, with the rows of other servers."""
     places: torch.Tensor
-    """Where in it each goes."""
+    """The index of each there."""
 
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
-        """Return the request for them."""
+        """Return the request for these rows."""
         _demand_room(self.key, len(self.ids))
         return Request(
-            self.place.server,
+            self.range.server,
             PullRows(store, self.key.name, after, least, len(self.ids)),
             payload=(self.ids,),
             priority=priority,
-            lane=self.place.lane,
+            lane=self.range.lane,
             on_reply=self,
         )
 
@@ -234,7 +233,7 @@ class NamedRows(ServerPart[PulledRows]):
             answer.dtype != BY_NAME[spec.dtype].id
         ):
             raise ProtocolError(
-                f"server {self.place.server} answered {answer.count} rows of {answer.width} "
+                f"server {self.range.server} answered {answer.count} rows of {answer.width} "
                 f"elements of key {self.key.name!r}; asked for were {len(self.ids)} of {spec.width}"
             )
         self.answer = answer
@@ -255,54 +254,54 @@ class PullKeyRows(Call):
 
     keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]
-    """Of each key int64 [k], ascending, each once and in the key."""
+    """For each key int64 [k], ascending, each once and in the key."""
     places: tuple[torch.Tensor, ...]
-    """Of each key where each of these rows goes in the tensor, int64 [k], each place once."""
+    """For each key the index of each of these rows in the result, int64 [k], each once."""
     priority: Numbers
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        found: list[torch.Tensor] = []
-        by_rows: list[RowRead[NamedRows]] = []
+        results: list[torch.Tensor] = []
+        reads: list[RowRead[NamedRows]] = []
         for index, (key, ids) in enumerate(zip(plan.keys, self.ids, strict=True)):
             out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
-            found.append(out)
-            one = _wanted(key, self, index, out)
-            if one.portions:
-                by_rows.append(one)
+            results.append(out)
+            read = _read_of(key, self, index, out)
+            if read.parts:
+                reads.append(read)
             elif len(ids):
-                yield from _read_whole(store, one, ids, self.places[index], out)
-        yield [request for one in by_rows for request in one.asked(store)]
-        for one in by_rows:
-            one.settle(store.ordered)
-        yield from repair_torn_reads(store, by_rows)
-        complain_of_drops(store, by_rows)
-        return found
+                yield from _read_whole(store, read, ids, self.places[index], out)
+        yield [request for read in reads for request in read.asked(store)]
+        for read in reads:
+            read.settle(store.ordered)
+        yield from repair_torn_reads(store, reads)
+        report_dropped_rows(store, reads)
+        return results
 
 
-def _wanted(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
+def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
     ids, places = call.ids[index], call.places[index]
-    one: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
-    for place, some in _split(ranges(key), ids):
+    read: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
+    for rows, some in _split(ranges(key), ids):
         if some.start < some.stop:
-            one.portions.append(NamedRows(key, place, ids[some], out, places[some]))
-    return one
+            read.parts.append(NamedRows(key, rows, ids[some], out, places[some]))
+    return read
 
 
 def _read_whole(
     store: WorkerStore,
-    one: RowRead[NamedRows],
+    read: RowRead[NamedRows],
     ids: torch.Tensor,
     places: torch.Tensor,
     out: torch.Tensor,
 ) -> Generator[Step, list[Packet], None]:
-    """Read all of a key, and take the rows ``ids`` of it."""
-    dense = torch.empty(one.key.spec.shape, dtype=out.dtype)
-    plan = store.plan((one.key.name,))
-    tallies = yield from consistent_read.read(
-        store, plan, consistent_read.Rows([dense]), one.after, 0, one.priority
+    """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
+    dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
+    plan = store.plan((read.key.name,))
+    trackers = yield from consistent_read.read(
+        store, plan, consistent_read.Rows([dense]), read.after, 0, read.priority
     )
-    out.index_copy_(0, places, dense.view(-1, one.key.spec.width).index_select(0, ids))
-    for tally in tallies:
-        if tally.dropped and not tally.is_unwanted:
-            complain(store.name, store.ordered, store.keys, tally.dropped)
+    out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))
+    for tracker in trackers:
+        if tracker.dropped:
+            complain(store.name, store.ordered, store.keys, tracker.dropped)
