@@ -1,19 +1,18 @@
 """Consistent reads: every key at one version, though its parts are answered one by one.
 
-A rank that has just pushed in a synchronous store reads exactly the version after its push,
-everywhere: no round can close without it. One that reads while others push may find one part of a
-key a version ahead of another. The lagging parts, and only these, are then asked for at the
-version of the leading one; a server answers such a request at the moment when its part gets there,
-so that one more round trip is enough unless the part was overtaken meanwhile.
+A rank that has just pushed in a synchronous store reads exactly the version after its push, everywhere: no round can
+close without it. A rank that reads while others push may find one part of a key a version ahead of another: a *torn
+read*. It then asks for the lagging parts, and only these, at the version of the leading one. A server answers such a
+request when its part gets there, so one more round trip is enough unless the part was overtaken meanwhile.
 
-One case cannot be evened out by waiting: a rank that takes another's place, whose predecessor ended when
-some parts had its push and others had not. The others wait for this very rank, so it is given the parts
-as they are, and pushes what it owes.
+Waiting does not repair a read by a rank that took another's place, if its predecessor ended when some parts had its
+push and others had not. The other parts wait for this very rank, so it is given the parts as they are, and pushes
+what it owes.
 
-Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts
-at different versions until its replacement completes it. Nobody waits for that: while a worker is
-lost, such a key is taken as it is; and if one was replaced, after a while, as the replacement may itself
-wait for one who waits so (where staleness is bounded).
+Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts at different
+versions until its replacement completes it. Nobody waits for that. While a worker is lost, such a key is taken as it
+is; if a worker was replaced, after a while, since the replacement may wait for a rank that waits so (where staleness
+is bounded).
 """
 
 from __future__ import annotations
@@ -44,24 +43,23 @@ from kvps.tensors import Memory, from_frame
 
 @dataclass(frozen=True, slots=True)
 class AwaitAcks:
-    """Instead of requests: resume when every push of the store so far is acknowledged."""
+    """A step without requests: resume when every push of the store so far is acknowledged."""
 
 
 class LaggingReads(list[Request]):
-    """Requests for parts that lag behind; resume without answers, with what there is, if a worker is lost,
-    or was."""
+    """Requests for parts that lag behind; resumed without answers if a worker is lost, or was."""
 
 
 Step = list[Request] | AwaitAcks
-"""What a conversation waits for next."""
+"""What an operation waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
 Parts = dict[PieceLocation, tuple[int, int]]
-"""The (version, owed) of each part of one key."""
+"""Part of a key -> (version, next push number that this rank owes)."""
 
 
 class Sink(Protocol):
-    """Where the values of the keys of a plan go."""
+    """The destination of the values of the keys of a plan."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
@@ -79,7 +77,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Values are copied into one tensor for each key."""
+    """A sink that copies values into one tensor for each key."""
 
     rows: Sequence[torch.Tensor]
 
@@ -94,12 +92,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Values stay where they are."""
+    """A sink that leaves values where they are."""
 
     indices: Sequence[int]
-    """Of each key here, which key of the whole call it is."""
+    """For each key here, its index among the keys of the call."""
     written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
-    """What came; what came later counts."""
+    """(indices, share, values) in the order in which they came; the later ones count."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
@@ -110,9 +108,9 @@ class Pieces:
         return Pieces([self.indices[index] for index in indices], self.written)
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
-        """Return one tensor for each key: where it lies, or a copy if that is no one place.
+        """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
 
-        Nothing is returned if some values were not written: then nobody waits for them any more.
+        The list is empty if some values were not written: then nobody waits for them any more.
         """
         views: dict[int, torch.Tensor] = {}
         cut: dict[int, dict[int, torch.Tensor]] = {}
@@ -124,8 +122,8 @@ class Pieces:
                     cut.setdefault(index, {})[segment.offset] = part
                 else:
                     views[index] = part if len(shape) == 1 else part.view(shape)
-        for index, found in cut.items():
-            parts = [found[offset] for offset in sorted(found)]
+        for index, by_offset in cut.items():
+            parts = [by_offset[offset] for offset in sorted(by_offset)]
             if sum([len(part) for part in parts]) < keys[index].spec.count:
                 return []
             mapped = memory.side_by_side(parts)
@@ -140,13 +138,13 @@ class Pieces:
 
 
 def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
-    """Return the sink of those keys of a call that are in ``group``."""
+    """Return the sink of the keys of a call that are in ``group``."""
     return sink if group.indices is None else sink.only(group.indices)
 
 
 @dataclass(slots=True)
 class ReadTracker:
-    """The read of the keys of one plan: where their values go, and how their parts stood."""
+    """The read of the keys of one plan: where their values go, and at which versions their parts were."""
 
     plan: TransferPlan
     sink: Sink | None = None
@@ -155,11 +153,11 @@ class ReadTracker:
     """For each key, how many pushes of this rank its values include at least."""
     priority: Numbers = 0
     answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
-    """In the order in which they came; for one part the last one counts."""
+    """In the order in which they came; for each part the last answer counts."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
     """key -> the last update that was not made, if the servers tell."""
     is_unwanted: bool = False
-    """The caller stopped waiting, and will not learn of them."""
+    """The caller stopped waiting, and will not hear of dropped updates."""
     _torn: list[int] = field(default_factory=list)
     """Indices of the keys that were read at several versions, and may still be."""
 
@@ -197,7 +195,7 @@ class ReadTracker:
         return requests
 
     def note(self, share: ChunkSlice, dropped: tuple[Dropped, ...]) -> None:
-        """Take in which updates were not made, as one share's answer says."""
+        """Note which updates were not made, as one share's answer says."""
         index_at = {segment.start: segment.key for segment in share.segments}
         for update in dropped:
             name = self.plan.keys[index_at[update.start]].name
@@ -206,7 +204,7 @@ class ReadTracker:
                 self.dropped[name] = update
 
     def by_key(self) -> list[Parts]:
-        """Return how the parts of each key stood."""
+        """Return for each key at which versions its parts were."""
         by_key: list[Parts] = [{} for _ in self.plan.keys]
         for share, runs in self.answers:
             stands = iter(runs)
@@ -219,7 +217,7 @@ class ReadTracker:
         return by_key
 
     def settle(self, ordered: bool) -> None:
-        """Note in the keys what is applied, and here which of them were read torn."""
+        """Note in the keys what is applied, and here which keys were read torn."""
         stands = {(stand.version, stand.owed) for _, runs in self.answers for stand in runs}
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
@@ -266,7 +264,7 @@ class ReadTracker:
 
 @dataclass(slots=True)
 class ReplySink:
-    """Takes in the answer to one request for values."""
+    """The receiver of the answer to one request for values."""
 
     read: ReadTracker
     share: ChunkSlice
@@ -274,7 +272,7 @@ class ReplySink:
     """Decodes the answer, if it may come as deltas."""
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note how the values stand, and write them to the sink if they are ``wanted``."""
+        """Note at which versions the values are, and write them to the sink if they are ``wanted``."""
         answer, read = packet.message, self.read
         assert isinstance(answer, Pulled)
         read.answers.append((self.share, answer.runs))
@@ -333,8 +331,10 @@ def repair_torn_reads(store: WorkerStore, reads: Sequence[Read]) -> Steps:
 def loaded(
     store: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
 ) -> list[Request]:
-    """Return the requests that read what the DECLARE of number ``call`` gives the keys of ``plan``, each
-    part as soon as it is there; ``stamps`` are what each server said of that."""
+    """Return the requests that read the values which the DECLARE of number ``call`` gives the keys of ``plan``.
+
+    Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
+    """
     tracker = ReadTracker(plan, sink)
     return [
         Request(
@@ -357,7 +357,7 @@ def loaded(
 def read_versions(
     store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
 ) -> Generator[Step, list[Packet], ReadTracker]:
-    """Wait until the conditions hold, and return how the keys stand then, without values."""
+    """Wait until the conditions hold; return the read of the keys' versions, without values."""
     tracker = ReadTracker(plan, None, after)
     yield tracker.ask(store, plan.shares, least)
     tracker.settle(store.ordered)
