@@ -151,8 +151,6 @@ class CallTable:
         self.pending[ticket] = pending
         yield from self._advance(pending, None, now)
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def _advance(
         self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float
     ) -> Effects:
@@ -256,8 +254,6 @@ class CallTable:
         """Servers were sent HELLO: say it again after a while to those that have not answered."""
         self._hello_at = now + HELLO_AGAIN_S
         self._links_at = min(self._links_at, self._hello_at)
-
-    # --- answers ------------------------------------------------------------------------------------
 
     def on_answer(self, link: Connection, packet: Packet, now: float) -> Effects:
         """A server, or a neighbour that was asked, has answered."""
@@ -397,7 +393,7 @@ class CallTable:
     def links_deadline(self, due: float) -> float:
         """Return when something is due on a connection to a server, unless it is after ``due``."""
         if self._links_at < due:  # looked up only then: this is asked after every packet
-            dues = [link.due_at(self._hello_at) for link in self.links]
+            dues = (link.due_at(self._hello_at) for link in self.links)
             self._links_at = min(dues, default=math.inf)
         return self._links_at
 
@@ -414,10 +410,9 @@ class CallTable:
 
     def _lags_until(self, pending: PendingCall) -> float:
         """Return until when a call waits for parts that lag behind; for ever, if it need not end."""
-        if not isinstance(pending.requests, LaggingReads) or not pending.waiting:
-            return math.inf
         store = self._stores[pending.call.store]
-        if store.ordered:
+        is_lagging = isinstance(pending.requests, LaggingReads) and bool(pending.waiting)
+        if not is_lagging or store.ordered:
             return math.inf
         if self._losses.workers:
             return pending.since

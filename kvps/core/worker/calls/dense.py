@@ -113,13 +113,12 @@ class PushValues(PushCall):
         requests: list[Request] = []
         with note_refusal(plan):
             for group in store.push_groups(plan):
-                own = None if sink is None else own_sink(group, sink)
-                after = alike([number + 1 for number in group.numbers(numbers)])
-                tracker = ReadTracker(group.plan, own, after, group.numbers(self.priority))
-                gradients = group.rows(values)
-                requests += self._pushed(
-                    store, group, gradients, alike(group.numbers(numbers)), tracker
-                )
+                own = group.numbers(numbers)
+                tracker = ReadTracker(group.plan, priority=group.numbers(self.priority))
+                if sink is not None:
+                    tracker.sink = own_sink(group, sink)
+                    tracker.after = alike([number + 1 for number in own])
+                requests += self._pushed(store, group, group.rows(values), alike(own), tracker)
                 reads.append(tracker)
             yield requests
         store.was_pushed_to = True

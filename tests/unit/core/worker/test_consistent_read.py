@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvps.compression.policy import rules_of
 from kvps.core.worker.calls import Views
 from kvps.core.worker.calls.dense import sink_for
 from kvps.core.worker.connection import Request
@@ -93,6 +94,24 @@ def test_keys_of_one_chunk_are_read_by_one_request() -> None:
     assert isinstance(step, list)
     assert ends(steps, [answer(step[0], 3)])
     assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_keys_that_travel_in_two_forms_are_read_by_two_requests(views: bool) -> None:
+    one = new_store()
+    one.feedback.use(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
+    plan = one.plan(("b", "a"))
+    sinks = [torch.zeros(3), torch.zeros(2)]
+    sink = sink_for(Views.VIEWS if views else tuple(sinks), plan)
+    assert sink is not None
+    steps = read(one, plan, sink, 0, 0, 0)
+    step = next(steps)
+    assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
+    assert isinstance(step, list)
+    assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
+    if isinstance(sink, Pieces):
+        sinks = sink.views(plan.keys, one.memory)
+    assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
 
 
 def test_keys_may_stand_at_different_versions() -> None:

@@ -1036,3 +1036,23 @@ def test_every_answer_of_a_server_is_known_as_one() -> None:
     numbered = {one for one in MESSAGES.values() if "seq" in {each.name for each in fields(one)}}
     answers = {one.__name__ for one in numbered} - of_the_scheduler - {"Error"}
     assert answers == {one.__name__ for one in ANSWERS}
+
+
+def test_a_lost_worker_that_nobody_waits_for_is_no_deadline() -> None:
+    due = []
+    for policy in ("shrink", "wait"):
+        bench = Bench()
+        bench.open(on_worker_lost=policy, worker_grace_s=0.5)
+        bench.init({"w": torch.zeros(4)})
+        bench.call(push({"w": torch.zeros(4)}))
+        bench.view(member(W1, "lost"))
+        due.append(bench.core.deadline() == bench.now + 0.5)
+    assert due == [False, True]
+
+
+def test_a_job_without_servers_is_complete_and_refuses_calls() -> None:
+    bench = Bench(servers=0)
+    assert bench.is_done(bench.join())
+    assert bench.core.deadline() == bench.now + 1.0, "the next beat, and no HELLO"
+    ticket = bench.call(calls.OpenStore("kv", opened(), 60.0))
+    assert "this worker knows no server" in str(bench.error(ticket))

@@ -709,6 +709,15 @@ class TestALeaderThatIsHeldAndDoesNotSpeak:
         one.call(push({"a": ONES}))
         assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0, 2]
 
+    def test_but_not_before_it_has_answered_hello(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        one.wait(MUTE_AFTER_S + 1.1)
+        one.leader(1, Probed((), ()))
+        one.call(push({"a": ONES}))
+        assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0]
+        assert [message.runs[0].number for message in pushes(one, "worker 2")] == [1]
+
     def test_but_one_that_answers_probes_is(self) -> None:
         one = bench()
         one.call(push({"a": ONES}))
