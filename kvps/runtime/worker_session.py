@@ -1,9 +1,11 @@
-"""This process's place in a cluster as a worker: a core, its loop in a thread, and its end.
+"""A process's membership of a cluster as a worker: a core, its loop in a thread, and the end of both.
 
-All dist stores of a process share one session. It begins with the first store and ends when the
-process does, or with :func:`kvps.shutdown`. A process that ends well leaves; one that ends with an
-exception, or with an exit code other than 0, is lost, so that nobody mistakes half a run for a
-whole one. Under kvps-worker the guardian tells the scheduler how the command ended.
+All dist stores of a process share one session. It begins with the first store and ends with the process, or with
+:func:`kvps.shutdown`. A process that ends well leaves the job. A process that ends with an exception, or with an exit
+code other than 0, is lost, so that nobody mistakes half a run for a whole one. Under kvps-worker the supervisor tells
+the scheduler how the command ended.
+
+The core belongs to the loop's thread. Other threads make calls, and read :attr:`WorkerSession.info`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.membership_client import Identity
 from kvps.core.worker.calls import Call, Flush
+from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, NullListener, Transport, drive
@@ -33,17 +36,17 @@ from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
 LEAVE_MAX_S = 5.0
-"""How long the end of a process waits for the scheduler to know of it."""
+"""Seconds for which the end of a process waits for the scheduler to hear of it."""
 
 
 class WorkerSession(NullListener):
     """One worker of one cluster, in this process.
 
     Args:
-        identity: who it is.
-        transport: how it talks.
+        identity: the worker's name and seat.
+        transport: sends and receives its packets; the loop closes it.
         memory: where values lie that travel.
-        is_replaceable: if it fails, somebody may start another in its place.
+        is_replaceable: whether another process may be started in its place if it fails.
     """
 
     def __init__(
@@ -54,13 +57,15 @@ class WorkerSession(NullListener):
         *,
         is_replaceable: bool = True,
     ) -> None:
-        self.core = Worker(identity, time.monotonic(), memory)
+        self._core = Worker(identity, time.monotonic(), memory)
+        self.scheduler = identity.scheduler
+        """The scheduler's endpoint."""
         self.pid = os.getpid()
         self.staging = Staging(memory.extent if isinstance(memory, Shared) else (0, 0))
         self._is_replaceable = is_replaceable
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
-        """Type of each store, by name."""
+        """Name of each store -> its type."""
         self._transport = transport
         self._inbox: Inbox[Worker] = Inbox(transport)
         self._tickets: dict[int, Ticket] = {}
@@ -76,13 +81,13 @@ class WorkerSession(NullListener):
         try:
             self._inbox.put(lambda core, now: core.start(now))
             with torch.no_grad():  # values may be parameters
-                wish = drive(self.core, self._transport, self._inbox, self)
-            error = self.core.member.error or SchedulerLost(
+                wish = drive(self._core, self._transport, self._inbox, self)
+            error = self._core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )
         except KvpsError as raised:
             error = raised
-        except BaseException as raised:  # the loop must not end without ending those who wait
+        except BaseException as raised:  # the loop must not end and leave callers waiting
             log.exception("the kvps loop failed")
             error = KvpsError(f"the kvps loop failed: {raised!r}")
         finally:
@@ -92,13 +97,13 @@ class WorkerSession(NullListener):
             self._transport.close(0.2)
 
     def finish(self, effect: Finish) -> None:
-        """A call ended."""
+        """End the ticket of a call."""
         ticket = self._tickets.pop(effect.ticket, None)
         if ticket is not None:
             ticket.end(effect.value, effect.error)
 
     def copied(self, effect: Copied) -> None:
-        """A call's values are copied."""
+        """Tell the caller that its values are copied."""
         ticket = self._tickets.get(effect.ticket)
         if ticket is not None:
             ticket.copied()
@@ -108,7 +113,12 @@ class WorkerSession(NullListener):
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self.core.member.rank
+        return self.info.rank
+
+    @property
+    def info(self) -> ClusterInfo:
+        """The newest snapshot of the cluster that the loop has published."""
+        return self._core.info
 
     @property
     def is_over(self) -> bool:
@@ -182,7 +192,7 @@ class WorkerSession(NullListener):
 
 
 class ExitStatus:
-    """How this process ends: remembered by hooks, asked for by the exit handler."""
+    """The exit code of this process, noted by hooks and read by the exit handler."""
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -190,13 +200,13 @@ class ExitStatus:
         self._exit = sys.exit
 
     def watch(self) -> None:
-        """Begin to notice uncaught exceptions and calls of sys.exit."""
+        """Hook uncaught exceptions and calls of sys.exit."""
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit  # type: ignore[assignment]  # the same signature, and it returns never
 
-    def _on_exception(self, *given: object) -> None:
+    def _on_exception(self, *exception: object) -> None:
         self.exit_code = 1
-        self._excepthook(*given)  # type: ignore[arg-type]  # passed on as they came
+        self._excepthook(*exception)  # type: ignore[arg-type]  # passed on as they came
 
     def _on_exit(self, status: object = None) -> None:
         if status is None:
@@ -210,12 +220,12 @@ ending = ExitStatus()
 
 
 def leave_at_exit(session: WorkerSession, is_guarded: bool, timeout_s: float) -> None:
-    """Have ``session`` flushed and left when the process ends; it fails if a push is lost then.
+    """Flush and leave ``session`` when the process ends; the process fails if a push is lost then.
 
     Args:
         session: the process's session.
-        is_guarded: a guardian says how this process ended, so it says nothing itself.
-        timeout_s: how long the flush may take.
+        is_guarded: a supervisor tells the scheduler how this process ended.
+        timeout_s: seconds that the flush may take.
     """
     ending.watch()
 

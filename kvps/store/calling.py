@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kvps.core.worker.calls import Sinks, Views
-from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.calls import Fresh, Sinks, Views
 from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound
 from kvps.runtime.ticket import Handle, Ticket

@@ -228,8 +228,7 @@ def _chunk_bytes(session: WorkerSession) -> int:
     wish = config.chunk_bytes()
     if wish is not None:
         return wish
-    view = session.core.member.view
-    members = view.members if view is not None else ()
+    members = session.info.members
     machines = {one.machine for one in members}
     endpoints = [one.endpoint for one in members if one.endpoint]
     if len(machines) == 1 and 0 not in machines:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import CopyVersion
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError

@@ -18,11 +18,10 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import Part, parts
 from kvps.core.worker import calls
-from kvps.core.worker.operations.refresh import Fresh
+from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Numbers
 from kvps.dtypes import Spec
 from kvps.errors import REFUSED, KeyNotFound, KvpsError, Mismatch
-from kvps.protocol.envelope import Role
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime.cuda_staging import ready_on_device
 from kvps.runtime.preemption import RoundTracker
@@ -93,9 +92,7 @@ class DistStore(KVStore):
     @property
     def num_workers(self) -> int:
         """How many workers the job has."""
-        welcome = self._session.core.member.welcome
-        assert welcome is not None
-        return welcome.workers
+        return self._session.info.workers
 
     @property
     def is_over(self) -> bool:
@@ -105,9 +102,7 @@ class DistStore(KVStore):
     @property
     def num_dead_nodes(self) -> int:
         """How many workers and servers are lost."""
-        view = self._session.core.member.view
-        members = view.members if view is not None else ()
-        return sum(one.state in ("lost", "gone") for one in members)
+        return sum(one.state in ("lost", "gone") for one in self._session.info.members)
 
     def version(self, key: object, *, timeout: float | None = None) -> Any:
         """Return the closed rounds (sync) or applied pushes (async) of a key since init.
@@ -160,7 +155,7 @@ class DistStore(KVStore):
     @property
     def joins(self) -> int:
         """How many joins are over; a replacement of a lost worker knows it after :meth:`resume`."""
-        return self._session.core.books[self._name].joins
+        return self._session.info.joins.get(self._name, 0)
 
     def join(self, timeout: float | None = None) -> int:
         """Say that this worker has run out of batches; return when every worker has.
@@ -199,7 +194,7 @@ class DistStore(KVStore):
             >>> kv.placement()["bias"]  # doctest: +SKIP
             (Part(server=1, start=0, size=10),)
         """
-        servers = len(self._session.core.links)
+        servers = self._session.info.servers
         bound = self._opened.bigarray_bound
         return {
             name: parts(name, spec.count, servers, bound, spec.width)
@@ -420,12 +415,12 @@ class DistStore(KVStore):
         self._call(calls.Compress(self._name, rules), self._timeout_s)
 
     def _rests(self) -> dict[str, torch.Tensor]:
-        found = self._call(calls.SaveRests(self._name), self._timeout_s)
+        found = self._call(calls.SaveResiduals(self._name), self._timeout_s)
         assert isinstance(found, dict)
         return found
 
     def _set_rests(self, rests: dict[str, torch.Tensor]) -> None:
-        self._call(calls.LoadRests(self._name, rests), self._timeout_s)
+        self._call(calls.LoadResiduals(self._name, rests), self._timeout_s)
 
     def _close(self) -> None:
         if self._session.is_over:
@@ -461,9 +456,7 @@ class DistStore(KVStore):
         return answers
 
     def _live(self) -> set[int]:
-        view = self._session.core.member.view
-        members = view.members if view is not None else ()
-        return {one.rank for one in members if one.role == Role.WORKER and one.state == "held"}
+        return set(self._session.info.workers_in("held"))
 
     def _missing(self, names: tuple[str, ...]) -> None:
         for name in names:

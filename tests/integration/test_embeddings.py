@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import kvps
 import kvps.torch
-from kvps.core.worker.operations import embeddings
+from kvps.core.worker.calls import embeddings
 from kvps.errors import ConfigError, Mismatch
 from tests.integration.processes import Processes, has_checkpoint, until
 

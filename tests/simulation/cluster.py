@@ -23,7 +23,7 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import split
+from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.worker import Worker
 from kvps.errors import KvpsError
@@ -181,7 +181,7 @@ class Store:
             (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)])
             for some in split(ids, servers)
         )
-        call = calls.PushTableRows(self.name, (key,), (), None, 0, True, rows.shape[1], parts)
+        call = calls.PushTableRows(self.name, (key,), True, rows.shape[1], parts)
         yield self._do(call, "copied")
 
     def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids) -> Script:

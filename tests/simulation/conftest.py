@@ -7,7 +7,7 @@ import pytest
 from kvps.core.server import store
 from kvps.core.server.chunks import rounds, slab
 from kvps.core.worker import connection
-from kvps.core.worker.operations import base, dense
+from kvps.core.worker.calls import base
 
 
 @pytest.fixture(autouse=True)
@@ -16,5 +16,5 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "CHUNK_BYTES_MIN", 1)
     monkeypatch.setattr(slab, "PAGE_BYTES", 64)
     monkeypatch.setattr(connection, "WINDOW_BYTES", 1_000)
-    for module in (rounds, base, dense):
+    for module in (rounds, base):
         monkeypatch.setattr(module, "WINDOW", 4)

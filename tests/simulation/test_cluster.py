@@ -320,8 +320,8 @@ def test_a_broadcast_reaches_all(
 ) -> None:
     """Whole, and in parts that are read while others are loaded."""
     if seed % 2:
-        monkeypatch.setattr("kvps.core.worker.operations.keys.RELAYED_LEAST_BYTES", 0)
-        monkeypatch.setattr("kvps.core.worker.operations.keys.PART_LEAST_BYTES", 16)
+        monkeypatch.setattr("kvps.core.worker.calls.keys.RELAYED_LEAST_BYTES", 0)
+        monkeypatch.setattr("kvps.core.worker.calls.keys.PART_LEAST_BYTES", 16)
     _, job = draw(seed, kills=False)
     with replayable(request, job):
         play_script(job, lambda rank: announcements(job, rank))

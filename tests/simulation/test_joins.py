@@ -162,7 +162,7 @@ def go_on(job: Uneven, rank: int, cluster: Cluster) -> Script:
     if job.has_optimizer:
         yield from kv.set_optimizer("test", rescale_grad=2.0)
     begin = yield from kv.resume(list(job.sizes))
-    joins = cluster.clients[rank].core.books[kv.name].joins
+    joins = cluster.clients[rank].core.stores[kv.name].joins
     for epoch, first in list(zip(job.batches, job.rounds(), strict=False))[joins:]:
         for number in range(max(begin, first), first + epoch[rank]):
             yield from one_batch(job, rank, number, versions)

@@ -287,8 +287,8 @@ def test_nobody_reads_values_from_before_a_broadcast(
 ) -> None:
     """Also if a neighbour's answer is kept for him, because he pushed and did not pull."""
     if seed % 2:
-        monkeypatch.setattr("kvps.core.worker.operations.keys.RELAYED_LEAST_BYTES", 0)
-        monkeypatch.setattr("kvps.core.worker.operations.keys.PART_LEAST_BYTES", 16)
+        monkeypatch.setattr("kvps.core.worker.calls.keys.RELAYED_LEAST_BYTES", 0)
+        monkeypatch.setattr("kvps.core.worker.calls.keys.PART_LEAST_BYTES", 16)
     dice = random.Random(seed)
     workers, servers = dice.choice([2, 3]), dice.choice([1, 2])
     faults = faults_of(dice)

@@ -293,7 +293,7 @@ def outlive(job: Job, script: Callable[[int], Script]) -> None:
     cluster = Cluster(3, job.servers, script, job.seed, job.faults, job.machines)
 
     def lose() -> None:
-        if cluster.clients[2].core.books:
+        if cluster.clients[2].core.stores:
             cluster.kill(2)
         else:
             cluster.network.at(cluster.network.now + 0.05, lose)

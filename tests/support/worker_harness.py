@@ -1,7 +1,7 @@
 """A worker core on a bench: the test is the scheduler, the servers, the user and the clock.
 
-Nothing answers by itself. What the worker asks of the world is kept in ``effects``; a step returns
-the effects of that step.
+Nothing answers by itself. The effects that the worker yields are kept in ``effects``; a step returns the effects of
+that step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Readable:
     def __init__(self, *routes: str, shares: bool = False) -> None:
         self.routes = routes
         self.blocks: list[torch.Tensor] = []
-        """All that was taken; never given back."""
+        """All blocks that were taken; never given back."""
         self.shares = shares
         """Whether values that were lent can be seen side by side."""
 
@@ -60,11 +60,11 @@ class Readable:
     def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
         return route in self.routes and all(
             any(
-                block.data_ptr() <= one.data_ptr()
-                and one.data_ptr() + one.nbytes <= block.data_ptr() + block.nbytes
+                block.data_ptr() <= piece.data_ptr()
+                and piece.data_ptr() + piece.nbytes <= block.data_ptr() + block.nbytes
                 for block in self.blocks
             )
-            for one in pieces
+            for piece in pieces
         )
 
     def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -84,7 +84,7 @@ class Bench:
         memory: Memory = PRIVATE,
         machines: Sequence[int] = (),
     ) -> None:
-        """Put a worker on the bench; ``machines`` are those of all workers, unknown if not given.
+        """Put a worker on the bench; ``machines`` are those of all workers, unknown by default.
 
         The servers are on machine 1.
         """
@@ -136,7 +136,7 @@ class Bench:
         """Show a view in which all seats are held, but for those ``changed``."""
         nodes = [Node(Role.SERVER, rank) for rank in range(self.servers)]
         nodes += [Node(Role.WORKER, rank) for rank in range(self.workers)]
-        other = {Node(Role(one.role), one.rank): one for one in changed}
+        other = {Node(Role(seat.role), seat.rank): seat for seat in changed}
         members = tuple(other.get(node) or self.seat(node) for node in nodes)
         self.number = next(self.views)
         return self.scheduler(View(self.number, phase, reason, members, epoch, since, cut))
@@ -174,7 +174,7 @@ class Bench:
         incarnation = 1 + 10 * Role.WORKER + rank
         fields = {"job": JOB, "view": self.number, "role": Role.WORKER, "rank": rank, "seq": 0}
         envelope = Envelope(**(fields | {"incarnation": incarnation} | more))  # type: ignore[arg-type]
-        packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
+        packet = Packet(envelope, message, tuple(to_frame(values.clone()) for values in payload))
         return self.take(self.core.on_packet(route, packet, self.now))
 
     def server(
@@ -185,9 +185,19 @@ class Bench:
         seq: int = 0,
         view: int | None = None,
     ) -> list[Effect]:
-        envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
-        packet = Packet(envelope, message, tuple(to_frame(one.clone()) for one in payload))
+        packet = self.packet_of_server(rank, message, *payload, seq=seq, view=view)
         return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
+
+    def packet_of_server(
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int = 0,
+        view: int | None = None,
+    ) -> Packet:
+        envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
+        return Packet(envelope, message, tuple(to_frame(values.clone()) for values in payload))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass, and ring at each deadline."""
@@ -216,17 +226,18 @@ class Bench:
 
     def sent(self, cls: type[M], server: int | None = None) -> list[M]:
         """All messages of one class so far (to one server)."""
-        return [one.packet.message for one in self.sends(cls, server)]  # type: ignore[misc]
+        return [send.packet.message for send in self.sends(cls, server)]  # type: ignore[misc]
 
     def sends(self, cls: type[Message], server: int | None = None) -> list[Send]:
         return sends(self.effects, cls, server)
 
     def seqs(self, cls: type[Message], server: int | None = None) -> list[int]:
-        return [one.packet.envelope.seq for one in self.sends(cls, server)]
+        return [send.packet.envelope.seq for send in self.sends(cls, server)]
 
     def finish(self, ticket: int) -> Finish | None:
         """How a call ended, if it did."""
-        ends = [one for one in self.effects if isinstance(one, Finish) and one.ticket == ticket]
+        finishes = [effect for effect in self.effects if isinstance(effect, Finish)]
+        ends = [finish for finish in finishes if finish.ticket == ticket]
         assert len(ends) <= 1, "a call ended twice"
         return ends[0] if ends else None
 
@@ -247,10 +258,11 @@ class Bench:
         return Copied(ticket) in self.effects
 
     def notes(self) -> list[str]:
-        return [f"{one.level}: {one.text}" for one in self.effects if isinstance(one, Note)]
+        notes = [effect for effect in self.effects if isinstance(effect, Note)]
+        return [f"{note.level}: {note.text}" for note in notes]
 
     def exits(self) -> list[Exit]:
-        return [one for one in self.effects if isinstance(one, Exit)]
+        return [effect for effect in self.effects if isinstance(effect, Exit)]
 
     # --- what servers usually say -------------------------------------------------------------
 
@@ -295,11 +307,11 @@ def opened(store: str = "kv", **options: object) -> Open:
 def sends(effects: Iterable[Effect], cls: type[Message], server: int | None = None) -> list[Send]:
     """Those effects that send a message of one class (to one server)."""
     return [
-        one
-        for one in effects
-        if isinstance(one, Send)
-        and isinstance(one.packet.message, cls)
-        and (server is None or server == server_of(one))
+        effect
+        for effect in effects
+        if isinstance(effect, Send)
+        and isinstance(effect.packet.message, cls)
+        and (server is None or server == server_of(effect))
     ]
 
 
@@ -312,8 +324,8 @@ def server_of(send: Send) -> int | None:
 def values_of(send: Send, dtype: str = "float32") -> list[float]:
     """The numbers in the one payload frame of a packet."""
     (frame,) = send.packet.payload
-    found: list[float] = from_frame(frame, dtype).tolist()
-    return found
+    values: list[float] = from_frame(frame, dtype).tolist()
+    return values
 
 
 def push(values: dict[str, torch.Tensor], **more: object) -> calls.PushValues:

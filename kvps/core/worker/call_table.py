@@ -2,48 +2,59 @@
 
 Theory of operation
 -------------------
-Each call runs as a conversation (:mod:`kvps.core.worker.operations.base`): a generator that yields what it asks for
-and is sent the answers. Its requests go to the links, the neighbours or the scheduler. When all of a step's
-answers are in, the conversation goes on; when it returns, the call is finished.
+Each call runs as an operation (:mod:`kvps.core.worker.calls.base`): a generator that yields requests and is
+sent their answers. The requests go to the servers, to the workers of this host, or to the scheduler. When all
+requests of a step are answered, the operation goes on; when it returns, the call is finished.
 
-A call has a deadline. When it passes, the call finishes with :class:`~kvps.errors.Timeout`, which
-names what the servers said they wait for. What the caller gave is copied then, and what he wanted
-is not written any more. A conversation that changes something goes on, so that a push is still
-applied once; one that only reads is given up.
+A call has a deadline. When it passes, the call finishes with :class:`~kvps.errors.Timeout`, which names what
+the servers said they wait for. The caller's tensors are copied then, and what it wanted is not written any
+more. An operation that changes something goes on, so that a push is still applied once; one that only reads is
+given up.
+
+The table knows the connections that requests travel along, and what is due on them. Which calls may begin, and
+which end because a member is lost, is decided in :mod:`kvps.core.worker.worker`.
 """
 
 from __future__ import annotations
 
-import abc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 
 import torch
 
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
-from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
+from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JUDGE
-from kvps.core.worker import calls
-from kvps.core.worker.connection import Connection, Request, SendScheduler
+from kvps.core.worker.calls import ANSWERS, Call, OnTimeout
+from kvps.core.worker.calls.base import Operation
+from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.host_aggregation.host_group import HostGroup
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
-from kvps.core.worker.operations.base import Conversation
 from kvps.core.worker.store import WorkerStore
-from kvps.core.worker.timeout_report import lateness, name_of
-from kvps.errors import KvpsError
+from kvps.core.worker.timeout_report import timeout_error
+from kvps.errors import KvpsError, from_code
+from kvps.protocol.checkpoint import Checkpointed
 from kvps.protocol.envelope import Packet
-from kvps.protocol.membership import Join, Probe, Return
-from kvps.protocol.values import Push, PushIds, PushRows
-from kvps.tensors import Memory
+from kvps.protocol.membership import Error, Join, Probe, Probed, Released, Resumed, Return, Welcome
+from kvps.protocol.values import Ack, Push, PushIds, PushRows
+from kvps.tensors import Memory, to_frame
 
 LAG_MAX_S = 10.0
 """How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
 LATE_MAX = 64
-"""How many calls that succeeded after their Timeout are kept for those who ask again."""
+"""How many calls that succeeded after their Timeout are kept, to be found when they are made again."""
+HELLO_AGAIN_S = 1.0
+ASK_AGAIN_S = 2.0
+"""After how long the scheduler is asked again for what it has not answered."""
+LAST_PROBE_S = 0.25
+"""How long before a deadline the servers are asked once more what they wait for."""
+
+OnEnd = Callable[[object, KvpsError | None, float], Effects]
+"""Takes the result or the error of a call that the core made itself, and the time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +62,13 @@ class PendingCall:
     """One call under way."""
 
     ticket: int
-    call: calls.Call
-    conversation: Conversation
-    rows: list[torch.Tensor]
+    call: Call
+    operation: Operation
+    values: list[torch.Tensor]
     """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
+    on_end: OnEnd | None = None
+    """Hears of the end in place of the user, if no user made the call."""
     probed: bool = False
     has_pushed: bool = False
     """Its pushes, if it makes any, are numbered and under way."""
@@ -64,160 +77,264 @@ class PendingCall:
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
-    """The caller has the result; what is still under way is nobody's business."""
+    """The caller has the result; nobody hears of what is still under way."""
     requests: list[Request] = field(default_factory=list)
-    """Of this step; empty while it drains."""
+    """Those of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
     waiting: dict[Request, None] = field(default_factory=dict)
     """What this step waits for: its own requests, or all pushes of the store. In their order, which a
     set of objects would draw anew in every process."""
 
 
-class CallTable(abc.ABC):
-    """The calls of a worker, and what they are about: its links, its neighbours, its books."""
+class CallTable:
+    """The calls in flight on one worker.
 
-    def __init__(self, identity: Identity, now: float, memory: Memory) -> None:
-        self.member = MembershipClient(identity, now)
-        self.books: dict[str, WorkerStore] = {}
-        self._uplink = SendScheduler()
-        self.links = self._uplink.links
-        """To every server, once the cluster is complete."""
-        self.neighbours = HostGroup(self.member, memory, self.links, self)
-        self.losses = FailurePolicy()
-        self._talks: dict[int, PendingCall] = {}
-        self._late: list[tuple[calls.Call, object]] = []
+    Args:
+        member: the worker's membership.
+        stores: name -> store, of all stores that were opened; the worker adds to it.
+        losses: what is known of lost members.
+        memory: where values lie that travel.
+        before_end: hears of a store one of whose calls is about to end.
+    """
+
+    def __init__(
+        self,
+        member: MembershipClient,
+        stores: Mapping[str, WorkerStore],
+        losses: FailurePolicy,
+        memory: Memory,
+        before_end: Callable[[WorkerStore], None],
+    ) -> None:
+        self._before_end = before_end
+        self._member = member
+        self._stores = stores
+        self._losses = losses
+        self.uplink = SendScheduler()
+        self.links = self.uplink.links
+        """Connections to every server, once the cluster is complete."""
+        self.neighbours = HostGroup(member, memory, self.links, self)
+        self.pending: dict[int, PendingCall] = {}
+        """By ticket."""
+        self._hello_at = math.inf
+        """When peers that have not answered HELLO are sent it again."""
+        self._late: list[tuple[Call, object]] = []
         """Calls of all ranks that succeeded after their Timeout, and with what."""
         self._unacked: dict[str, dict[Request, None]] = {}
-        """Pushes that are not known to have been taken in, by store."""
+        """By store, pushes that are not known to have been taken in."""
         self._draining: list[PendingCall] = []
-        self._asked: dict[int, Request] = {}
-        """Of the scheduler, by seq."""
-        self._asked_seq = 0
+        self.asked: dict[int, Request] = {}
+        """Requests to the scheduler, by number."""
+        self._numbers = count(1)
+        self._links_at = math.inf
+        """No later than the next thing that is due on a connection to a server."""
 
-    @abc.abstractmethod
-    def _flow(self, now: float) -> Effects:
-        """Send what there is room for."""
-
-    @abc.abstractmethod
-    def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
-        """A call of this core's own is over: a store's way into another epoch."""
-
-    def _links(self) -> Iterator[Connection]:
-        """Yield the links to all servers and neighbours."""
-        return chain(self.links, self.neighbours.links.values())
-
-    def probe(self, link: Connection) -> Effects:
-        """Ask a peer after all that it has not answered."""
-        for seqs in link.unanswered():
-            yield Send(link.route, self.member.packet(Probe(seqs)))
-
-    def _ask_scheduler(self, request: Request, now: float) -> Effects:
-        """Send a request to the scheduler, perhaps not for the first time."""
-        request.sent_at = now
-        yield Send(SCHEDULER, self.member.packet(request.message, request.seq))
-
-    # --- conversations ----------------------------------------------------------------------------
-
-    def _go_on(
-        self, talk: PendingCall, answers: list[Packet] | KvpsError | None, now: float
+    def begin(
+        self, ticket: int, call: Call, deadline: float, now: float, on_end: OnEnd | None = None
     ) -> Effects:
-        """Let a conversation go on until it waits for an answer, or ends."""
+        """Begin a call; or, if it stands since a Timeout, have ``ticket`` wait for it."""
+        if call.on_timeout is OnTimeout.RESUME:
+            for late in self._late:
+                if late[0] == call:
+                    self._late.remove(late)
+                    yield Finish(ticket, late[1])
+                    return
+            for pending in self.pending.values():
+                if pending.finished and pending.call == call:
+                    del self.pending[pending.ticket]
+                    pending.ticket, pending.deadline = ticket, deadline
+                    pending.finished = pending.probed = False
+                    self.pending[ticket] = pending
+                    return
+        values = list(call.values())
+        operation = call.run(self._stores[call.store], values)
+        pending = PendingCall(ticket, call, operation, values, deadline, on_end)
+        self.pending[ticket] = pending
+        yield from self._advance(pending, None, now)
+
+    def _advance(
+        self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float
+    ) -> Effects:
+        """Let an operation go on until it waits for an answer, or ends."""
         while True:
             try:
                 if isinstance(answers, KvpsError):
-                    step = talk.conversation.throw(answers)
+                    step = pending.operation.throw(answers)
                 else:
-                    step = talk.conversation.send(answers)  # type: ignore[arg-type]  # None begins it
+                    step = pending.operation.send(answers)  # type: ignore[arg-type]  # None begins it
             except StopIteration as end:
-                yield from self._finish(talk, now, value=end.value)
+                yield from self.finish(pending, now, value=end.value)
                 return
             except KvpsError as error:
-                yield from self._finish(talk, now, error=error)
+                yield from self.finish(pending, now, error=error)
                 return
-            talk.answers = {}
+            pending.answers = {}
             if isinstance(step, AwaitAcks):
-                talk.requests = []
-                talk.waiting = dict(self._unacked.get(talk.call.store, {}))
-                if talk.waiting:  # else it goes on at once, and waits for its own next
-                    self._draining.append(talk)
-                yield from self._ask_after(talk.waiting, now)
+                pending.requests = []
+                pending.waiting = dict(self._unacked.get(pending.call.store, {}))
+                if pending.waiting:  # else it goes on at once, and waits for its own next
+                    self._draining.append(pending)
+                yield from self.ask_after(pending.waiting, now)
             else:
-                talk.requests, talk.since = step, now
-                talk.waiting = dict.fromkeys(step)
-                yield from self._ask(talk, now)
-            if talk.waiting:
+                pending.requests, pending.since = step, now
+                pending.waiting = dict.fromkeys(step)
+                yield from self._ask(pending, now)
+            if pending.waiting:
                 return
-            answers = [talk.answers[one] for one in talk.requests]
+            answers = [pending.answers[request] for request in pending.requests]
 
-    def _ask(self, talk: PendingCall, now: float) -> Effects:
-        unacked = self._unacked.setdefault(talk.call.store, {})
-        talk.is_asking = True
-        for request in talk.requests:
-            request.owner = talk
+    def _ask(self, pending: PendingCall, now: float) -> Effects:
+        store = self._stores[pending.call.store]
+        unacked = self._unacked.setdefault(store.name, {})
+        pending.is_asking = True
+        for request in pending.requests:
+            request.owner = pending
             if request.server is None:
-                self._asked_seq += 1
-                request.seq = self._asked_seq
-                self._asked[request.seq] = request
+                request.seq = next(self._numbers)
+                self.asked[request.seq] = request
                 yield from self._ask_scheduler(request, now)
                 continue
             if isinstance(request.message, Push | PushRows | PushIds):
                 unacked[request] = None
-                talk.has_pushed = True
+                pending.has_pushed = True
             if isinstance(request.message, Join | Return) and request.server == JUDGE:
                 yield from self.neighbours.tell(request.message)
-            if self.neighbours.collect(self.books[talk.call.store], request):
+            if self.neighbours.is_active and self.neighbours.collect(store, request):
                 yield from self.neighbours.ask(request, now)
             else:
                 self.links[request.server].queue(request)
-        talk.is_asking = False
-        if self._is_copied(talk):
-            yield Copied(talk.ticket)
-        yield from self._flow(now)
+        pending.is_asking = False
+        is_push = all(request.payload_bytes for request in pending.requests)
+        if is_push and pending.call.returns_early(store):
+            yield Copied(pending.ticket)
+        yield from self.flow(now)
 
-    def _is_copied(self, talk: PendingCall) -> bool:
-        """Whether the caller may go on now that the requests of this step are under way.
+    def _ask_scheduler(self, request: Request, now: float) -> Effects:
+        """Send a request to the scheduler, perhaps not for the first time."""
+        request.sent_at = now
+        yield Send(SCHEDULER, self._member.packet(request.message, request.seq))
 
-        Not before an answer where the servers may refuse the push, as it has no optimizer: the call
-        that pushed is to fail by that, and not the next.
-        """
-        call = talk.call
-        if not isinstance(call, calls.PUSHES) or not call.eager:
-            return False
-        may_be_refused = not isinstance(
-            call, calls.PushTableRows
-        )  # a table has an optimizer of its own
-        if may_be_refused and not self.books[call.store].takes_pushes:
-            return False
-        return all(one.payload_bytes for one in talk.requests)  # else this step does not push
-
-    def _ask_after(self, requests: Iterable[Request], now: float) -> Effects:
+    def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
         """Ask those who were asked how it goes; they may not have said all that they know."""
         waited_for = list(requests)
         for request in waited_for:
             if request.server is None:
                 yield from self._ask_scheduler(request, now)
-        for link in self._links():
-            if any(one.link is link and one.seq for one in waited_for):
+        for link in self.connections():
+            if any(request.link is link and request.seq for request in waited_for):
                 yield from self.probe(link)
         yield from self.neighbours.ask_after(waited_for, now)
 
+    def unacked(self) -> list[Request]:
+        """Return the pushes that are not known to have been taken in."""
+        return list(chain.from_iterable(self._unacked.values()))
+
+    def connections(self) -> Iterator[Connection]:
+        """Yield the connections to all servers and neighbours."""
+        return chain(self.links, self.neighbours.links.values())
+
+    def flow(self, now: float) -> Effects:
+        """Send what there is room for."""
+        due = self.uplink.due(now)
+        if self.neighbours.is_active:
+            due = chain(due, self.neighbours.due(now))
+        for link, request in due:
+            self._links_at = min(self._links_at, now + PROBE_AFTER_S)
+            yield self._packet(link, request)
+
+    def _packet(self, link: Connection, request: Request) -> Send:
+        frames = tuple([to_frame(piece) for piece in request.payload])
+        return Send(link.route, Packet(self._member.envelope(request.seq), request.message, frames))
+
+    def probe(self, link: Connection) -> Effects:
+        """Ask a peer after all that it has not answered."""
+        for seqs in link.unanswered():
+            yield Send(link.route, self._member.packet(Probe(seqs)))
+
+    def greet_again(self, now: float) -> None:
+        """Servers were sent HELLO: say it again after a while to those that have not answered."""
+        self._hello_at = now + HELLO_AGAIN_S
+        self._links_at = min(self._links_at, self._hello_at)
+
+    def on_answer(self, link: Connection, packet: Packet, now: float) -> Effects:
+        """A server, or a neighbour that was asked, has answered."""
+        message = packet.message
+        match message:
+            case Welcome():
+                link.ready = True
+            case Ack():
+                for receipt in message.receipts:
+                    request = link.receive(receipt.seq)
+                    if request is None:
+                        continue
+                    if isinstance(request.message, Push) and request.message.pull:
+                        yield from self.taken_in(request, now)  # its PULLED is still to come
+                    else:
+                        link.answer(receipt.seq)
+                        yield from self.answered(request, packet, now)
+            case _ if isinstance(message, ANSWERS):
+                request = link.answer(message.seq)
+                if request is not None:
+                    yield from self.answered(request, packet, now)
+            case Probed():
+                yield from self._probed(link, message, now)
+            case Error():
+                error = from_code(message.code, message.text)
+                request = link.answer(message.seq)
+                if request is not None:
+                    yield from self.refused(request, error, now)
+                elif not link.ready:
+                    link.refusal = str(error)
+                else:
+                    yield Note("warning", str(error))
+            case _:
+                yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
+
+    def _probed(self, link: Connection, message: Probed, now: float) -> Effects:
+        for stand in message.pending:
+            request = link.receive(stand.seq)
+            if request is not None:
+                request.waits_for = stand.reason
+                yield from self.taken_in(request, now)
+                if isinstance(request.owner, MergedRequest):
+                    yield from self.neighbours.waits(request.owner, stand.reason)
+        for seq in message.missing:
+            request = link.miss(seq)
+            if request is not None:
+                yield self._packet(link, request)
+
+    def on_scheduler(self, packet: Packet, now: float) -> Effects:
+        """The scheduler has answered, or says what it waits for."""
+        message = packet.message
+        assert isinstance(message, Released | Resumed | Checkpointed | Error | Probed)
+        if isinstance(message, Probed):
+            for stand in message.pending:
+                if stand.seq in self.asked:
+                    self.asked[stand.seq].waits_for = stand.reason
+            return
+        request = self.asked.pop(message.seq, None)
+        if request is not None and isinstance(message, Error):
+            yield from self.refused(request, from_code(message.code, message.text), now)
+        elif request is not None:
+            yield from self.answered(request, packet, now)
+
     def answered(self, request: Request, packet: Packet, now: float) -> Effects:
-        """All is well with ``request``; its conversation goes on if it was the last."""
+        """All is well with ``request``; its operation goes on if it was the last."""
         if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.answered(request.owner, packet, now)
             return
         yield from self.taken_in(request, now)
-        talk = _talk_of(request)
+        pending = _owner_of(request)
         if request.on_reply is not None:
-            request.on_reply(packet, not talk.finished)
+            request.on_reply(packet, not pending.finished)
             # Its values are where they belong. The memory in which they came may be another's, and
             # is given back when nothing refers to it: a request and its call refer to each other.
             request.on_reply = None
             packet = replace(packet, payload=())
-        talk.answers[request] = packet
-        talk.waiting.pop(request, None)
-        if not talk.waiting and not talk.is_asking and talk.ticket in self._talks:
-            yield from self._go_on(talk, [talk.answers[one] for one in talk.requests], now)
+        pending.answers[request] = packet
+        pending.waiting.pop(request, None)
+        if not pending.waiting and not pending.is_asking and pending.ticket in self.pending:
+            answers = [pending.answers[asked] for asked in pending.requests]
+            yield from self._advance(pending, answers, now)
 
     def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
         """The peer refused ``request``, and so its call."""
@@ -225,115 +342,160 @@ class CallTable(abc.ABC):
             yield from self.neighbours.refused(request.owner, error, now)
             return
         yield from self.taken_in(request, now)
-        talk = _talk_of(request)
-        talk.waiting.pop(request, None)
-        if talk.ticket in self._talks:
-            yield from self._go_on(talk, error, now)
+        pending = _owner_of(request)
+        pending.waiting.pop(request, None)
+        if pending.ticket in self.pending:
+            yield from self._advance(pending, error, now)
 
     def taken_in(self, request: Request, now: float) -> Effects:
-        """The server needs ``request`` no more: those who wait for that go on."""
+        """The server needs ``request`` no more: calls that wait for that go on."""
         if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.taken_in(request.owner, now)
             return
         if not isinstance(request.message, Push | PushRows | PushIds):
             return
-        self._unacked[_talk_of(request).call.store].pop(request, None)
-        for talk in [one for one in self._draining if request in one.waiting]:
-            talk.waiting.pop(request, None)
-            if not talk.waiting:
-                self._draining.remove(talk)
-                yield from self._go_on(talk, [], now)
+        self._unacked[_owner_of(request).call.store].pop(request, None)
+        for pending in [draining for draining in self._draining if request in draining.waiting]:
+            pending.waiting.pop(request, None)
+            if not pending.waiting:
+                self._draining.remove(pending)
+                yield from self._advance(pending, [], now)
 
-    def _take_what_lags(self, now: float) -> Effects:
-        """Let those go on who wait for pushes to arrive everywhere that may never do.
+    def on_timer(self, now: float) -> Effects:
+        """Say HELLO again, probe, ask the scheduler again, send what there is room for."""
+        if now >= self._hello_at:
+            self._hello_at = now + HELLO_AGAIN_S
+            for link in [link for link in self.connections() if not link.ready]:
+                yield Send(link.route, self._member.hello())
+        for link in self.connections():
+            if link.is_overdue(now):
+                yield from self.probe(link)
+        self.neighbours.on_timer(now)
+        yield from self.flow(now)
+        for request in list(self.asked.values()):
+            if now >= request.sent_at + ASK_AGAIN_S:
+                yield from self._ask_scheduler(request, now)
 
-        So it is while a worker is lost. One that took another's place may wait for us, before it makes
+    def deadlines(self) -> Iterator[float]:
+        """Yield when :meth:`on_timer` or :meth:`end_late_calls` has something to do."""
+        if self.neighbours.is_active:
+            merged_at = self.neighbours.deadline()
+            if merged_at is not None:
+                yield merged_at
+            yield from (link.due_at(self._hello_at) for link in self.neighbours.links.values())
+        for request in self.asked.values():
+            yield request.sent_at + ASK_AGAIN_S
+        for pending in self.pending.values():
+            yield self._lags_until(pending)
+            if not pending.finished:
+                yield pending.deadline - (0.0 if pending.probed else LAST_PROBE_S)
+
+    def links_deadline(self, due: float) -> float:
+        """Return when something is due on a connection to a server, unless it is after ``due``."""
+        if self._links_at < due:  # looked up only then: this is asked after every packet
+            dues = (link.due_at(self._hello_at) for link in self.links)
+            self._links_at = min(dues, default=math.inf)
+        return self._links_at
+
+    def take_what_lags(self, now: float) -> Effects:
+        """Let those calls go on that wait for pushes to arrive everywhere that may never do.
+
+        So it is while a worker is lost. A worker that took another's place may wait for us, before it makes
         up for what did not get in everywhere.
         """
-        for talk in list(self._talks.values()):
-            if talk.ticket in self._talks and now >= self._lags_until(talk):
-                self._drop(talk)
-                yield from self._go_on(talk, [], now)
+        for pending in list(self.pending.values()):
+            if pending.ticket in self.pending and now >= self._lags_until(pending):
+                self._drop(pending)
+                yield from self._advance(pending, [], now)
 
-    def _lags_until(self, talk: PendingCall) -> float:
-        """Return until when ``talk`` waits for parts that lag behind; for ever, if it need not end."""
-        if not isinstance(talk.requests, LaggingReads) or not talk.waiting:
+    def _lags_until(self, pending: PendingCall) -> float:
+        """Return until when a call waits for parts that lag behind; for ever, if it need not end."""
+        store = self._stores[pending.call.store]
+        is_lagging = isinstance(pending.requests, LaggingReads) and bool(pending.waiting)
+        if not is_lagging or store.ordered:
             return math.inf
-        book = self.books[talk.call.store]
-        if book.ordered:
-            return math.inf
-        if self.losses.workers:
-            return talk.since
-        return talk.since + LAG_MAX_S if self.losses.was_replaced or book.is_resumed else math.inf
+        if self._losses.workers:
+            return pending.since
+        is_replaced = self._losses.was_replaced or store.is_resumed
+        return pending.since + LAG_MAX_S if is_replaced else math.inf
 
-    # --- the end of a call ------------------------------------------------------------------------
+    def end_late_calls(self, now: float) -> Effects:
+        """End calls that are over their deadline, and ask once more after those that soon are."""
+        for pending in list(self.pending.values()):
+            if pending.finished:
+                continue
+            if now >= pending.deadline:
+                yield from self._time_out(pending, now)
+            elif not pending.probed and now >= pending.deadline - LAST_PROBE_S:
+                pending.probed = True
+                yield from self.ask_after(pending.waiting, now)
 
-    def _finish(
-        self, talk: PendingCall, now: float, value: object = None, error: KvpsError | None = None
+    def finish(
+        self, pending: PendingCall, now: float, value: object = None, error: KvpsError | None = None
     ) -> Effects:
         """End a call for good."""
-        del self._talks[talk.ticket]
-        talk.conversation.close()
-        for request in talk.requests:
+        del self.pending[pending.ticket]
+        pending.operation.close()
+        for request in pending.requests:
             request.freeze()
-        self._drop(talk)
+        self._drop(pending)
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
-        talk.requests, talk.answers = [], {}
-        if isinstance(talk.call, calls.RejoinStore):
-            yield from self._rejoined(talk.call.store, value, error, now)
-        elif not talk.finished:
-            talk.finished = True
-            yield Finish(talk.ticket, value, error)
+        pending.requests, pending.answers = [], {}
+        self._before_end(self._stores[pending.call.store])
+        if pending.on_end is not None:
+            yield from pending.on_end(value, error, now)
+        elif not pending.finished:
+            pending.finished = True
+            yield Finish(pending.ticket, value, error)
         elif error is not None:
-            yield Note("warning", f"{name_of(talk.call)} failed after its Timeout: {error}")
-        elif isinstance(talk.call, calls.TOGETHER):
-            self._late = [*self._late[-LATE_MAX + 1 :], (talk.call, value)]
+            yield Note("warning", f"{pending.call.title} failed after its Timeout: {error}")
+        elif pending.call.on_timeout is OnTimeout.RESUME:
+            self._late = [*self._late[-LATE_MAX + 1 :], (pending.call, value)]
 
-    def _drop(self, talk: PendingCall) -> None:
+    def _drop(self, pending: PendingCall) -> None:
         """Forget what was asked for this step and has no answer, unless it changes values."""
-        if talk in self._draining:
-            self._draining.remove(talk)
-        for request in talk.requests:
-            if request not in talk.waiting:
+        if pending in self._draining:
+            self._draining.remove(pending)
+        for request in pending.requests:
+            if request not in pending.waiting:
                 continue
             if request.server is None:
-                self._asked.pop(request.seq, None)
+                self.asked.pop(request.seq, None)
             elif not request.payload_bytes:
                 request.drop()
 
-    def _again(self, ticket: int, call: calls.Call, deadline: float) -> Iterator[Finish]:
-        """Give the same call, if it timed out before, to a new ticket."""
-        for late in self._late:
-            if late[0] == call:
-                self._late.remove(late)
-                yield Finish(ticket, late[1])
-                return
-        talk = next(one for one in self._talks.values() if one.finished and one.call == call)
-        del self._talks[talk.ticket]
-        talk.ticket, talk.deadline = ticket, deadline
-        talk.finished = talk.probed = False
-        self._talks[ticket] = talk
-
-    def _time_out(self, talk: PendingCall, now: float) -> Effects:
-        error = lateness(self.member, talk.call, talk.waiting, self.neighbours.link_of, now)
-        if isinstance(talk.call, calls.REPEATED):
-            yield from self._finish(talk, now, error=error)
+    def _time_out(self, pending: PendingCall, now: float) -> Effects:
+        link_of = self.neighbours.link_of
+        error = timeout_error(self._member, pending.call, pending.waiting, link_of, now)
+        if pending.call.on_timeout is OnTimeout.RETRY:
+            yield from self.finish(pending, now, error=error)
             return
-        bulk = [request for request in talk.requests if request.payload_bytes]
+        bulk = [request for request in pending.requests if request.payload_bytes]
         for request in bulk:
             request.freeze()
-        talk.rows[:] = [] if bulk else [row.clone() for row in talk.rows]
-        talk.finished = True
-        yield Finish(talk.ticket, error=error)
+        pending.values[:] = [] if bulk else [row.clone() for row in pending.values]
+        pending.finished = True
+        yield Finish(pending.ticket, error=error)
+
+    def abandon(self) -> list[PendingCall]:
+        """Forget all calls and what they have asked, here and of neighbours; return the calls."""
+        abandoned = list(self.pending.values())
+        for pending in abandoned:
+            pending.operation.close()
+        self.neighbours.begin_epoch()
+        for table in (self.pending, self.asked, self._unacked, self._draining, self._late):
+            table.clear()
+        return abandoned
 
     def check(self) -> None:
         """Assert the invariants."""
-        for talk in self._draining:
-            assert talk.waiting, f"{name_of(talk.call)} drains, and waits for nothing"
-            assert not talk.requests, f"{name_of(talk.call)} drains, and has gone on"
+        self.neighbours.check()
+        for pending in self._draining:
+            assert pending.waiting, f"{pending.call.title} drains, and waits for nothing"
+            assert not pending.requests, f"{pending.call.title} drains, and has gone on"
 
 
-def _talk_of(request: Request) -> PendingCall:
-    assert isinstance(request.owner, PendingCall), "what is not a bundle's is a call's"
+def _owner_of(request: Request) -> PendingCall:
+    assert isinstance(request.owner, PendingCall), "what is not a merged request's is a call's"
     return request.owner

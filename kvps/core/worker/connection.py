@@ -1,21 +1,22 @@
 """One worker's requests to one server or peer: queued, in flight, answered, resent.
 
-A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that
-also asks for values is acknowledged first and answered later), and at last *answered*. ZeroMQ may
-lose what was on a connection that broke, so a request that stays unanswered is asked after with a
-PROBE; the server names those that it does not have, and these are sent again, with the same bytes.
+A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that also asks for values is
+acknowledged first and answered later), and at last *answered*. ZeroMQ may lose messages when a connection breaks, so
+a PROBE asks after a request that stays unanswered; the server names the requests that it does not have, and these
+are sent again, with the same bytes.
 
-Priority orders what is queued: the higher first. Requests for one chunk form a *lane* and keep
-their order, whatever their priorities: one of a higher priority lifts those before it.
+Queued requests go by priority, the highest first. Requests for one chunk form a *lane* and keep their order: a
+request of higher priority lifts those before it in its lane.
 
-All links of a worker share its way out, the *uplink*. Little is under way on it at once, so that
-chunks leave one after the other: a server that has one whole chunk can add it up while the next is
-on its way to another server, and what has a higher priority does not wait behind megabytes.
+All connections of a worker share the host's *uplink*. Little is under way on it at once, so that chunks leave one
+after the other: a server that has one whole chunk can add it up while the next is on its way to another server, and
+a request of higher priority does not wait behind megabytes.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ from kvps.tensors import PRIVATE, Memory
 UPLINK_BYTES = 3 << 20
 UPLINK_LEAST, SHARED_LEAST = 3, 2
 WINDOW_BYTES = 16 << 20
-"""Payload that may be on its way without having been acknowledged: from the workers of one machine to
-all servers (so many requests in any case, and of each worker if there are several), and to one server; the last request may go
-beyond it. What a server reads where it lies is not on its way."""
+"""Limits of the payload that was sent and not acknowledged. UPLINK_BYTES: from all workers of one machine to all
+servers; UPLINK_LEAST requests are allowed in any case, and SHARED_LEAST of each worker if there are several.
+WINDOW_BYTES: to one server. The last request may go beyond a limit. Payload that a server reads where it lies does
+not count."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -44,31 +46,31 @@ class Request:
     """None addresses the scheduler."""
     message: Message
     fill: Callable[[str], tuple[torch.Tensor, ...]] | None = None
-    """Makes the payload for the peer along a route, at the latest when it is sent."""
+    """Makes the payload for the peer along a route, when it is sent at the latest."""
     payload_bytes: int = 0
-    """How much it carries; over 0, it changes the server's values and is never dropped."""
+    """Bytes of the payload; if over 0, the request changes the server's values and is never dropped."""
     lane: int = 0
-    """The chunk whose requests must keep their order; 0 for those that travel by themselves."""
+    """The chunk whose requests keep their order; 0 for a request without an order."""
     priority: int = 0
     on_reply: Callable[[Packet, bool], None] | None = None
-    """Called with the answer as soon as it is there, and with whether the caller still waits."""
+    """Called with the answer as soon as it is there, and whether the caller still waits."""
 
     payload: tuple[torch.Tensor, ...] = ()
     seq: int = 0
-    """Its number on its link, from 1 on; 0 while it was not sent."""
+    """Its number on its connection, from 1 on; 0 until it is sent."""
     sent_at: float = 0.0
     received: bool = False
     dropped: bool = False
     """Nobody wants the answer any more."""
     waits_for: str = ""
-    """What the server last said it waits for."""
+    """The reason that the server last gave for not having answered."""
     owner: object = None
-    """Whose it is: a call's, or that of a bundle of several workers' requests."""
+    """A pending call, or a merged request of several workers."""
     link: Connection | None = None
-    """Along which it goes; None while a neighbour or this worker collects more of its kind."""
+    """The connection that it goes along; None while it waits to be merged with others."""
 
     def freeze(self) -> None:
-        """Make the payload now, if it is not made yet; its source may change from here on."""
+        """Make the payload now, unless it is made; its source may change from here on."""
         if self.fill is not None:
             assert self.server is not None
             route = route_of(self.server) if self.link is None else self.link.route
@@ -79,14 +81,14 @@ class Request:
         return self.payload if self.fill is None else self.fill(HERE)
 
     def drop(self) -> None:
-        """Nobody wants the answer any more, and nothing is changed by it."""
+        """Drop a request that changes nothing and whose answer nobody wants any more."""
         assert not self.payload_bytes, "what changes values must arrive"
         self.dropped = True
         if self.link is not None:
             self.link.drop(self)
 
     def forget(self) -> None:
-        """The payload is needed no more."""
+        """Let go of the payload."""
         self.payload, self.fill = (), None
 
 
@@ -96,16 +98,16 @@ def route_of(server: int) -> str:
 
 
 class SendScheduler:
-    """The way out of a worker's host."""
+    """The uplink of a worker: which requests of all its connections may be sent."""
 
     def __init__(self, *, is_limited: bool = True) -> None:
         self.is_limited = is_limited
-        """Whether what may be under way on it has limits."""
+        """Whether the payload under way is limited."""
         self.links: list[Connection] = []
         self.sharers = 1
-        """How many workers have this way out."""
+        """How many workers share the uplink."""
         self.queued: dict[Connection, None] = {}
-        """The links on which something is in line, and perhaps some others."""
+        """The connections that have queued requests, and perhaps some others."""
         self._order = 0
 
     def next_order(self) -> int:
@@ -119,7 +121,7 @@ class SendScheduler:
         if not heads:
             return
         heapq.heapify(heads)  # no two heads have the same place
-        # What a silent server has not taken in does not count.
+        # Payload to a silent server does not count.
         heard = {link for link in self.links if not link.is_late(now)}
         away = sum([link.bytes_away for link in heard])
         requests = sum([link.requests_away for link in heard])
@@ -143,14 +145,17 @@ class SendScheduler:
         return head
 
     def _has_room(self, away: int, requests: int) -> bool:
-        """Whether little is under way: so many bytes, in so many requests."""
+        """Whether more may be sent while this many bytes and requests are under way."""
         if not self.is_limited or away < UPLINK_BYTES // self.sharers:
             return True
         return requests < (UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST)
 
 
 class Connection:
-    """The requests of one worker to one peer."""
+    """The requests of one worker to one peer.
+
+    "Away" is said of requests whose payload was sent and not acknowledged.
+    """
 
     def __init__(
         self,
@@ -161,7 +166,7 @@ class Connection:
         uplink: SendScheduler | None = None,
     ) -> None:
         self.route = route
-        """The name of the connection, and of who is at its end."""
+        """The name of the connection, and of its peer."""
         self._memory = memory
         self._uplink = uplink or SendScheduler()
         self._uplink.links.append(self)
@@ -170,7 +175,7 @@ class Connection:
         self.ready = False
         """The peer has answered HELLO."""
         self.refusal = ""
-        """What it answered instead."""
+        """The text of the error that it answered instead."""
         self.heard_at: float | None = None
         self.outstanding: dict[int, Request] = {}
         """Sent and not answered, by seq, oldest first."""
@@ -179,7 +184,7 @@ class Connection:
         self._heap: list[tuple[int, int, Request]] = []
         self.bytes_away = 0
         self._away: dict[int, Request] = {}
-        """Requests with payload that are on their way and were not acknowledged, and its bytes."""
+        """Number -> request whose payload was sent and not acknowledged."""
         self._probed_at = 0.0
 
     def queue(self, request: Request) -> None:
@@ -191,7 +196,7 @@ class Connection:
         heapq.heappush(self._heap, (-request.priority, self._uplink.next_order(), request))
 
     def head(self) -> tuple[int, int] | None:
-        """Return the place in line of what may be sent next; None if nothing may."""
+        """Return (negative priority, place in line) of the request that may be sent next; None if none may."""
         is_full = self._uplink.is_limited and self.bytes_away >= WINDOW_BYTES
         if not self.ready or is_full:
             return None
@@ -208,11 +213,11 @@ class Connection:
 
     @property
     def has_queue(self) -> bool:
-        """Whether something is in line; perhaps nothing that is still to be sent."""
+        """Whether requests are in line; perhaps none that is still to be sent."""
         return bool(self._heap)
 
     def send(self, now: float) -> Request:
-        """Return what may be sent next, numbered and counted as sent."""
+        """Return the request that may be sent next, numbered and counted as sent."""
         first = self._heap[0][2]
         request = self._lanes[first.lane].popleft() if first.lane else first
         request.freeze()
@@ -225,27 +230,27 @@ class Connection:
         return request
 
     def is_late(self, now: float) -> bool:
-        """Whether the server has not acknowledged some payload for as long as to be asked."""
+        """Whether the server has not acknowledged some payload for :data:`PROBE_AFTER_S`."""
         if not self._away:
             return False
         return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is queued, or has no answer."""
+        """Whether some request is queued, or has no answer."""
         return bool(self.outstanding) or any(self._lanes.values())
 
     @property
     def requests_away(self) -> int:
-        """How many requests with payload are on their way and were not acknowledged."""
+        """How many requests have payload that was sent and not acknowledged."""
         return len(self._away)
 
     def drop(self, request: Request) -> None:
-        """Forget a request: do not send it, or do not ask after it."""
+        """Forget a request: send it no more, and ask after it no more."""
         self.outstanding.pop(request.seq, None)
 
     def receive(self, seq: int) -> Request | None:
-        """The server has request ``seq`` and will answer it later."""
+        """Note that the server has request ``seq`` and will answer it later; return the request."""
         request = self.outstanding.get(seq)
         if request is not None and not request.received:
             request.received = True
@@ -267,7 +272,7 @@ class Connection:
             self.bytes_away -= request.payload_bytes
 
     def answer(self, seq: int) -> Request | None:
-        """The server answered request ``seq``; None if that is known already."""
+        """Note that the server answered request ``seq``; return it, None if that was known."""
         request = self.receive(seq)
         if request is not None:
             del self.outstanding[seq]
@@ -275,8 +280,10 @@ class Connection:
         return request
 
     def abandon(self) -> list[Request]:
-        """Return all that has no answer, as if it had not been asked, in the order of each lane."""
-        queued = [one for lane in self._lanes.values() for one in lane if not one.dropped]
+        """Forget all requests without an answer; return them as if they were not sent, in the order of each lane."""
+        queued = [
+            request for lane in self._lanes.values() for request in lane if not request.dropped
+        ]
         left = [*self.outstanding.values(), *queued]
         for request in left:
             request.seq, request.received, request.link = 0, False, None
@@ -296,7 +303,7 @@ class Connection:
         return True
 
     def unanswered(self) -> list[tuple[int, ...]]:
-        """Return all that has no answer, one tuple per PROBE."""
+        """Return the numbers of all requests without an answer, one tuple for each PROBE."""
         seqs = tuple(self.outstanding)
         return [seqs[at : at + PROBE_SEQS_MAX] for at in range(0, len(seqs), PROBE_SEQS_MAX)]
 
@@ -306,3 +313,9 @@ class Connection:
             return None
         oldest = next(iter(self.outstanding.values())).sent_at
         return max(oldest, self._probed_at) + PROBE_AFTER_S
+
+    def due_at(self, hello_at: float) -> float:
+        """Return when something is due: a PROBE, or at ``hello_at`` HELLO while it is not answered."""
+        probe_at = self.probe_at()
+        due_at = math.inf if probe_at is None else probe_at
+        return due_at if self.ready else min(due_at, hello_at)

@@ -1,19 +1,18 @@
 """Consistent reads: every key at one version, though its parts are answered one by one.
 
-A rank that has just pushed in a synchronous store reads exactly the version after its push,
-everywhere: no round can close without it. One that reads while others push may find one part of a
-key a version ahead of another. The lagging parts, and only these, are then asked for at the
-version of the leading one; a server answers such a request at the moment when its part gets there,
-so that one more round trip is enough unless the part was overtaken meanwhile.
+A rank that has just pushed in a synchronous store reads exactly the version after its push, everywhere: no round can
+close without it. A rank that reads while others push may find one part of a key a version ahead of another: a *torn
+read*. It then asks for the lagging parts, and only these, at the version of the leading one. A server answers such a
+request when its part gets there, so one more round trip is enough unless the part was overtaken meanwhile.
 
-One case cannot be evened out by waiting: a rank that takes another's place, whose predecessor ended when
-some parts had its push and others had not. The others wait for this very rank, so it is given the parts
-as they are, and pushes what it owes.
+Waiting does not repair a read by a rank that took another's place, if its predecessor ended when some parts had its
+push and others had not. The other parts wait for this very rank, so it is given the parts as they are, and pushes
+what it owes.
 
-Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts
-at different versions until its replacement completes it. Nobody waits for that: while a worker is
-lost, such a key is taken as it is; and if one was replaced, after a while, as the replacement may itself
-wait for one who waits so (where staleness is bounded).
+Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts at different
+versions until its replacement completes it. Nobody waits for that. While a worker is lost, such a key is taken as it
+is; if a worker was replaced, after a while, since the replacement may wait for a rank that waits so (where staleness
+is bounded).
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from typing import Protocol
 
 import torch
 
-from kvps.core.worker.calls import Sinks, Views
 from kvps.core.worker.connection import Request
-from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
+from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import (
     ChunkSlice,
+    CompressionGroup,
     Key,
     Numbers,
     PieceLocation,
     TransferPlan,
     make,
-    of_key,
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
@@ -45,24 +43,23 @@ from kvps.tensors import Memory, from_frame
 
 @dataclass(frozen=True, slots=True)
 class AwaitAcks:
-    """Instead of requests: resume when every push of the store so far is acknowledged."""
+    """A step without requests: resume when every push of the store so far is acknowledged."""
 
 
 class LaggingReads(list[Request]):
-    """Requests for parts that lag behind; resume without answers, with what there is, if a worker is lost,
-    or was."""
+    """Requests for parts that lag behind; resumed without answers if a worker is lost, or was."""
 
 
 Step = list[Request] | AwaitAcks
-"""What a conversation waits for next."""
+"""What an operation waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
 Parts = dict[PieceLocation, tuple[int, int]]
-"""The (version, owed) of each part of one key."""
+"""Part of a key -> (version, next push number that this rank owes)."""
 
 
 class Sink(Protocol):
-    """Where the values of the keys of a plan go."""
+    """The destination of the values of the keys of a plan."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
@@ -71,9 +68,16 @@ class Sink(Protocol):
         """Return the sink of some of the keys."""
 
 
+class Read(Protocol):
+    """A read whose parts may have been answered at different versions."""
+
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind others of their key; none if no key is torn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Values are copied into one tensor for each key."""
+    """A sink that copies values into one tensor for each key."""
 
     rows: Sequence[torch.Tensor]
 
@@ -88,12 +92,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Values stay where they are."""
+    """A sink that leaves values where they are."""
 
     indices: Sequence[int]
-    """Of each key here, which key of the whole call it is."""
+    """For each key here, its index among the keys of the call."""
     written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
-    """What came; what came later counts."""
+    """(indices, share, values) in the order in which they came; the later ones count."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Take the elements of ``share``."""
@@ -104,9 +108,9 @@ class Pieces:
         return Pieces([self.indices[index] for index in indices], self.written)
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
-        """Return one tensor for each key: where it lies, or a copy if that is no one place.
+        """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
 
-        Nothing is returned if some values were not written: then nobody waits for them any more.
+        The list is empty if some values were not written: then nobody waits for them any more.
         """
         views: dict[int, torch.Tensor] = {}
         cut: dict[int, dict[int, torch.Tensor]] = {}
@@ -118,8 +122,8 @@ class Pieces:
                     cut.setdefault(index, {})[segment.offset] = part
                 else:
                     views[index] = part if len(shape) == 1 else part.view(shape)
-        for index, found in cut.items():
-            parts = [found[offset] for offset in sorted(found)]
+        for index, by_offset in cut.items():
+            parts = [by_offset[offset] for offset in sorted(by_offset)]
             if sum([len(part) for part in parts]) < keys[index].spec.count:
                 return []
             mapped = memory.side_by_side(parts)
@@ -133,63 +137,88 @@ class Pieces:
         return [views[index] for index in range(len(keys))]
 
 
-def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
-    """Return the sink that a call asks for."""
-    if sinks is None:
-        return None
-    if isinstance(sinks, Views):
-        return Pieces(range(len(plan.keys)))
-    return Rows(sinks)
-
-
 def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
-    """Return the sink of those keys of a call that are in ``group``."""
+    """Return the sink of the keys of a call that are in ``group``."""
     return sink if group.indices is None else sink.only(group.indices)
 
 
 @dataclass(slots=True)
 class ReadTracker:
-    """How the parts of the keys of a plan stood when they were read."""
+    """The read of the keys of one plan: where their values go, and at which versions their parts were."""
 
     plan: TransferPlan
+    sink: Sink | None = None
+    """None if no values are wanted."""
+    after: Numbers = 0
+    """For each key, how many pushes of this rank its values include at least."""
+    priority: Numbers = 0
     answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
+    """In the order in which they came; for each part the last answer counts."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
-    """By key, the last update that was not made, if the servers tell."""
+    """key -> the last update that was not made, if the servers tell."""
     is_unwanted: bool = False
-    """The caller stopped waiting, and will not learn of them."""
+    """The caller stopped waiting, and will not hear of dropped updates."""
+    _torn: list[int] = field(default_factory=list)
+    """Indices of the keys that were read at several versions, and may still be."""
 
-    def reader(
-        self, share: ChunkSlice, sink: Sink | None, coding: ErrorFeedback | None = None
-    ) -> ReplySink:
-        """Return what takes the answer for one share in and its values out; with ``coding``, one
-        that may come by steps."""
-        return ReplySink(self, share, sink, coding)
+    def ask(
+        self,
+        store: WorkerStore,
+        shares: Iterable[ChunkSlice],
+        least: Numbers,
+        group: CompressionGroup | None = None,
+    ) -> list[Request]:
+        """Return the requests for ``shares``.
+
+        Args:
+            store: the store.
+            shares: parts of the plan.
+            least: for each key, the version that it has at least.
+            group: how its values may travel; None for as they are.
+        """
+        feedback = None if group is None or not group.is_by_deltas else store.feedback
+        requests = []
+        for share in shares:
+            asks = share.asks(self.after, least)
+            message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
+            if group is not None and feedback is not None:
+                message = feedback.pull(group, share, message)
+            requests.append(
+                Request(
+                    share.server,
+                    message,
+                    priority=share.highest(self.priority),
+                    lane=share.chunk,
+                    on_reply=ReplySink(self, share, feedback),
+                )
+            )
+        return requests
 
     def note(self, share: ChunkSlice, dropped: tuple[Dropped, ...]) -> None:
-        """Take in which updates were not made, as one share's answer says."""
+        """Note which updates were not made, as one share's answer says."""
         index_at = {segment.start: segment.key for segment in share.segments}
-        for one in dropped:
-            name = self.plan.keys[index_at[one.start]].name
+        for update in dropped:
+            name = self.plan.keys[index_at[update.start]].name
             known = self.dropped.get(name)
-            if known is None or known.number < one.number:
-                self.dropped[name] = one
+            if known is None or known.number < update.number:
+                self.dropped[name] = update
 
     def by_key(self) -> list[Parts]:
-        """Return how the parts of each key stood."""
-        found: list[Parts] = [{} for _ in self.plan.keys]
+        """Return for each key at which versions its parts were."""
+        by_key: list[Parts] = [{} for _ in self.plan.keys]
         for share, runs in self.answers:
             stands = iter(runs)
             stand = next(stands)
             for start, size, index, offset in share.segments:
                 while not stand.start <= start < stand.start + stand.size:
                     stand = next(stands)
-                held = PieceLocation(share.server, share.chunk, start, size, offset)
-                found[index][held] = (stand.version, stand.owed)
-        return found
+                piece = PieceLocation(share.server, share.chunk, start, size, offset)
+                by_key[index][piece] = (stand.version, stand.owed)
+        return by_key
 
-    def settle(self, ordered: bool) -> dict[int, Parts]:
-        """Note in the keys what is applied; return those that were read torn, by their index."""
-        stands = {(one.version, one.owed) for _, runs in self.answers for one in runs}
+    def settle(self, ordered: bool) -> None:
+        """Note in the keys what is applied, and here which keys were read torn."""
+        stands = {(stand.version, stand.owed) for _, runs in self.answers for stand in runs}
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
             applied = version if ordered else owed
@@ -198,55 +227,73 @@ class ReadTracker:
                     key.applied = applied
                 if not ordered:
                     key.version = max(key.version, version)
-            return {}
-        torn: dict[int, Parts] = {}
-        for index, (key, found) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
-            if found:
-                applied = min(one[0 if ordered else 1] for one in found.values())
+            return
+        for index, (key, parts) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
+            if parts:
+                applied = min(stand[0 if ordered else 1] for stand in parts.values())
                 key.applied = max(key.applied, applied)
-                key.version = max([key.version, *(version for version, _ in found.values())])
-            if is_torn(found):
-                torn[index] = found
-        return torn
+                key.version = max([key.version, *(version for version, _ in parts.values())])
+            if len({version for version, _ in parts.values()}) > 1:
+                self._torn.append(index)
+
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind others of their key; none if no key is torn."""
+        if not self._torn:
+            return []
+        by_key = self.by_key()
+        behind: dict[int, tuple[PieceLocation, ...]] = {}
+        least = [0] * len(by_key)
+        for index in self._torn:
+            parts = by_key[index]
+            if len({owed for _, owed in parts.values()}) > 1:
+                continue  # torn by a push that this rank owes to some parts only
+            least[index] = max(version for version, _ in parts.values())
+            behind[index] = tuple(
+                piece for piece, (version, _) in parts.items() if version < least[index]
+            )
+        self._torn = [index for index, pieces in behind.items() if pieces]
+        if not self._torn:
+            return []
+        # A plan of the same keys, so that what is noted of a key is noted at the same index.
+        keys = [
+            Key(key.name, key.spec, behind.get(index, ()))
+            for index, key in enumerate(self.plan.keys)
+        ]
+        return self.ask(store, make(keys).shares, least)
 
 
 @dataclass(slots=True)
 class ReplySink:
-    """Takes in the answer to one request for values."""
+    """The receiver of the answer to one request for values."""
 
-    tally: ReadTracker
+    read: ReadTracker
     share: ChunkSlice
-    sink: Sink | None
-    coding: ErrorFeedback | None = None
+    feedback: ErrorFeedback | None = None
+    """Decodes the answer, if it may come as deltas."""
 
     def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note how the values stand, and write them to the sink if they are ``wanted``."""
-        answer = packet.message
+        """Note at which versions the values are, and write them to the sink if they are ``wanted``."""
+        answer, read = packet.message, self.read
         assert isinstance(answer, Pulled)
-        self.tally.answers.append((self.share, answer.runs))
-        self.tally.is_unwanted = self.tally.is_unwanted or not wanted
+        read.answers.append((self.share, answer.runs))
+        read.is_unwanted = read.is_unwanted or not wanted
         if answer.dropped:
-            self.tally.note(self.share, answer.dropped)
-        if self.sink is not None and wanted:
-            if self.coding is None:
+            read.note(self.share, answer.dropped)
+        if read.sink is not None and wanted:
+            if self.feedback is None:
                 values = from_frame(packet.payload[0], self.share.dtype)
             else:
-                values = self.coding.values_of(packet, self.share, self.tally.plan.keys)
+                values = self.feedback.values_of(packet, self.share, read.plan.keys)
             if len(values) != self.share.size:  # memory is read by its address from here on
                 raise ProtocolError(
                     f"server {self.share.server} answered {len(values)} elements of chunk "
                     f"{self.share.chunk}; asked for were {self.share.size}"
                 )
-            self.sink.write(self.share, values)
-
-
-def is_torn(parts: Parts) -> bool:
-    """Whether a key was read at several versions."""
-    return len({version for version, _ in parts.values()}) > 1
+            read.sink.write(self.share, values)
 
 
 def read(
-    book: WorkerStore,
+    store: WorkerStore,
     plan: TransferPlan,
     sink: Sink,
     after: Numbers,
@@ -254,66 +301,41 @@ def read(
     priority: Numbers,
 ) -> Generator[Step, list[Packet], list[ReadTracker]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
-    groups = book.coding.groups(plan, book.rank)
-    tallies = [ReadTracker(group.plan) for group in groups]
+    reads: list[ReadTracker] = []
     requests: list[Request] = []
-    for group, tally in zip(groups, tallies, strict=True):
-        urgent, own = group.numbers(priority), own_sink(group, sink)
-        conditions, oldest = group.numbers(after), group.numbers(least)
-        requests += _asked(book, group.plan, tally, own, conditions, oldest, urgent, group)
-    yield requests
-    for group, tally in zip(groups, tallies, strict=True):
+    for group in store.read_groups(plan):
         own = own_sink(group, sink)
-        yield from even_out(book, tally, own, group.numbers(after), group.numbers(priority))
-    return tallies
+        tracker = ReadTracker(group.plan, own, group.numbers(after), group.numbers(priority))
+        requests += tracker.ask(store, group.plan.shares, group.numbers(least), group)
+        reads.append(tracker)
+    yield requests
+    yield from settle_reads(store, reads)
+    return reads
 
 
-def even_out(
-    book: WorkerStore,
-    tally: ReadTracker,
-    sink: Sink,
-    after: Numbers,
-    priority: Numbers,
-) -> Steps:
-    """Read the lagging parts of those keys that were read torn, until none is."""
-    keys = tally.plan.keys
-    torn = _without_own(tally.settle(book.ordered))
-    while torn and (book.ordered or not book.is_short):
-        lagging: list[Key] = []
-        least: list[int] = []
-        for index, parts in torn.items():
-            newest = max(version for version, _ in parts.values())
-            behind = tuple(held for held, (version, _) in parts.items() if version < newest)
-            lagging.append(Key(keys[index].name, keys[index].spec, behind))
-            least.append(newest)
-        again = ReadTracker(make(lagging), dropped=tally.dropped)
-        conditions = [of_key(after, index) for index in torn]
-        urgent = [of_key(priority, index) for index in torn]
-        requests = _asked(book, again.plan, again, sink.only(torn), conditions, least, urgent)
-        answers = yield LaggingReads(requests)
-        for parts, found in zip(torn.values(), again.by_key(), strict=True):
-            parts.update(found)
-        tally.is_unwanted = tally.is_unwanted or again.is_unwanted
-        if not answers:
-            return  # nobody waits any more for what may never come
-        torn = _without_own({index: parts for index, parts in torn.items() if is_torn(parts)})
+def settle_reads(store: WorkerStore, reads: Sequence[ReadTracker]) -> Steps:
+    """Note what is applied, and read lagging parts again until every key is at one version."""
+    for tracker in reads:
+        tracker.settle(store.ordered)
+    yield from repair_torn_reads(store, reads)
 
 
-def _without_own(torn: dict[int, Parts]) -> dict[int, Parts]:
-    """Return those that are not torn by a push that this rank owes to some parts only."""
-    return {
-        index: parts
-        for index, parts in torn.items()
-        if len({owed for _, owed in parts.values()}) == 1
-    }
+def repair_torn_reads(store: WorkerStore, reads: Sequence[Read]) -> Steps:
+    """Read the parts again that lag behind others of their key, until none does."""
+    while store.ordered or not store.is_short:
+        requests = LaggingReads([request for torn in reads for request in torn.lagging(store)])
+        if not requests or not (yield requests):
+            return  # all is well, or nobody waits any more for what may never come
 
 
 def loaded(
-    book: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
+    store: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
 ) -> list[Request]:
-    """Return the requests that read what the DECLARE of number ``call`` gives the keys of ``plan``, each
-    part as soon as it is there; ``stamps`` are what each server said of that."""
-    tally = ReadTracker(plan)
+    """Return the requests that read the values which the DECLARE of number ``call`` gives the keys of ``plan``.
+
+    Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
+    """
+    tracker = ReadTracker(plan, sink)
     return [
         Request(
             share.server,
@@ -321,51 +343,22 @@ def loaded(
                 share.chunk,
                 True,
                 share.asks(0, 0),
-                book.broadcasts,
+                store.broadcasts,
                 call=call,
                 stamp=stamps[share.server],
             ),
             lane=share.chunk,
-            on_reply=tally.reader(share, sink),
+            on_reply=ReplySink(tracker, share),
         )
         for share in plan.shares
     ]
 
 
-def stand(
-    book: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
+def read_versions(
+    store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
 ) -> Generator[Step, list[Packet], ReadTracker]:
-    """Wait until the conditions hold, and return how the keys stand then, without values."""
-    tally = ReadTracker(plan)
-    yield _asked(book, plan, tally, None, after, least, 0)
-    tally.settle(book.ordered)
-    return tally
-
-
-def _asked(
-    book: WorkerStore,
-    plan: TransferPlan,
-    tally: ReadTracker,
-    sink: Sink | None,
-    after: Numbers,
-    least: Numbers,
-    priority: Numbers,
-    group: CompressionGroup | None = None,
-) -> list[Request]:
-    is_by_steps = group is not None and group.setting is not None and group.setting.back is not None
-    coding = book.coding if is_by_steps else None
-    requests = []
-    for share in plan.shares:
-        message = Pull(share.chunk, sink is not None, share.asks(after, least), book.broadcasts)
-        if group is not None and coding is not None:
-            message = coding.pull(group, share, message)
-        requests.append(
-            Request(
-                share.server,
-                message,
-                priority=share.highest(priority),
-                lane=share.chunk,
-                on_reply=tally.reader(share, sink, coding),
-            )
-        )
-    return requests
+    """Wait until the conditions hold; return the read of the keys' versions, without values."""
+    tracker = ReadTracker(plan, None, after)
+    yield tracker.ask(store, plan.shares, least)
+    tracker.settle(store.ordered)
+    return tracker

@@ -1,10 +1,10 @@
 """The failure policy of a worker: the lost members, and the calls that end because of them.
 
-A lost server ends the calls of every store: a part of each key went with it. So does one that was
-replaced, since the new process holds nothing. Where there is a cut to which the servers can return,
-calls wait for that as long as for a worker; servers that have tried to return to one, and could not, are
-lost. A lost worker ends the calls of a store
-according to its ``on_worker_lost``: at once (``fail``), when its grace is over or no replacement can come
+A lost server ends the calls of every store: a part of each key went with it. So does a server that was replaced,
+since the new process holds nothing. Where there is a cut to which the servers can return, calls wait for that as
+long as for a worker; servers that have tried to return to a cut, and could not, are lost.
+
+A lost worker ends the calls of a store according to its ``on_worker_lost``: at once (``fail``), when its grace is over or no replacement can come
 (``wait``, where rounds wait for it), or not at all (``shrink``, and ``wait`` where there are no rounds).
 """
 
@@ -25,7 +25,7 @@ from kvps.protocol.values import Dropped
 
 @dataclass(slots=True)
 class LostWorker:
-    """A worker that is lost or gone, and since when."""
+    """A worker that is lost or gone."""
 
     member: Member
     since: float
@@ -38,82 +38,85 @@ class LostServer:
     what: str
     since: float
     cut: int
-    """To which the servers can return, once it is replaced; 0 if there is none."""
+    """The cut to which the servers can return once it is replaced; 0 if there is none."""
 
     def until(self, grace_s: float) -> float:
-        """Return until when calls wait."""
+        """Return until when calls wait for a replacement."""
         return self.since + (grace_s if self.cut else 0.0)
 
 
 class FailurePolicy:
-    """What the newest view says of those who are not there."""
+    """The lost members of the newest view, and which calls end because of them."""
 
     def __init__(self) -> None:
         self.workers: dict[int, LostWorker] = {}
         self.server: LostServer | None = None
+        self.is_any = False
+        """Some worker or server is lost."""
         self.was_replaced = False
         """Some worker has taken another's place."""
         self._lives: dict[int, int] = {}
-        """Of each worker rank, the newest incarnation."""
+        """Worker rank -> its newest incarnation."""
 
     def learn(self, view: View, incarnations: dict[int, int], now: float) -> None:
-        """Take a view in. ``incarnations`` are those of the servers that this worker talks to."""
+        """Take a view in. ``incarnations`` are those of the servers that this worker is connected to, by rank."""
         known, self.workers = self.workers, {}
         server, self.server = self.server, None
-        for one in view.members:
-            if one.role == Role.SERVER:
-                what = _why_lost(one, incarnations)
+        for member in view.members:
+            if member.role == Role.SERVER:
+                what = _why_lost(member, incarnations)
                 if what and self.server is None:
-                    since = now - one.lost_for_s if server is None else server.since
-                    cut = 0 if one.state == "gone" else view.cut
+                    since = now - member.lost_for_s if server is None else server.since
+                    cut = 0 if member.state == "gone" else view.cut
                     self.server = LostServer(what, since, cut)
                 continue
-            before_it = self._lives.get(one.rank, 0)
-            self._lives[one.rank] = one.incarnation
-            self.was_replaced = self.was_replaced or 0 < before_it < one.incarnation
-            if one.state in ("lost", "gone"):
-                since = now - one.lost_for_s
-                before = known.get(one.rank)
-                if before is not None and before.member.incarnation == one.incarnation:
+            earlier = self._lives.get(member.rank, 0)
+            self._lives[member.rank] = member.incarnation
+            self.was_replaced = self.was_replaced or 0 < earlier < member.incarnation
+            if member.state in ("lost", "gone"):
+                since = now - member.lost_for_s
+                before = known.get(member.rank)
+                if before is not None and before.member.incarnation == member.incarnation:
                     since = min(since, before.since)
-                self.workers[one.rank] = LostWorker(one, since)
+                self.workers[member.rank] = LostWorker(member, since)
         if self.server is None and view.epoch and not view.cut:
             self.server = LostServer(view.reason, now, 0)
+        self.is_any = self.server is not None or bool(self.workers)
 
-    def error(self, book: WorkerStore | None, now: float) -> KvpsError | None:
+    def error(self, store: WorkerStore | None, now: float) -> KvpsError | None:
         """Return why calls of a store cannot succeed, if they cannot."""
         lost_server = self.server
         if lost_server is not None:
-            grace_s = math.inf if book is None else book.worker_grace_s
+            grace_s = math.inf if store is None else store.worker_grace_s
             if now >= lost_server.until(grace_s):
                 return _server_lost(lost_server)
-        if book is None or not book.waits_for_lost:
+        if store is None or not store.waits_for_lost:
             return None
         for lost in self.workers.values():
-            if now >= self._until(book, lost):
-                return _worker_lost(book, lost, now)
+            if now >= self._until(store, lost):
+                return _worker_lost(store, lost, now)
         return None
 
-    def deadline(self, book: WorkerStore) -> float | None:
+    def deadline(self, store: WorkerStore) -> float | None:
         """When :meth:`error` will find something to say, if nothing changes."""
         until = []
         if self.server is not None:
-            until.append(self.server.until(book.worker_grace_s))
-        if book.waits_for_lost:
-            until += [self._until(book, lost) for lost in self.workers.values()]
+            until.append(self.server.until(store.worker_grace_s))
+        if store.waits_for_lost:
+            until += [self._until(store, lost) for lost in self.workers.values()]
         return min(until, default=None)
 
-    def _until(self, book: WorkerStore, lost: LostWorker) -> float:
-        waits = book.opened.on_worker_lost == "wait" and lost.member.state == "lost"
-        return lost.since + (book.worker_grace_s if waits else 0.0)
+    def _until(self, store: WorkerStore, lost: LostWorker) -> float:
+        waits = store.opened.on_worker_lost == "wait" and lost.member.state == "lost"
+        return lost.since + (store.worker_grace_s if waits else 0.0)
 
 
-def _why_lost(one: Member, incarnations: dict[int, int]) -> str:
+def _why_lost(server: Member, incarnations: dict[int, int]) -> str:
     """Return why a server does not hold what it held; empty if it does."""
-    name = f"server {one.rank} ({one.host} {one.endpoint})"
-    if one.state not in ("held", "empty"):
-        return f"{name} is lost: {one.reason}"
-    if incarnations.get(one.rank, one.incarnation) != one.incarnation:
+    name = f"server {server.rank} ({server.host} {server.endpoint})"
+    if server.state not in ("held", "empty"):
+        return f"{name} is lost: {server.reason}"
+    if incarnations.get(server.rank, server.incarnation) != server.incarnation:
         return f"{name} took the place of the one that this worker talked to, and is empty"
     return ""
 
@@ -131,19 +134,19 @@ def _server_lost(lost: LostServer) -> ServerLost:
     )
 
 
-def _worker_lost(book: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
-    one, policy = lost.member, book.opened.on_worker_lost
-    if one.state == "gone":
+def _worker_lost(store: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
+    member, policy = lost.member, store.opened.on_worker_lost
+    if member.state == "gone":
         what, then = "no replacement can come", "Start the job again"
     elif policy == "fail":
-        what, then = "on_worker_lost='fail' does not wait", f"Start worker {one.rank} again"
+        what, then = "on_worker_lost='fail' does not wait", f"Start worker {member.rank} again"
     else:
         what = f"no replacement came in {now - lost.since:.0f} s"
-        then = f"Start a replacement with --rank {one.rank}"
-    who_needs_it = "Rounds" if book.ordered else "Calls"
+        then = f"Start a replacement with --rank {member.rank}"
+    who_needs_it = "Rounds" if store.ordered else "Calls"
     return WorkerLost(
-        f"worker {one.rank} ({one.host}) is lost: {one.reason}. {who_needs_it} of store "
-        f"{book.opened.store!r} need it, and {what}. What was pushed is kept. {then}, or create "
+        f"worker {member.rank} ({member.host}) is lost: {member.reason}. {who_needs_it} of store "
+        f"{store.name!r} need it, and {what}. What was pushed is kept. {then}, or create "
         "the store with on_worker_lost='shrink' to go on without it"
     )
 
@@ -151,28 +154,28 @@ def _worker_lost(book: WorkerStore, lost: LostWorker, now: float) -> WorkerLost:
 def complain(
     store: str, is_ordered: bool, keys: Mapping[str, Key], found: Mapping[str, Dropped]
 ) -> None:
-    """Tell a worker of the updates in ``found``, by key, of which it was not told before.
+    """Tell the script of dropped updates of which it was not told before.
 
     Args:
-        store: whose keys they are.
+        store: name of the store.
         is_ordered: whether updates are rounds.
-        keys: what the worker knows of all keys; it is noted there that it was told.
-        found: what the servers say.
+        keys: all keys of the store; they note that the script was told.
+        found: key -> the update that was dropped.
 
     Raises:
         NonFinite: if there are any.
     """
-    news = {name: one for name, one in found.items() if one.number >= keys[name].heard}
+    news = {name: update for name, update in found.items() if update.number >= keys[name].heard}
     if not news:
         return
-    for name, one in news.items():
-        keys[name].heard = one.number + 1
-    name, one = next(iter(news.items()))
-    what = f"round {one.number}" if is_ordered else f"push {one.number} of this rank"
+    for name, update in news.items():
+        keys[name].heard = update.number + 1
+    name, update = next(iter(news.items()))
+    what = f"round {update.number}" if is_ordered else f"push {update.number} of this rank"
     others = f" (and of {len(news) - 1} more)" if len(news) > 1 else ""
     raise NonFinite(
         f"store {store!r}: {what} of key {name!r}{others} was dropped: "
-        f"{describe(name, Flaw(one.values, one.ranks))}. The weights and the optimizer's state are as "
+        f"{describe(name, Flaw(update.values, update.ranks))}. The weights and the optimizer's state are as "
         "they were before it, on every server; go on with the next push, and look at the loss and "
         "the learning rate if this comes again"
     )

@@ -1,8 +1,8 @@
 """Transfer plans: the elements of each chunk that a list of keys stands for.
 
-A plan is made once for a list of keys and used for every push and pull of that list. It turns
-keys into *shares*, one for each chunk that holds some of them, and each share into runs of
-neighbouring elements. From there on, nothing on the way of a gradient knows of keys.
+A plan is made once for a list of keys and used for every push and pull of that list. It turns keys into *shares*, one
+for each chunk that holds some of them, and each share into runs of neighbouring elements. From there on, no code on
+the path of a gradient knows of keys.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import torch
 
+from kvps.compression.policy import KeyCompression
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.values import Ask, Run
 from kvps.tensors import Memory, unowned
 
 HERE = ""
-"""The route of what does not leave this process."""
+"""The route of values that do not leave this process."""
 PIECES_MAX = 255
-"""In how many places the elements of one share may be lent."""
+"""Most places in which the elements of one share may be lent."""
 WINDOWS_MAX = 4
-"""In how many places a share's elements are remembered: in shared memory two come and two go, in
-turns. More would cost 670 bytes for each key and place where every message lies elsewhere."""
+"""Most addresses at which a share's elements are remembered: in shared memory two come and two go, in turns. Where
+every message lies elsewhere, each address costs 670 bytes per key."""
 
 
 Numbers = int | Sequence[int]
-"""One number for each key of a plan; or one for all, so that nobody has to look at each."""
+"""One number for each key of a plan, or one number for all of them."""
 
 
-class Given(Protocol):
-    """The values of a list of keys, looked up when they are read."""
+class Tensors(Protocol):
+    """One tensor for each key of a list, looked up when it is read."""
 
     def __getitem__(self, index: int, /) -> torch.Tensor:
-        """Return that of one key."""
+        """Return the tensor of one key."""
 
 
 class PieceLocation(NamedTuple):
-    """A piece of a key: where it lies, and which elements of the key it is."""
+    """The place of a piece of a key: its chunk, its first element there, its size, and its offset in the key."""
 
     server: int
     chunk: int
@@ -50,7 +51,7 @@ class PieceLocation(NamedTuple):
 
 @dataclass(slots=True)
 class Key:
-    """What a worker knows of one key."""
+    """One key, as a worker knows it."""
 
     name: str
     spec: Spec
@@ -58,23 +59,23 @@ class Key:
     number: int = 0
     """The number of this rank's next push."""
     applied: int = 0
-    """How many pushes this rank knows to be applied on all parts: where push numbers are round
-    numbers the version, else this rank's own."""
+    """How many pushes this rank knows to be applied on all parts: the version, if push numbers are round numbers;
+    else how many of its own."""
     is_refused: bool = False
-    """A push was refused, or this rank was away: which number is owed next has to be asked."""
+    """A push was refused, or this rank was away: the number that is owed next has to be asked."""
     broadcasts: int = 0
     """How many times this rank has broadcast it."""
     version: int = 0
-    """The highest that this rank knows, where push numbers are no round numbers."""
+    """The highest version that this rank knows, if push numbers are no round numbers."""
     heard: int = 0
     """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
 
 
 class CopyVersion(NamedTuple):
-    """What a copy of a key holds: all of these pieces, at one version.
+    """The content of a copy of a key: all of these pieces, at one version.
 
-    The pieces are told apart by being this very tuple. A key that was replaced, and any key after the
-    servers have returned to a cut, has another one, and its versions have nothing to do with this.
+    The identity of the tuple counts. A key that was replaced, and any key after a rollback, has another tuple, and its
+    versions have nothing to do with this one.
     """
 
     pieces: tuple[PieceLocation, ...]
@@ -102,22 +103,22 @@ class ChunkSlice:
     segments: list[KeySlice] = field(default_factory=list)
     """In the order of the chunk."""
     blocks: list[tuple[int, int]] = field(default_factory=list)
-    """(start, size) of what the segments cover, neighbours joined."""
+    """(start, size) of the elements that the segments cover, neighbours joined."""
     size: int = 0
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
-    """For each segment its key's index, and which of the key's elements; None for all."""
+    """For each segment the index of its key, and the slice of the key's elements; None for all."""
     _sizes: list[int] = field(default_factory=list)
     _begins: list[int] = field(default_factory=list)
-    """For each segment how many bytes of the share lie before it."""
+    """For each segment, the bytes of the share before it."""
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """For each segment its size, and its shape as it lies in a row."""
+    """For each segment its shape: the key's if it is all of it, else its size."""
     _is_flat: bool = True
-    """Whether no row has to be looked at otherwise than it is."""
+    """Every segment is one-dimensional, so that no tensor has to be viewed in another shape."""
     _windows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """By address of the elements of this share, a tensor for each segment."""
+    """Address of this share's elements -> a tensor for each segment."""
 
     def seal(self, keys: Sequence[Key]) -> None:
-        """Prepare for use: all segments are there."""
+        """Prepare for use, once all segments are there."""
         self.segments.sort()
         for start, size, index, offset in self.segments:
             if self.blocks and sum(self.blocks[-1]) == start:
@@ -133,7 +134,7 @@ class ChunkSlice:
             self.size += size
 
     def runs(self, numbers: Numbers) -> tuple[Run, ...]:
-        """Return the runs of a push that has these numbers."""
+        """Return the runs of a push with these numbers."""
         if isinstance(numbers, int):
             return tuple([Run(start, size, numbers) for start, size in self.blocks])
         runs: list[Run] = []
@@ -163,17 +164,16 @@ class ChunkSlice:
         return tuple(asks)
 
     def highest(self, priorities: Numbers) -> int:
-        """Return the highest of these priorities that a key of this share has."""
+        """Return the highest priority of the keys in this share."""
         if isinstance(priorities, int):
             return priorities
         return max([priorities[segment.key] for segment in self.segments])
 
-    def gather(self, rows: Given, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
+    def gather(self, rows: Tensors, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
-        They are copied into ``memory``, unless they lie where the peer along ``route`` can read
-        them already, or are read :data:`HERE`: then they are returned as they are, neighbours
-        joined.
+        They are copied into ``memory``, unless the peer along ``route`` can read them where they lie, or they are read
+        :data:`HERE`: then they are returned as they are, neighbours joined.
         """
         parts = self._parts(rows)
         if route == HERE:
@@ -205,16 +205,16 @@ class ChunkSlice:
             return _one_storage(parts)
         return _joined(parts, begins)
 
-    def _parts(self, rows: Given) -> list[torch.Tensor]:
+    def _parts(self, rows: Tensors) -> list[torch.Tensor]:
         """Return the part of each row that lies in this share; a whole row as it is."""
         return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
 
     def _windows_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return one tensor for each segment, which together are ``values``.
 
-        A share's elements come to lie in the same few places again and again, and to make a
-        thousand tensors takes longer than to copy them: so they are remembered by address. They
-        keep no memory alive, and are only used while ``values`` does.
+        A share's elements lie at the same few addresses again and again, and making a thousand tensors takes longer than
+        copying them. So the tensors are remembered by address. They keep no memory alive, and are only used while
+        ``values`` does.
         """
         if len(self.segments) == 1:
             return [values.view(self._shapes[0])]
@@ -224,7 +224,7 @@ class ChunkSlice:
             if len(self._windows) >= WINDOWS_MAX:
                 del self._windows[next(iter(self._windows))]
             parts = torch.split(unowned(values), self._sizes)
-            windows = [one.view(shape) for one, shape in zip(parts, self._shapes, strict=True)]
+            windows = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
             self._windows[address] = windows
         return windows
 
@@ -237,22 +237,22 @@ class ChunkSlice:
 def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
     """Return one tensor for each key of ``plan``, contents undefined.
 
-    Keys that lie side by side on a server do so in ``memory``, too; a key that is cut lies in one
-    piece here.
+    Keys that lie side by side on a server do so in ``memory``, too; a key that is cut there is contiguous here.
     """
-    found: dict[int, torch.Tensor] = {}
+    whole_keys: dict[int, torch.Tensor] = {}
     for share in plan.shares:
         for is_whole, group in groupby(
-            share.segments, lambda one: one.size == plan.keys[one.key].spec.count
+            share.segments, lambda segment: segment.size == plan.keys[segment.key].spec.count
         ):
             segments = list(group)
             if is_whole:
-                sizes = [one.size for one in segments]
+                sizes = [segment.size for segment in segments]
                 parts = torch.split(memory.empty(sum(sizes), share.dtype), sizes)
-                found.update((one.key, part) for one, part in zip(segments, parts, strict=True))
+                indices = [segment.key for segment in segments]
+                whole_keys.update(zip(indices, parts, strict=True))
     rows = []
     for index, key in enumerate(plan.keys):
-        row = found.get(index)
+        row = whole_keys.get(index)
         if row is None:
             row = memory.empty(key.spec.count, key.spec.dtype)
         rows.append(row.view(key.spec.shape))
@@ -273,7 +273,7 @@ def _joined(parts: Sequence[torch.Tensor], begins: Sequence[int]) -> list[torch.
 
 
 def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return neighbours as one tensor; as they are if they only happen to be neighbours."""
+    """Return neighbours as one tensor; or as they are, if they are neighbours by chance, in two storages."""
     if len(parts) == 1:
         return [parts[0].view(-1)]
     storage, last = parts[0].untyped_storage(), parts[-1]
@@ -284,7 +284,7 @@ def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def alike(numbers: Sequence[int]) -> Numbers:
-    """Return ``numbers``, as one if all are the same."""
+    """Return ``numbers``, or the number that all of them are."""
     first = numbers[0] if numbers else 0
     return first if numbers.count(first) == len(numbers) else numbers
 
@@ -302,8 +302,52 @@ class TransferPlan:
     shares: list[ChunkSlice]
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The tensors of some keys of a call; the list may be filled anew before they are read."""
+
+    rows: Tensors
+    indices: Sequence[int]
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return the tensor of one key of the group."""
+        return self.rows[self.indices[index]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionGroup:
+    """The keys of a call that travel in one form: as they are, or encoded in one way."""
+
+    plan: TransferPlan
+    setting: KeyCompression | None = None
+    """None if they travel as they are."""
+    indices: tuple[int, ...] | None = None
+    """Their indices among the keys of the call; None for all."""
+
+    @property
+    def is_by_deltas(self) -> bool:
+        """Whether servers answer with what has changed, encoded."""
+        return self.setting is not None and self.setting.back is not None
+
+    @overload
+    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
+
+    @overload
+    def numbers(self, numbers: Numbers) -> Numbers: ...
+
+    def numbers(self, numbers: Numbers) -> Numbers:
+        """Return the numbers of this group, of one for each key of the call."""
+        if isinstance(numbers, int) or self.indices is None:
+            return numbers
+        return [numbers[index] for index in self.indices]
+
+    def rows(self, rows: Tensors) -> Tensors:
+        """Return the tensors of this group, of one for each key of the call."""
+        return rows if self.indices is None else Selected(rows, self.indices)
+
+
 def cut(plan: TransferPlan, most_bytes: int) -> TransferPlan:
-    """Return a plan of the same keys, of which no share is larger; they may cut pieces."""
+    """Return a plan of the same keys with no share larger than ``most_bytes``; it may cut pieces."""
     shares: list[ChunkSlice] = []
     for whole in plan.shares:
         most = max(1, most_bytes // BY_NAME[whole.dtype].itemsize)
@@ -343,5 +387,5 @@ def make(keys: Sequence[Key], first: int = 0) -> TransferPlan:
         rank_in_server[server] = rank_in_server.get(server, -1) + 1
         order.append((rank_in_server[server], (server - first) % servers, share))
     return TransferPlan(
-        tuple(keys), [share for _, _, share in sorted(order, key=lambda one: one[:2])]
+        tuple(keys), [share for _, _, share in sorted(order, key=lambda entry: entry[:2])]
     )

@@ -1,18 +1,19 @@
 """Quiescence: a worker halts so that a cut falls between two of its steps.
 
-In a synchronous store a *step* is what happens between two rounds: all keys that move together have
-been pushed equally often when it ends. Nobody tells the core where that is, so it is read off the
-numbers: a worker stands when no key is one push behind the leading one, when a push begins that
-would take the lead further, or when its script waits for the cut itself. One that does not stand says
-how far it has come: it may wait for the pushes of one that stands, who then goes on to there. Where each
-push is applied by itself there are no steps, and a worker may stand at any time.
+In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been pushed
+equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands when no key
+is one push behind the leading one, when a push begins that would take the lead further, or when its script waits
+for the cut itself. A worker that does not stand says how far it has come: it may wait for the pushes of one that
+stands, which then goes on to that number. Where each push is applied by itself there are no steps, and a worker may
+stand at any time.
 
-Of other calls only those change values that create, replace and optimize, made by rank 0 or by whom a
-key's creation names; they are held as pushes are. What only reads goes on, unless an earlier call of its store is held: calls keep their order.
+Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by the creator that
+the call names. They are held as pushes are. Calls that only read go on, unless an earlier call of their store is
+held: calls keep their order.
 
-Nobody waits for a cut for long: a worker that has stood for :data:`STAND_MAX_S`, whose caller would soon
-lose patience, or that hears nothing of the scheduler goes on by itself, and says so when it is asked;
-such a cut is given up.
+Nobody waits for a cut for long. A worker goes on by itself when it has stood for :data:`STAND_MAX_S`, when a held
+call comes close to its deadline, or when the scheduler is silent. It says so when it is asked, and that cut is
+given up.
 """
 
 from __future__ import annotations
@@ -20,130 +21,115 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvps.core.worker import calls
+from kvps.core.worker.calls.base import Call, PushCall
 from kvps.core.worker.store import WorkerStore
 from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
-"""Of a synchronous store, whose ranks wait for each other anyway; longer than the scheduler waits."""
+"""Longest halt, in seconds, where all stores are synchronous: their ranks wait for each other anyway. Longer than
+the scheduler waits."""
 FREE_STAND_MAX_S = 3.0
-"""Of a job with a store in which nobody waits for others."""
+"""Longest halt, in seconds, where in some store nobody waits for others."""
 SILENCE_MAX_S = 3.0
-"""Nobody stands for a scheduler that has said nothing for so long: it answers a beat every second."""
+"""Longest silence of the scheduler, in seconds, during a halt: it answers a beat every second."""
 PATIENCE_S = 1.0
-"""A held call goes on so long before its deadline."""
-
-CREATING = (
-    calls.Init,
-    calls.MakeTable,
-    calls.Broadcast,
-    calls.SetOptimizer,
-    calls.SetRate,
-    calls.SetTableRate,
-    calls.LoadState,
-    calls.RestoreCheckpoint,
-)
-"""Calls by which one rank changes values: rank 0, or the creator that the call names."""
-
-
-def creates(rank: int, call: calls.Call) -> bool:
-    """Whether ``rank`` changes values by this call, other than by a push."""
-    return isinstance(call, CREATING) and rank == getattr(call, "creator", 0)
+"""Seconds before its deadline at which a held call goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredCall:
-    """A call that has to wait."""
+    """A call that is held back."""
 
     ticket: int
-    call: calls.Call
+    call: Call
     deadline: float
 
 
 class Quiesce:
-    """Whether this worker halts, and what it holds back."""
+    """The halt of this worker, and the calls that it holds back."""
 
     def __init__(self) -> None:
         self.cut = 0
-        """The one for which it halts, or halted last."""
+        """The cut for which it halts, or halted last."""
         self.is_on = False
+        """It halts."""
         self.is_asked = False
         """The scheduler waits to hear that it stands."""
         self.stood = True
         """It did not go on by itself."""
         self.held: list[DeferredCall] = []
         self._limits: dict[str, int] = {}
-        """By synchronous store, how many pushes of a key may be begun."""
+        """Synchronous store -> how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, books: Mapping[str, WorkerStore], now: float) -> list[DeferredCall]:
+    def halt(
+        self, order: Halt, stores: Mapping[str, WorkerStore], now: float
+    ) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
-        Returns what was held until now: it is to be made again, and may be held again.
+        Returns:
+            The calls that were held until now; they are to be made again, and may be held again.
         """
         if order.cut < self.cut or (order.cut == self.cut and not self.is_on):
             return []
         if order.cut > self.cut:
             self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
-            free = any(not book.ordered for book in books.values())
+            free = any(not store.ordered for store in stores.values())
             self._until = now + (FREE_STAND_MAX_S if free else STAND_MAX_S)
         self.is_asked = True
-        for name, book in books.items():
-            if book.ordered:
+        for name, store in stores.items():
+            if store.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
-                self._limits[name] = max(least, _lead(book))
+                self._limits[name] = max(least, _lead(store))
         held, self.held = self.held, []
         return held
 
-    def holds(self, book: WorkerStore, call: calls.Call) -> bool:
+    def holds(self, store: WorkerStore, call: Call) -> bool:
         """Whether ``call`` has to wait."""
         if not self.is_on:
             return False
-        if any(one.call.store == call.store for one in self.held):
+        if any(deferred.call.store == call.store for deferred in self.held):
             return True
-        if isinstance(call, calls.PUSHES):
-            limit = self._limits.get(call.store, 0) if book.ordered else 0
-            return any(book.keys[name].number >= limit for name in call.keys if name in book.keys)
-        is_creating = creates(book.rank, call) and not _is_known(book, call)
-        return is_creating and (not book.ordered or self._stands(call.store, book))
+        if isinstance(call, PushCall):
+            limit = self._limits.get(call.store, 0) if store.ordered else 0
+            return any(store.keys[name].number >= limit for name in call.keys if name in store.keys)
+        is_creating = call.is_creating(store.rank) and not call.is_redundant(store)
+        return is_creating and (not store.ordered or self._stands(call.store, store))
 
-    def hold(self, ticket: int, call: calls.Call, deadline: float) -> None:
+    def hold(self, ticket: int, call: Call, deadline: float) -> None:
         """Keep ``call`` until it may go on."""
         self.held.append(DeferredCall(ticket, call, deadline))
 
-    def numbers(self, books: Mapping[str, WorkerStore]) -> dict[str, int]:
+    def numbers(self, stores: Mapping[str, WorkerStore]) -> dict[str, int]:
         """Return how many pushes of the leading key were made, by synchronous store.
 
         One that has joined is left out: the others' rounds close without this rank.
         """
-        ordered = [(name, book) for name, book in books.items() if book.ordered]
-        return {name: _lead(book) for name, book in ordered if not book.is_away}
+        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        return {name: _lead(store) for name, store in ordered if not store.is_away}
 
-    def stands(self, books: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
+    def stands(self, stores: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
-        ordered = [(name, book) for name, book in books.items() if book.ordered]
-        return all(self._stands(name, book, is_at_rest) for name, book in ordered)
+        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        return all(self._stands(name, store, is_at_rest) for name, store in ordered)
 
-    def _stands(self, name: str, book: WorkerStore, is_at_rest: bool = False) -> bool:
+    def _stands(self, name: str, store: WorkerStore, is_at_rest: bool = False) -> bool:
         limit = self._limits.get(name, 0)
-        if book.is_away:
+        if store.is_away:
             return True
-        if _lead(book) < limit:
+        if _lead(store) < limit:
             return False
-        waits = is_at_rest or any(one.call.store == name for one in self.held)
-        return waits or not any(key.number == limit - 1 for key in book.keys.values())
+        waits = is_at_rest or any(deferred.call.store == name for deferred in self.held)
+        return waits or not any(key.number == limit - 1 for key in store.keys.values())
 
-    def deadline(self, heard_at: float) -> float | None:
+    def deadline(self, heard_at: float) -> float:
         """When it goes on by itself, if the scheduler was last heard at ``heard_at``."""
-        if not self.is_on:
-            return None
         soonest = min(self._until, heard_at + SILENCE_MAX_S)
-        return min([soonest, *(one.deadline - PATIENCE_S for one in self.held)])
+        return min([soonest, *(deferred.deadline - PATIENCE_S for deferred in self.held)])
 
     def is_impatient(self, heard_at: float, now: float) -> bool:
         """Whether it goes on by itself now; it is to :meth:`go_on` then."""
-        deadline = self.deadline(heard_at)
-        if deadline is None or now < deadline:
+        if not self.is_on or now < self.deadline(heard_at):
             return False
         self.stood = False
         return True
@@ -161,13 +147,6 @@ class Quiesce:
         return held
 
 
-def _is_known(book: WorkerStore, call: calls.Call) -> bool:
-    """Whether it is an init of keys that are there, which changes nothing."""
-    if isinstance(call, calls.MakeTable):
-        return call.key in book.keys
-    return isinstance(call, calls.Init) and all(name in book.keys for name, _ in call.keys)
-
-
-def _lead(book: WorkerStore) -> int:
+def _lead(store: WorkerStore) -> int:
     """How many pushes were made of the key that has most."""
-    return max([key.number for key in book.keys.values()], default=0)
+    return max([key.number for key in store.keys.values()], default=0)

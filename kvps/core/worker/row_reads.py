@@ -1,19 +1,18 @@
 """Reads of rows that lie on several servers, at one version.
 
-What is asked for differs (rows that the caller names, or those that changed); how the answers are brought
-to one version does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`), server by server.
+The rows differ (those that the caller names, or those that changed); how their answers are brought to one version
+does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`), server by server.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvps.core.placement import lies_by_rows
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import LaggingReads, Step
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
@@ -32,18 +31,18 @@ class Range(NamedTuple):
 
 
 def ranges(key: Key) -> list[Range]:
-    """Return which rows of ``key`` lie where, in their order; nothing if they are not whole there."""
-    if not lies_by_rows(key.spec, [(one.offset, one.size) for one in key.pieces]):
+    """Return the rows of ``key`` on each server, ascending; nothing if some row is cut over servers."""
+    if not lies_by_rows(key.spec, [(piece.offset, piece.size) for piece in key.pieces]):
         return []
     width = key.spec.width
-    found: list[Range] = []
-    for one in key.pieces:
-        stop = (one.offset + one.size) // width
-        if found and found[-1].server == one.server:
-            found[-1] = found[-1]._replace(stop=stop)
+    by_server: list[Range] = []
+    for piece in key.pieces:
+        stop = (piece.offset + piece.size) // width
+        if by_server and by_server[-1].server == piece.server:
+            by_server[-1] = by_server[-1]._replace(stop=stop)
         else:
-            found.append(Range(one.server, one.offset // width, stop, one.chunk))
-    return found
+            by_server.append(Range(piece.server, piece.offset // width, stop, piece.chunk))
+    return by_server
 
 
 Answer = TypeVar("Answer", PulledRows, Changed)
@@ -51,22 +50,22 @@ Answer = TypeVar("Answer", PulledRows, Changed)
 
 @dataclass(slots=True)
 class ServerPart(abc.ABC, Generic[Answer]):
-    """What one server has of the rows that are wanted of one key; it takes its answer in."""
+    """The part of a read of rows that one server answers; it takes the answer in."""
 
     key: Key
-    place: Range
+    range: Range
     answer: Answer | None = field(default=None, init=False)
 
     @abc.abstractmethod
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
-        """Return the request for them."""
+        """Return the request for these rows."""
 
     @abc.abstractmethod
     def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note how the key stands, and take the rows if they are ``wanted``.
+        """Note how the key stands, and take the rows in if they are ``wanted``.
 
         Raises:
-            ProtocolError: if it is no answer to what was asked.
+            ProtocolError: if the answer does not fit the request.
         """
 
     @property
@@ -76,67 +75,54 @@ class ServerPart(abc.ABC, Generic[Answer]):
         return self.answer
 
 
-PortionT = TypeVar("PortionT", bound="ServerPart[PulledRows] | ServerPart[Changed]")
+PartT = TypeVar("PartT", bound="ServerPart[PulledRows] | ServerPart[Changed]")
 
 
 @dataclass(slots=True)
-class RowRead(Generic[PortionT]):
-    """The rows that are wanted of one key, and who has them."""
+class RowRead(Generic[PartT]):
+    """The read of some rows of one key."""
 
     key: Key
     after: int
     priority: int
-    portions: list[PortionT] = field(default_factory=list)
+    parts: list[PartT] = field(default_factory=list)
 
-    def asked(self, book: WorkerStore) -> list[Request]:
-        """Return the requests for all of them."""
-        store = book.opened.store
-        return [one.ask(store, self.after, 0, self.priority) for one in self.portions]
+    def asked(self, store: WorkerStore) -> list[Request]:
+        """Return the requests for all rows."""
+        return [part.ask(store.name, self.after, 0, self.priority) for part in self.parts]
 
     def settle(self, ordered: bool) -> None:
         """Note in the key what is applied."""
-        key, told = self.key, [one.told for one in self.portions]
-        if len(told) == len(ranges(key)):  # of those that were not asked nothing is known
-            applied = min([one.lowest if ordered else one.owed for one in told])
+        key, told = self.key, [part.told for part in self.parts]
+        if len(told) == len(ranges(key)):  # nothing is known of servers that were not asked
+            applied = min([answer.lowest if ordered else answer.owed for answer in told])
             key.applied = max(key.applied, applied)
         if not ordered:
-            key.version = max([key.version, *(one.highest for one in told)])
+            key.version = max([key.version, *(answer.highest for answer in told)])
 
-    def lagging(self) -> tuple[list[PortionT], int]:
-        """Return those who lag behind the newest version, and that; as whole keys are read."""
-        told = [one.told for one in self.portions]
-        newest = max([one.highest for one in told])
-        if len({one.owed for one in told}) > 1:
-            return [], newest  # torn by a push that this rank owes to some parts only
-        return [one for one in self.portions if one.told.lowest < newest], newest
-
-
-def even_out(
-    book: WorkerStore, wanted: Sequence[RowRead[PortionT]]
-) -> Generator[Step, list[Packet], None]:
-    """Read rows again that lag behind others of their key, until none does."""
-    while book.ordered or not book.is_short:
-        requests = LaggingReads()
-        for one in wanted:
-            behind, newest = one.lagging()
-            store = book.opened.store
-            requests += [part.ask(store, one.after, newest, one.priority) for part in behind]
-        if not requests:
-            return
-        if not (yield requests):
-            return  # nobody waits any more for what may never come
+    def lagging(self, store: WorkerStore) -> list[Request]:
+        """Return requests for the parts that lag behind the newest version; as whole keys are read."""
+        told = [part.told for part in self.parts]
+        if len({answer.owed for answer in told}) > 1:
+            return []  # torn by a push that this rank owes to some parts only
+        newest = max([answer.highest for answer in told])
+        return [
+            part.ask(store.name, self.after, newest, self.priority)
+            for part in self.parts
+            if part.told.lowest < newest
+        ]
 
 
-def complain_of_drops(book: WorkerStore, wanted: Iterable[RowRead[PortionT]]) -> None:
-    """Raise, or remember, what the answers say of updates that were not made.
+def report_dropped_rows(store: WorkerStore, reads: Iterable[RowRead[PartT]]) -> None:
+    """Tell the caller of updates that were not made, as the answers say.
 
     Raises:
-        NonFinite: as :func:`~kvps.core.server.nonfinite_log.complain`.
+        NonFinite: if there are any of which it was not told before.
     """
     dropped: dict[str, Dropped] = {}
-    for one in wanted:
-        for portion in one.portions:
-            for drop in portion.told.dropped:
-                dropped[one.key.name] = drop
+    for read in reads:
+        for part in read.parts:
+            for update in part.told.dropped:
+                dropped[read.key.name] = update
     if dropped:
-        complain(book.opened.store, book.ordered, book.keys, dropped)
+        complain(store.name, store.ordered, store.keys, dropped)

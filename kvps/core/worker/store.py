@@ -1,4 +1,4 @@
-"""One store as a worker knows it: its keys, their placement, its counters."""
+"""One store, as a worker knows it: its keys, their placement, its counters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
-from kvps.core.worker.error_feedback import CompressionGroup, ErrorFeedback
-from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
+from kvps.core.worker.error_feedback import ErrorFeedback
+from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.protocol.stores import Open
@@ -17,13 +17,13 @@ from kvps.tensors import PRIVATE, Memory
 
 
 class Made(NamedTuple):
-    """The last of the calls in which the k-th of one rank meets the k-th of another."""
+    """The last call of its kind, where the k-th call of one rank meets the k-th of another."""
 
     number: int
     after: int = 0
-    """How many rounds were pushed for before it."""
+    """How many rounds this rank had pushed for before it."""
     is_inherited: bool = False
-    """A predecessor made it, or this rank before the servers returned to a cut."""
+    """A predecessor made it, or this rank before a rollback."""
 
 
 NONE = Made(0)
@@ -38,7 +38,7 @@ class WorkerStore:
     servers: int
     worker_grace_s: float
     memory: Memory = PRIVATE
-    """Where values are put together that the servers are to read."""
+    """Where values are gathered for the servers to read."""
     is_short: bool = False
     """A worker of the job is lost."""
     keys: dict[str, Key] = field(default_factory=dict)
@@ -46,23 +46,28 @@ class WorkerStore:
     rated: Made = NONE
     """The last calls of set_optimizer and set_learning_rate."""
     broadcasts: int = 0
-    """How many were made here; all ranks make the same ones."""
+    """How many broadcasts were made here; all ranks make the same ones."""
     is_resumed: bool = False
-    """This rank took another's place, and knows neither how many calls that made, nor barriers."""
+    """This rank took another's place, and does not know which calls and barriers its predecessor has made."""
     restored: int = 0
     """The checkpoint from which the store was restored last; 0 for none."""
     was_pushed_to: bool = False
     """The servers have taken a push of this rank in."""
     joins: int = 0
-    """How many are over, as this rank knows."""
+    """How many joins are over, as far as this rank knows."""
     is_away: bool = False
     """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
-    """By name, the number of the next; none of a name at which a resumed rank did not stand yet."""
+    """Name -> number of the next barrier; without names at which a resumed rank did not stand yet."""
     attempts: Attempts = field(default_factory=Attempts)
     """How often calls of all ranks were refused: of keys, the optimizer, its rate, barriers."""
-    coding: ErrorFeedback = field(default_factory=ErrorFeedback)
+    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The store's name, the same on every rank."""
+        return self.opened.store
 
     @property
     def ordered(self) -> bool:
@@ -82,18 +87,18 @@ class WorkerStore:
 
     @property
     def takes_pushes(self) -> bool:
-        """Whether the servers will not refuse a push for want of an optimizer, as far as is known here.
+        """Whether the servers are known to have what a push needs.
 
-        Where each push is applied by itself, one is needed. Another rank may have set it.
+        Where each push is applied by itself, that is an optimizer. Another rank may have set it.
         """
         return self.ordered or self.optimized.number > 0 or self.was_pushed_to
 
     def next_call(self, last: Made) -> Made:
-        """Return which call of its kind the next one is, if the ``last`` was this.
+        """Return the next call of a kind whose ``last`` was this.
 
-        Who takes another's place makes a call again if it comes after as many rounds as the last of
-        its predecessor, which some servers may not have heard. Where there are no rounds nobody can
-        know, so that it counts as another; what comes ``after`` then says that it need not agree.
+        A rank that took another's place makes its predecessor's last call again if it comes after as many rounds:
+        some servers may not have heard of it. Where there are no rounds nobody can know, so it counts as another
+        call; its ``after`` then says that it need not agree.
         """
         if not self.ordered:
             return Made(last.number + 1, int(self.is_resumed and self.rank == 0))
@@ -114,14 +119,20 @@ class WorkerStore:
             self._plans[names] = plan
         return plan
 
-    def groups(self, plan: TransferPlan) -> list[CompressionGroup]:
+    def push_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
         """Return the keys of ``plan`` that is to be pushed, by how they travel.
 
-        A push that may be refused is not compressed: what was written of it would be gone from the
-        rest.
+        A push that may be refused is not compressed: what was encoded of it would be gone from the
+        residual.
         """
         is_taken = self.takes_pushes or any(key.applied for key in plan.keys)
-        return self.coding.groups(plan, self.rank) if is_taken else [CompressionGroup(plan)]
+        return self.read_groups(plan) if is_taken else [CompressionGroup(plan)]
+
+    def read_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
+        """Return the keys of ``plan`` that is to be read, by how they travel."""
+        if not self.feedback.is_on:
+            return [CompressionGroup(plan)]
+        return self.feedback.groups(plan, self.rank)
 
     def key(self, name: str) -> Key:
         """Return one key.
@@ -133,12 +144,12 @@ class WorkerStore:
         if key is None and name.startswith(EMBEDDING):
             title = name.removeprefix(EMBEDDING)
             raise KeyNotFound(
-                f"the servers have no table {title!r} of store {self.opened.store!r}; call "
+                f"the servers have no table {title!r} of store {self.name!r}; call "
                 f"embedding({title!r}, ...) on every worker"
             )
         if key is None:
             raise KeyNotFound(
-                f"key {name!r} of store {self.opened.store!r} was never initialised; call "
+                f"key {name!r} of store {self.name!r} was never initialised; call "
                 "init(key, value) on every worker first"
             )
         return key
@@ -150,8 +161,8 @@ class WorkerStore:
         }
 
     def forget(self) -> None:
-        """Nothing that was counted here holds any more."""
-        self.coding.begin_anew()
+        """Forget all that was counted here, after a rollback."""
+        self.feedback.begin_anew()
         self.keys.clear()
         self.barriers.clear()
         self.attempts.clear()
@@ -165,7 +176,7 @@ class WorkerStore:
         return parts(key, spec.count, self.servers, self.opened.bigarray_bound, spec.width)
 
     def place(self, placed: Iterable[tuple[str, Spec, Iterable[PieceLocation]]]) -> None:
-        """Remember where keys lie. What was counted of a key stays, unless it is another now."""
+        """Remember where keys lie. The counters of a key stay, unless its spec is another now."""
         for name, spec, pieces in placed:
             key = self.keys.get(name)
             if key is None or key.spec != spec:
@@ -174,5 +185,5 @@ class WorkerStore:
                 is_old = self.restored > 0 or (self.ordered and self.joins > 0)
                 self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
-            self.coding.forget([name])
+            self.feedback.forget([name])
         self._plans.clear()

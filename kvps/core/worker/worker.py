@@ -1,8 +1,8 @@
 """The rules of a worker: what the user, the scheduler, the servers and the clock say to it.
 
-A user's call becomes a talk (:mod:`kvps.core.worker.call_table`), whose requests are queued on the links to the servers,
-sent as the windows allow, and probed for when an answer is late. What was queued or sent for a call that ends
-early stays there if it changes values, and is dropped otherwise.
+The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requests are queued on the connections
+to the servers, sent as the windows allow, and probed for when an answer is late. What was queued or sent for a
+call that ends early stays there if it changes values, and is dropped otherwise.
 
 A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls are held
 as :mod:`kvps.core.worker.quiesce` says; when they have returned to one, each store finds its way as
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import chain
-
-import torch
+from types import MappingProxyType
 
 from kvps.core.effects import (
     Connect,
@@ -26,16 +27,16 @@ from kvps.core.effects import (
     Route,
     Send,
 )
-from kvps.core.membership_client import SCHEDULER, Identity
+from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import CallTable, PendingCall
-from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, route_of
-from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
-from kvps.core.worker.operations.dispatch import start
-from kvps.core.worker.quiesce import DeferredCall, Quiesce, creates
-from kvps.core.worker.resync import StoreResync, epoch_changed, rejoin
+from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.connection import Connection, route_of
+from kvps.core.worker.failure_policy import FailurePolicy
+from kvps.core.worker.quiesce import DeferredCall, Quiesce
+from kvps.core.worker.resync import StoreResync, epoch_changed
 from kvps.core.worker.store import WorkerStore
-from kvps.core.worker.timeout_report import lateness, name_of
+from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -46,68 +47,49 @@ from kvps.errors import (
     from_code,
     unforeseen,
 )
-from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding, Revived
+from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import (
-    Done,
     Error,
-    HistoryIs,
-    Joined,
+    Member,
     Probed,
     Released,
     Resumed,
     View,
-    Welcome,
 )
-from kvps.protocol.stores import Declared, FoundAll, StateIs, StatusIs
-from kvps.protocol.values import Ack, Changed, Exported, Pulled, PulledIds, PulledRows, Push
-from kvps.tensors import PRIVATE, Memory, to_frame
+from kvps.tensors import PRIVATE, Memory
 
-HELLO_AGAIN_S = 1.0
-ASK_AGAIN_S = 2.0
-LAST_PROBE_S = 0.25
-"""How long before a deadline the servers are asked once more what they wait for."""
-ANSWERS = (
-    Declared,
-    FoundAll,
-    Pulled,
-    Changed,
-    PulledRows,
-    PulledIds,
-    Exported,
-    Done,
-    StateIs,
-    StatusIs,
-    Joined,
-    HistoryIs,
-    Revived,
-)
-"""What a server may answer besides ACK; each carries the request's number."""
+ANSWERS = (Released, Resumed, Checkpointed, Probed)
+"""What the scheduler may answer to requests of calls."""
 
 
-class Worker(CallTable):
+class Worker:
     """One worker process's part in one job."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
-        super().__init__(identity, now, memory)
+        self.member = MembershipClient(identity, now)
+        self.stores: dict[str, WorkerStore] = {}
+        self.losses = FailurePolicy()
+        self.table = CallTable(self.member, self.stores, self.losses, memory, self._publish_joins)
+        self.info = ClusterInfo(self.member.rank)
+        """What other threads may read; replaced as a whole."""
         self._memory = memory
-        self._standstill = Quiesce()
+        self._quiesce = Quiesce()
         self._epoch = 0
-        """That of the view by which this worker goes."""
+        """The epoch of the view by which this worker goes."""
         self._since = 0
-        """The view in which it began."""
+        """The number of the view in which that epoch began."""
         self._rejoins: dict[str, StoreResync] = {}
         """The stores that do not know yet where their keys are in this epoch."""
         self._untold: dict[str, StoreResync] = {}
         """By store, what the next call is to be told."""
         self._own_tickets = 0
-        """Of calls that nobody made but this core; they count down."""
-        self._hello_at = now
+        """The ticket of the last call that this core made itself; they count down."""
         self._told_at = now
-        self._links_at = math.inf
-        """No later than the next thing that is due on a link to a server."""
+        """When the servers were last told that this worker lives, in place of the scheduler."""
         self._complete = False
         self._joining: dict[int, float] = {}
+        """ticket -> deadline, of users that wait for the cluster to be complete."""
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -121,47 +103,36 @@ class Worker(CallTable):
         yield from self._end_joining(now)
 
     def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> Effects:
-        """The user asks for something; ``deadline`` is when he stops waiting."""
+        """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1
+        name = call.store
         error = self._hopeless(call, now)
         if error is not None:
             yield Finish(ticket, error=error)
             return
-        if call.store in self._rejoins:
-            self._rejoins[call.store].held.append(DeferredCall(ticket, call, deadline))
+        if name in self._rejoins:
+            self._rejoins[name].held.append(DeferredCall(ticket, call, deadline))
             return
-        if call.store in self._untold:
-            error = epoch_changed(self.books[call.store], self._epoch, self._untold.pop(call.store))
+        if name in self._untold:
+            error = epoch_changed(self.stores[name], self._epoch, self._untold.pop(name))
             yield Finish(ticket, error=error)
             return
-        if call.store in self.books and self._standstill.holds(self.books[call.store], call):
-            self._standstill.hold(ticket, call, deadline)
-            yield from self._say_where_it_stands()
+        is_halting = self._quiesce.is_on and name in self.stores
+        if is_halting and self._quiesce.holds(self.stores[name], call):
+            self._quiesce.hold(ticket, call, deadline)
+            yield from self._report_halt()
             return
-        if isinstance(call, calls.TOGETHER):
-            known = [
-                *(one for one, _ in self._late),
-                *(one.call for one in self._talks.values() if one.finished),
-            ]
-            if call in known:
-                yield from self._again(ticket, call, deadline)
-                return
-        if isinstance(call, calls.OpenStore) and call.store not in self.books:
-            self.books[call.store] = WorkerStore(
+        if isinstance(call, calls.OpenStore) and name not in self.stores:
+            self.stores[name] = WorkerStore(
                 call.opened,
                 self.member.rank,
-                len(self.links),
+                len(self.table.links),
                 call.worker_grace_s,
                 self._memory,
                 bool(self.losses.workers),
             )
-        rows: list[torch.Tensor] = []
-        if isinstance(call, calls.Init | calls.Broadcast | calls.PushValues | calls.PushKeyRows):
-            rows.extend(call.rows)
-        talk = PendingCall(ticket, call, start(self.books[call.store], call, rows), rows, deadline)
-        self._talks[ticket] = talk
-        yield from self._go_on(talk, None, now)
-        yield from self._say_where_it_stands()
+        yield from self.table.begin(ticket, call, deadline, now)
+        yield from self._report_halt()
 
     def leave(
         self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True
@@ -177,12 +148,18 @@ class Worker(CallTable):
             yield from self._on_scheduler(packet, now)
             return
         if isinstance(route, bytes):
-            yield from self.neighbours.on_packet(route, packet, now)
-        elif (link := self._answering(route, packet.envelope)) is not None:
-            yield from self._on_answer(link, packet, now)
-            self.neighbours.heard(link, now)
-        yield from self._flow(now)
-        yield from self._say_where_it_stands()
+            yield from self.table.neighbours.on_packet(route, packet, now)
+        elif (link := self._link_of(route, packet.envelope)) is not None:
+            message = packet.message
+            if isinstance(message, Error) and message.code == Fenced.code:
+                yield from self._end_fenced(message, now)
+            else:
+                yield from self.table.on_answer(link, packet, now)
+            link.heard_at = now
+            if self.table.neighbours.is_active:
+                self.table.neighbours.heard(link)
+        yield from self.table.flow(now)
+        yield from self._report_halt()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet could not be served, as nobody foresaw: a neighbour is told.
@@ -202,51 +179,41 @@ class Worker(CallTable):
 
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
-        self.member.waits_in = next((name_of(call) for call in self._waited_for()), "")
+        self.member.waits_in = next((call.title for call in self._waited_for()), "")
         yield from self.member.on_timer(now)
-        if now >= self._hello_at:
-            self._hello_at = now + HELLO_AGAIN_S
-            for link in self._links():
-                if not link.ready:
-                    yield Send(link.route, self.member.hello())
         alone_at = self._alone_at()
         if alone_at is not None and now >= alone_at:
             self._told_at = now  # a server that hears neither the scheduler nor a worker would end
-            for link in self.links:
+            for link in self.table.links:
                 yield Send(link.route, self.member.hello())
-        for link in self._links():
-            if link.is_overdue(now):
-                yield from self.probe(link)
-        self.neighbours.on_timer(now)
-        yield from self._flow(now)
-        for request in list(self._asked.values()):
-            if now >= request.sent_at + ASK_AGAIN_S:
-                yield from self._ask_scheduler(request, now)
+        yield from self.table.on_timer(now)
         yield from self._end_joining(now)
-        yield from self._take_what_lags(now)
+        yield from self.table.take_what_lags(now)
         yield from self._end_what_is_lost(now)
         yield from self._end_what_is_late(now)
-        if self._standstill.is_impatient(self.member.heard_at, now):
-            yield Send(SCHEDULER, self.member.packet(Proceeding(self._standstill.cut, False)))
-            yield from self._make(self._standstill.go_on(), now)
+        if self._quiesce.is_impatient(self.member.heard_at, now):
+            yield Send(SCHEDULER, self.member.packet(Proceeding(self._quiesce.cut, False)))
+            yield from self._make(self._quiesce.go_on(), now)
 
     def _waited_for(self) -> Iterator[calls.Call]:
         """Yield the calls for which the user waits."""
-        held = [self._standstill.held, *(one.held for one in self._rejoins.values())]
-        yield from (one.call for some in held for one in some)
-        yield from (one.call for one in self._talks.values() if not one.finished)
+        for deferred in chain(
+            self._quiesce.held, *(store.held for store in self._rejoins.values())
+        ):
+            yield deferred.call
+        for pending in self.table.pending.values():
+            if not pending.finished:
+                yield pending.call
 
     def deadline(self) -> float | None:
         """When something is due next."""
         due = min(self._deadlines(), default=math.inf)
-        if self._links_at < due:  # looked up only then: this is asked after every packet
-            self._links_at = min(self._due_on(self.links), default=math.inf)
-            due = min(due, self._links_at)
+        due = min(due, self.table.links_deadline(due))
         return due if due < math.inf else None
 
     def _alone_at(self) -> float | None:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
-        if self.member.deadline() is None or not self.links:
+        if self.member.deadline() is None or not self.table.links:
             return None
         silence_max_s = self.member.identity.silence_max_s
         return max(self.member.heard_at, self._told_at) + silence_max_s
@@ -259,72 +226,46 @@ class Worker(CallTable):
         if alone_at is not None:
             yield alone_at
         yield from self._joining.values()
-        impatient_at = self._standstill.deadline(self.member.heard_at)
-        if impatient_at is not None:
-            yield impatient_at
-        for one in self._rejoins.values():
-            yield from (held.deadline for held in one.held)
-        bundle = self.neighbours.deadline()
-        if bundle is not None:
-            yield bundle
-        yield from self._due_on(self.neighbours.links.values())
-        for request in self._asked.values():
-            yield request.sent_at + ASK_AGAIN_S
-        for talk in self._talks.values():
-            yield self._lags_until(talk)
-            if not talk.finished:
-                yield talk.deadline - (0.0 if talk.probed else LAST_PROBE_S)
-        waited_for = {talk.call.store for talk in self._talks.values() if _is_for_user(talk)}
-        waited_for.update(store for store, one in self._rejoins.items() if one.held)
-        for store in waited_for:
-            grace = self.losses.deadline(self.books[store])
-            if grace is not None:
-                yield grace
-
-    def _due_on(self, links: Iterable[Connection]) -> Iterator[float]:
-        for link in links:
-            if not link.ready:
-                yield self._hello_at
-            probe = link.probe_at()
-            if probe is not None:
-                yield probe
+        if self._quiesce.is_on:
+            yield self._quiesce.deadline(self.member.heard_at)
+        for resync in self._rejoins.values():
+            yield from (deferred.deadline for deferred in resync.held)
+        yield from self.table.deadlines()
+        if self.losses.is_any:
+            pending = self.table.pending.values()
+            waited_for = {one.call.store for one in pending if _is_for_user(one)}
+            waited_for.update(name for name, resync in self._rejoins.items() if resync.held)
+            for name in waited_for:
+                grace_ends_at = self.losses.deadline(self.stores[name])
+                if grace_ends_at is not None:
+                    yield grace_ends_at
 
     # --- the scheduler --------------------------------------------------------------------------
 
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        if isinstance(message, Released | Resumed | Checkpointed):
-            request = self._asked.pop(message.seq, None)
-            if request is not None:
-                yield from self.answered(request, packet, now)
-            return
         ends_us = isinstance(message, Error) and message.code == Fenced.code  # and not just a call
-        if isinstance(message, Error) and message.seq in self._asked and not ends_us:
-            request = self._asked.pop(message.seq)
-            yield from self.refused(request, from_code(message.code, message.text), now)
+        is_asked = isinstance(message, Error) and message.seq in self.table.asked
+        if isinstance(message, ANSWERS) or (is_asked and not ends_us):
+            yield from self.table.on_scheduler(packet, now)
             return
         if isinstance(message, Halt):
-            yield from self._make(self._standstill.halt(message, self.books, now), now)
-            yield from self._say_where_it_stands()
-            if self._standstill.is_asked:
+            yield from self._make(self._quiesce.halt(message, self.stores, now), now)
+            yield from self._report_halt()
+            if self._quiesce.is_asked:
                 yield self._halted(stands=False)
                 # What was lent is in, perhaps, though its values wait for one that stands already.
-                unacked = [one for some in self._unacked.values() for one in some]
-                yield from self._ask_after(unacked, now)
+                yield from self.table.ask_after(self.table.unacked(), now)
             return
         if isinstance(message, Proceed):
-            stood, held = self._standstill.proceed(message)
+            stood, held = self._quiesce.proceed(message)
             yield Send(SCHEDULER, self.member.packet(Proceeding(message.cut, stood)))
             yield from self._make(held, now)
             return
-        if isinstance(message, Probed):
-            for one in message.pending:
-                if one.seq in self._asked:
-                    self._asked[one.seq].waits_for = one.reason
-            return
         before = self.member.number
         yield from self.member.on_packet(packet, now)
+        self._publish()
         if self.member.left:
             yield Exit(0, "left")
         elif self.member.stopped is not None:
@@ -337,194 +278,146 @@ class Worker(CallTable):
             yield from self._on_view(now)
         yield from self._end_joining(now)
 
+    def _publish(self) -> None:
+        """Let other threads know the newest view."""
+        welcome, view = self.member.welcome, self.member.view
+        if welcome is not None:
+            members = () if view is None else view.members
+            self.info = ClusterInfo(
+                self.member.rank, welcome.workers, welcome.servers, members, self.info.joins
+            )
+
+    def _publish_joins(self, store: WorkerStore) -> None:
+        """Let other threads know how many joins of ``store`` are over, before a call of it ends."""
+        known = self.info.joins
+        if store.joins != known.get(store.name, 0):
+            joins = MappingProxyType({**known, store.name: store.joins})
+            self.info = replace(self.info, joins=joins)
+
     def _on_view(self, now: float) -> Effects:
         view = self.member.view
         assert view is not None
+        neighbours = self.table.neighbours
         if not self._complete and view.phase == "running":
             self._complete = True
             self._epoch, self._since = view.epoch, view.since
-            self._hello_at = now + HELLO_AGAIN_S
-            self._links_at = min(self._links_at, self._hello_at)
-            for one in view.members:
-                if one.role == Role.SERVER:
+            self.table.greet_again(now)
+            for member in view.members:
+                if member.role == Role.SERVER:
                     link = Connection(
-                        route_of(one.rank),
-                        one.endpoint,
-                        one.incarnation,
+                        route_of(member.rank),
+                        member.endpoint,
+                        member.incarnation,
                         self._memory,
-                        self._uplink,
+                        self.table.uplink,
                     )
-                    is_near = 0 != one.machine == self.member.identity.machine
-                    yield Connect(link.route, one.endpoint, is_near)
+                    yield self._connect(link, member)
                     yield Send(link.route, self.member.hello())
         if self._complete:
             if view.epoch != self._epoch:
                 yield from self._begin_epoch(view, now)
-            yield from self.neighbours.learn(view.members)
-            self._uplink.sharers = self.neighbours.count
-        lives = {rank: link.incarnation for rank, link in enumerate(self.links)}
+            yield from neighbours.learn(view.members)
+            self.table.uplink.sharers = neighbours.count
+        lives = {rank: link.incarnation for rank, link in enumerate(self.table.links)}
         self.losses.learn(view, lives, now)
-        for book in self.books.values():
-            book.is_short = bool(self.losses.workers)
+        for store in self.stores.values():
+            store.is_short = bool(self.losses.workers)
         yield from self._end_what_is_lost(now)
-        yield from self._take_what_lags(now)
-        yield from self._flow(now)
+        yield from self.table.take_what_lags(now)
+        yield from self.table.flow(now)
+
+    def _connect(self, link: Connection, server: Member) -> Connect:
+        is_near = 0 != server.machine == self.member.identity.machine
+        return Connect(link.route, server.endpoint, is_near)
 
     # --- servers and neighbours ----------------------------------------------------------------------
 
-    def _answering(self, route: str, envelope: Envelope) -> Connection | None:
-        """Return the link to whoever answers along one of our connections; None if it has gone."""
+    def _link_of(self, route: str, envelope: Envelope) -> Connection | None:
+        """Return our connection along which a peer answers; None if it has gone."""
         kind, rank = route.split()
         if envelope.view < self._since:
             return None  # of an epoch that is over
         if kind == "server":
-            return self.links[int(rank)]  # it may have no seat yet, and know no rank
-        link = self.neighbours.links.get(int(rank))
+            return self.table.links[int(rank)]  # it may have no seat yet, and know no rank
+        link = self.table.neighbours.links.get(int(rank))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
-    def _on_answer(self, link: Connection, packet: Packet, now: float) -> Effects:
-        message = packet.message
-        match message:
-            case Welcome():
-                link.ready = True
-            case Ack():
-                for receipt in message.receipts:
-                    request = link.receive(receipt.seq)
-                    if request is None:
-                        continue
-                    if isinstance(request.message, Push) and request.message.pull:
-                        yield from self.taken_in(request, now)  # its PULLED is still to come
-                    else:
-                        link.answer(receipt.seq)
-                        yield from self.answered(request, packet, now)
-            case _ if isinstance(message, ANSWERS):
-                request = link.answer(message.seq)
-                if request is not None:
-                    yield from self.answered(request, packet, now)
-            case Probed():
-                for one in message.pending:
-                    request = link.receive(one.seq)
-                    if request is not None:
-                        request.waits_for = one.reason
-                        yield from self.taken_in(request, now)
-                        if isinstance(request.owner, MergedRequest):
-                            yield from self.neighbours.waits(request.owner, one.reason)
-                for seq in message.missing:
-                    request = link.miss(seq)
-                    if request is not None:
-                        yield self._packet(link, request)
-            case Error():
-                yield from self._on_error(link, message, now)
-            case _:
-                yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
-
-    def _on_error(self, link: Connection, message: Error, now: float) -> Effects:
-        error = from_code(message.code, message.text)
-        request = link.answer(message.seq)
-        if isinstance(error, Fenced):
-            self.member.error = error
-            yield from self._end_all(error, now)
-            yield Exit(1, str(error))
-        elif request is not None:
-            yield from self.refused(request, error, now)
-        elif not link.ready:
-            link.refusal = str(error)
-        else:
-            yield Note("warning", str(error))
-
-    def _flow(self, now: float) -> Effects:
-        """Send what there is room for."""
-        for link, request in chain(self._uplink.due(now), self.neighbours.due(now)):
-            self._links_at = min(self._links_at, now + PROBE_AFTER_S)
-            yield self._packet(link, request)
-
-    def _packet(self, link: Connection, request: Request) -> Send:
-        frames = tuple([to_frame(one) for one in request.payload])
-        return Send(link.route, Packet(self.member.envelope(request.seq), request.message, frames))
+    def _end_fenced(self, message: Error, now: float) -> Effects:
+        """Another process has this worker's seat."""
+        self.member.error = from_code(message.code, message.text)
+        yield from self._end_all(self.member.error, now)
+        yield Exit(1, str(self.member.error))
 
     # --- cuts -------------------------------------------------------------------------------------
 
-    def _say_where_it_stands(self) -> Effects:
+    def _report_halt(self) -> Effects:
         """Tell the scheduler, if it waits for that, that this worker stands and all it did is done."""
-        if not self._standstill.is_asked or any(self._unacked.values()):
+        if not self._quiesce.is_asked or self.table.unacked():
             return
         rank = self.member.rank
-        for talk in self._talks.values():
-            is_pushing = isinstance(talk.call, calls.PUSHES) and not talk.has_pushed
-            if is_pushing or creates(rank, talk.call):
+        is_at_rest = False
+        for pending in self.table.pending.values():
+            is_pushing = isinstance(pending.call, calls.PushCall) and not pending.has_pushed
+            if is_pushing or pending.call.is_creating(rank):
                 return
-        is_at_rest = any(
-            isinstance(talk.call, calls.TakeCheckpoint) and not talk.finished
-            for talk in self._talks.values()
-        )
-        if self._standstill.stands(self.books, is_at_rest):
-            self._standstill.is_asked = False
+            is_checkpoint = isinstance(pending.call, calls.TakeCheckpoint)
+            is_at_rest = is_at_rest or (is_checkpoint and not pending.finished)
+        if self._quiesce.stands(self.stores, is_at_rest):
+            self._quiesce.is_asked = False
             yield self._halted(stands=True)
 
     def _halted(self, stands: bool) -> Send:
-        numbers = self._standstill.numbers(self.books)
-        return Send(SCHEDULER, self.member.packet(Halted(self._standstill.cut, numbers, stands)))
+        numbers = self._quiesce.numbers(self.stores)
+        return Send(SCHEDULER, self.member.packet(Halted(self._quiesce.cut, numbers, stands)))
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
         """Make calls that were held back."""
-        for one in held:
-            yield from self.on_call(one.ticket, one.call, one.deadline, now)
+        for deferred in held:
+            yield from self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
     def _begin_epoch(self, view: View, now: float) -> Effects:
         """The servers return to a cut: what was asked of them is void. Ask what they have now."""
         self._epoch, self._since = view.epoch, view.since
-        self._hello_at = now + HELLO_AGAIN_S
-        self._links_at = min(self._links_at, self._hello_at)
-        for one in view.members:
-            if one.role == Role.SERVER:
-                link = self.links[one.rank]
+        self.table.greet_again(now)
+        for member in view.members:
+            if member.role == Role.SERVER:
+                link = self.table.links[member.rank]
                 link.abandon()
                 link.ready, link.refusal = False, ""
-                if link.incarnation != one.incarnation and one.state == "held":
-                    link.incarnation, link.endpoint = one.incarnation, one.endpoint
-                    is_near = 0 != one.machine == self.member.identity.machine
-                    yield Connect(link.route, one.endpoint, is_near)
+                if link.incarnation != member.incarnation and member.state == "held":
+                    link.incarnation, link.endpoint = member.incarnation, member.endpoint
+                    yield self._connect(link, member)
                 yield Send(link.route, self.member.hello())
-        self.neighbours.begin_epoch()
-        self._asked.clear()
-        self._unacked.clear()
-        self._draining.clear()
-        self._late.clear()
-        ended, self._talks = self._talks, {}
-        held = self._standstill.go_on()
-        for talk in ended.values():
-            talk.conversation.close()
-            if talk.ticket > 0 and not talk.finished:
-                held.append(DeferredCall(talk.ticket, talk.call, talk.deadline))
-        for store, book in self.books.items():
-            if store not in self._rejoins:  # else this is the second loss in a row
-                new = StoreResync(book.versions(), book.optimized.number)
-                self._rejoins[store] = self._untold.pop(store, new)
-            yield from self._rejoin(store, book, tuple(self._rejoins[store].before), now)
+        abandoned = self.table.abandon()
+        held = self._quiesce.go_on()
+        for pending in abandoned:
+            if _is_for_user(pending):
+                held.append(DeferredCall(pending.ticket, pending.call, pending.deadline))
+        for name, store in self.stores.items():
+            if name not in self._rejoins:  # else this is the second loss in a row
+                new = StoreResync(store.versions(), store.optimized.number)
+                self._rejoins[name] = self._untold.pop(name, new)
+            self._own_tickets -= 1
+            call = calls.RejoinStore(name, tuple(self._rejoins[name].before))
+            on_end = partial(self._rejoined, name)
+            yield from self.table.begin(self._own_tickets, call, math.inf, now, on_end)
         yield from self._make(held, now)
 
-    def _rejoin(self, store: str, book: WorkerStore, names: tuple[str, ...], now: float) -> Effects:
-        self._own_tickets -= 1
-        call = calls.RejoinStore(store)
-        talk = PendingCall(self._own_tickets, call, rejoin(book, names), [], math.inf)
-        self._talks[talk.ticket] = talk
-        yield from self._go_on(talk, None, now)
-
-    def _rejoined(self, store: str, value: object, error: KvpsError | None, now: float) -> Effects:
+    def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
         """A store has found its way into the epoch, or cannot: tell those who wait."""
-        one = self._rejoins.pop(store)
-        if error is None and not one.before:
-            yield from self._make(one.held, now)
+        resync = self._rejoins.pop(name)
+        if error is None and not resync.before:
+            yield from self._make(resync.held, now)
             return
         if error is None:
             assert isinstance(value, dict)
-            one.after = value
-            error = epoch_changed(self.books[store], self._epoch, one)
+            resync.after = value
+            error = epoch_changed(self.stores[name], self._epoch, resync)
             yield Note("debug", str(error))
-            if not one.held:
-                self._untold[store] = one
-        for held in one.held:
-            yield Finish(held.ticket, error=error)
+            if not resync.held:
+                self._untold[name] = resync
+        for deferred in resync.held:
+            yield Finish(deferred.ticket, error=error)
 
     # --- the end of a call ------------------------------------------------------------------------
 
@@ -550,58 +443,52 @@ class Worker(CallTable):
         """Return why ``call`` cannot even begin, if it cannot."""
         if self.member.error is not None:
             return self.member.error
-        if not self.links:
+        if not self.table.links:
             return ConfigError(
-                f"{name_of(call)}: this worker knows no server. Wait until the cluster is complete, "
+                f"{call.title}: this worker knows no server. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
-        return self.losses.error(self.books.get(call.store), now)
+        if not self.losses.is_any:
+            return None
+        return self.losses.error(self.stores.get(call.store), now)
 
     def _end_what_is_lost(self, now: float) -> Effects:
-        errors = {name: self.losses.error(book, now) for name, book in self.books.items()}
-        for talk in list(self._talks.values()):
-            error = errors[talk.call.store]
-            is_rejoin = isinstance(talk.call, calls.RejoinStore)  # of use when the lost is replaced
-            if error is not None and talk.ticket in self._talks and not is_rejoin:
-                yield from self._finish(talk, now, error=error)
-        for waiting in (self._standstill.held, *(one.held for one in self._rejoins.values())):
-            for held in [held for held in waiting if errors[held.call.store] is not None]:
-                waiting.remove(held)
-                yield Finish(held.ticket, error=errors[held.call.store])
+        errors = {name: self.losses.error(store, now) for name, store in self.stores.items()}
+        for pending in list(self.table.pending.values()):
+            error = errors[pending.call.store]
+            is_of_core = pending.on_end is not None  # of use when the lost member is replaced
+            if error is not None and pending.ticket in self.table.pending and not is_of_core:
+                yield from self.table.finish(pending, now, error=error)
+        for held in (self._quiesce.held, *(resync.held for resync in self._rejoins.values())):
+            for deferred in [call for call in held if errors[call.call.store] is not None]:
+                held.remove(deferred)
+                yield Finish(deferred.ticket, error=errors[deferred.call.store])
 
     def _end_all(self, error: KvpsError, now: float) -> Effects:
-        for talk in list(self._talks.values()):
-            yield from self._finish(talk, now, error=error)
-        for one in self._standstill.go_on():
-            yield Finish(one.ticket, error=error)
+        for pending in list(self.table.pending.values()):
+            yield from self.table.finish(pending, now, error=error)
+        for deferred in self._quiesce.go_on():
+            yield Finish(deferred.ticket, error=error)
 
     def _end_what_is_late(self, now: float) -> Effects:
-        for talk in list(self._talks.values()):
-            if talk.finished:
-                continue
-            if now >= talk.deadline:
-                yield from self._time_out(talk, now)
-            elif not talk.probed and now >= talk.deadline - LAST_PROBE_S:
-                talk.probed = True
-                yield from self._ask_after(talk.waiting, now)
-        for store, one in self._rejoins.items():
-            late = [held for held in one.held if now >= held.deadline]
-            for held in late:
-                one.held.remove(held)
+        yield from self.table.end_late_calls(now)
+        for name, resync in self._rejoins.items():
+            for deferred in [call for call in resync.held if now >= call.deadline]:
+                resync.held.remove(deferred)
                 waiting = [
                     request
-                    for talk in self._talks.values()
-                    if talk.call.store == store
-                    for request in talk.waiting
+                    for pending in self.table.pending.values()
+                    if pending.call.store == name
+                    for request in pending.waiting
                 ]
-                error = lateness(self.member, held.call, waiting, self.neighbours.link_of, now)
-                yield Finish(held.ticket, error=error)
+                link_of = self.table.neighbours.link_of
+                error = timeout_error(self.member, deferred.call, waiting, link_of, now)
+                yield Finish(deferred.ticket, error=error)
 
     def check(self) -> None:
         """Assert the invariants."""
-        super().check()
-        self.neighbours.check()
+        self.table.check()
 
 
-def _is_for_user(talk: PendingCall) -> bool:
-    return not talk.finished and not isinstance(talk.call, calls.RejoinStore)
+def _is_for_user(pending: PendingCall) -> bool:
+    return not pending.finished and pending.on_end is None

@@ -12,7 +12,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import KvpsError
 from kvps.runtime.ticket import Handle
 from kvps.runtime.worker_session import WorkerSession
@@ -82,9 +82,7 @@ class DistEmbedding(EmbeddingTable):
         check_size(f"table {self.name!r}", parts)
         store = self._dist
         store._begin()
-        call = calls.PushTableRows(
-            store.name, (self._key,), (), None, 0, not async_op, self.dim, parts
-        )
+        call = calls.PushTableRows(store.name, (self._key,), not async_op, self.dim, parts)
         ticket = store.session.call(call, store._limit(timeout))
         if async_op:
             return Handle(ticket, lambda: None)
@@ -114,7 +112,7 @@ class DistEmbedding(EmbeddingTable):
 
     @property
     def _servers(self) -> int:
-        return len(self._dist.session.core.links)
+        return self._dist.session.info.servers
 
     def _make(self, call: calls.Call, timeout: float | None) -> object:
         self._dist._begin()

@@ -16,7 +16,6 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
-from kvps.protocol.envelope import Role
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.create import create_own
@@ -54,9 +53,7 @@ class Board:
 
     def left(self) -> list[int]:
         """Return the ranks that have left the job in good order."""
-        view = self._session.core.member.view
-        members = view.members if view is not None else ()
-        return [one.rank for one in members if one.role == Role.WORKER and one.state == "left"]
+        return self._session.info.workers_in("left")
 
     def close(self) -> None:
         """Wait until what was pushed is taken in, and end both stores."""

@@ -73,11 +73,10 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
     session = _join(rank, size, timeout_s)
-    welcome = session.core.member.welcome
-    assert welcome is not None
-    if welcome.workers == 1:
+    workers = session.info.workers
+    if workers == 1:
         return HashStore(), session.rank, 1
-    scheduler = session.core.member.identity.scheduler
+    scheduler = session.scheduler
     host = (
         "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, config.join_max_s())
     )
@@ -104,7 +103,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
         store = TCPStore(
             host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
         )
-    return store, session.rank, welcome.workers
+    return store, session.rank, workers
 
 
 def _is_described() -> bool:
@@ -125,12 +124,11 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
             "or start the script with kvps-launch"
         )
     session = process.session(timeout_s, rank)
-    welcome = session.core.member.welcome
-    assert welcome is not None
-    if size is not None and welcome.workers != size:
+    workers = session.info.workers
+    if size is not None and workers != size:
         raise ConfigError(
             f"init_process_group({NAME!r}): torch counts {size} ranks (WORLD_SIZE), the cluster has "
-            f"{welcome.workers} workers; start kvps-scheduler with --workers {size}"
+            f"{workers} workers; start kvps-scheduler with --workers {size}"
         )
     if rank is not None and session.rank != rank:
         raise ConfigError(

@@ -2,27 +2,27 @@
 
 Theory of operation
 -------------------
-The workers of a machine are *neighbours*. One of them is the *leader* of a chunk: the others send it
-their pushes and pulls of that chunk, and it asks the server once for all of them. So a model crosses
-the machine's link once in each direction, however many workers train there::
+The workers of a host are *neighbours*. One of them is the *leader* of a chunk: the others send it their pushes and
+pulls of that chunk, and it asks the server once for all of them. So a model crosses the host's network link once in
+each direction, however many workers train there::
 
     worker 4 ──┐ gradients lie in their senders' memory
     worker 5 ──┼──► leader ── one PUSH for ranks 4, 5, 6 ──► server
     worker 6 ──┘    adds up when there is room on the uplink
 
-A *bundle* is what is asked once. One of pushes waits until every neighbour has pushed the same
-elements with the same number: their round cannot close without any of them, so nothing is lost by
-waiting. But a flush or a time limit may wait for one push, and who replaces a lost leader does not know
-what was pushed before: so a bundle goes after a while with those who are in it, and soon if one of
-them asks after it. One of pulls goes at once, and takes in who asks for the same before the answer is
-there; the answer is kept for those who are likely to come, until the next push.
+A *bundle* is one merged request. A bundle of pushes waits until every neighbour has pushed the same elements with the
+same number: their round cannot close without any of them, so waiting loses nothing. But a flush or a time limit may
+wait for one push, and a worker that replaces a lost leader does not know what was pushed before. So a bundle goes
+after a while with the pushes that it has, and soon if one of its participants asks after it. A bundle of pulls goes
+at once, and takes in equal pulls until the answer is there; the answer is kept for ranks that are likely to pull it,
+until the next push.
 
-What was taken in is only known from the server, so a push is acknowledged here when it was there, and
-can be asked of the server directly if the leader is lost: the server counts each rank once. It may
-also refuse a bundle for the sake of one of its ranks; then it is asked for each of them by itself.
+Only the server says what it has taken in. So a push is acknowledged here after the server has acknowledged it, and
+can be sent to the server directly if the leader is lost: the server counts each rank once. It may also refuse a
+bundle because of one of its ranks; then each of them is asked for by itself.
 
-Neighbours whose pushes of one chunk are cut differently would wait for each other in vain: such a
-chunk is not bundled any more.
+Neighbours that cut their pushes of one chunk differently would wait for each other in vain: the pushes of such a
+chunk are not merged any more.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import Memory
 
 WAIT_MAX_S, HURRY_S = 2.0, 0.05
-"""How long a bundle waits for those who are missing, and how long once somebody asked after it."""
+"""Seconds that a bundle waits for missing ranks, and seconds after a participant has asked after it."""
 SHAPES_MAX = 256
-"""Of how many ways to cut a chunk it is remembered who has pushed what."""
+"""For how many ways to cut a chunk it is remembered which rank has pushed what."""
 
 Shape = tuple[tuple[int, int], ...]
 Runs = tuple[Run, ...]
 Moment = tuple[int, int | None, int]
-"""What tells the values that a pull wants from older and newer ones which no version tells apart: broadcasts,
-call and stamp."""
+"""(broadcasts, call, stamp) of a pull: they tell values apart that have the same version."""
 Place = tuple[tuple[Ask, ...], Moment]
 
 
@@ -63,36 +62,37 @@ class Participant:
     rank: int
     message: Push | Pull
     who: object
-    """Whom to answer."""
+    """The one to answer: a Request of this worker, or a request of a neighbour."""
     gradient: Callable[[], DenseGradient] | None = None
-    """Of a push, until the server has it."""
+    """The gradient of a push, until the server has it."""
     priority: int = 0
     bundle: MergedRequest | None = None
-    """In which it is."""
+    """The merged request that it is in."""
 
 
 @dataclass(slots=True, eq=False)
 class MergedRequest:
-    """What the server is asked once, for these."""
+    """One request to a server, for several workers."""
 
     message: Push | Pull
-    """The first that came."""
-    askers: dict[int, Participant] = field(default_factory=dict)
+    """The message of the first participant."""
+    participants: dict[int, Participant] = field(default_factory=dict)
     """By rank."""
     request: Request | None = None
-    """Once the server is asked."""
+    """The request, once the server is asked."""
     is_taken_in: bool = False
     """The server has the push."""
     is_asked_after: bool = False
+    """A participant has waited for long."""
 
-    def add(self, asker: Participant) -> None:
-        """Take ``asker`` in, in place of an older life of its rank."""
-        self.askers[asker.rank] = asker
-        asker.bundle = self
+    def add(self, participant: Participant) -> None:
+        """Take ``participant`` in; it replaces an earlier incarnation of its rank."""
+        self.participants[participant.rank] = participant
+        participant.bundle = self
 
     def waits_for(self, expected: frozenset[int]) -> list[int]:
         """Return which of ``expected`` are missing."""
-        return sorted(expected - self.askers.keys())
+        return sorted(expected - self.participants.keys())
 
 
 NEVER: Moment = (-1, None, 0)
@@ -100,12 +100,12 @@ NEVER: Moment = (-1, None, 0)
 
 @dataclass(slots=True)
 class Reply:
-    """What the server answered last, for those who have not come for it yet."""
+    """The last answer of a server, kept for neighbours that have not pulled it yet."""
 
     shape: Shape
     moment: Moment
     versions: tuple[int, ...]
-    """The lowest of each run of ``shape``."""
+    """The lowest version in each run of ``shape``."""
     message: Pulled
     values: torch.Tensor
     served: set[int]
@@ -121,26 +121,26 @@ class Reply:
 
 
 class ChunkQueue:
-    """What a leader knows of one chunk."""
+    """The requests for one chunk, at its leader."""
 
     def __init__(self) -> None:
         self._waiting: dict[Shape, dict[Runs, MergedRequest]] = {}
-        """Pushes that wait for those of others."""
+        """Pushes that wait for those of other workers."""
         self.pulling: dict[Place, MergedRequest] = {}
-        """Pulls that wait for the server, by what they ask for. (Not: for more than that. What another
-        waits for may be a push that this one comes before.)"""
+        """Pulls that wait for the server, by exactly what they ask for: a pull that asks for more may wait for a
+        push that comes after this one."""
         self.answer: Reply | None = None
         self.pullers: set[int] = set()
-        """Who has ever pulled by itself."""
+        """Ranks that have ever pulled by a PULL."""
         self.is_mixed = False
-        """It is cut differently by different workers."""
+        """Different workers cut the chunk differently."""
         self._edges: list[tuple[int, int, int]] = []
-        """(number, start, stop) of all runs that wait, in order."""
+        """(number, start, stop) of all waiting runs, sorted."""
         self._pushed: dict[Shape, dict[int, tuple[int, ...]]] = {}
-        """By rank, the numbers last pushed of runs of these shapes."""
+        """Shape -> rank -> the last number pushed of each run."""
 
     def bundle(self, message: Push) -> MergedRequest:
-        """Return the bundle that waits for such a push, making it if there is none."""
+        """Return the merged request that waits for such a push; make it if there is none."""
         alike = self._waiting.setdefault(_shape(message.runs), {})
         bundle = alike.get(message.runs)
         if bundle is None:
@@ -151,26 +151,26 @@ class ChunkQueue:
         return bundle
 
     def waiting(self) -> list[MergedRequest]:
-        """Return all that wait."""
-        return [one for alike in self._waiting.values() for one in alike.values()]
+        """Return all waiting pushes."""
+        return [bundle for alike in self._waiting.values() for bundle in alike.values()]
 
     def ready(self, runs: Runs, expected: frozenset[int]) -> list[MergedRequest]:
-        """Return those that need not wait now that somebody has pushed ``runs``."""
+        """Return the pushes that need not wait now that a worker has pushed ``runs``."""
         if self.is_mixed:
             return self.waiting()
         alike = self._waiting[_shape(runs)].values()
-        return [one for one in alike if self.is_complete(one, expected)]
+        return [bundle for bundle in alike if self.is_complete(bundle, expected)]
 
     def _meets_another(self, run: Run) -> bool:
         number, start, stop = _edge(run)
         index = bisect_left(self._edges, (number, start))
         before, after = self._edges[index - 1 : index], self._edges[index : index + 1]
         return any(
-            one[0] == number and one[1] < stop and start < one[2] for one in (*before, *after)
+            edge[0] == number and edge[1] < stop and start < edge[2] for edge in (*before, *after)
         )
 
     def leaves(self, bundle: MergedRequest) -> None:
-        """The bundle waits no more."""
+        """Remove a push that waits no more."""
         assert isinstance(bundle.message, Push)
         shape = _shape(bundle.message.runs)
         del self._waiting[shape][bundle.message.runs]
@@ -189,7 +189,7 @@ class ChunkQueue:
         self._pushed[shape][rank] = tuple(map(max, before, numbers))
 
     def is_complete(self, bundle: MergedRequest, expected: frozenset[int]) -> bool:
-        """Whether nobody is missing who has not pushed this before."""
+        """Whether all expected ranks are in it, or have pushed these runs before."""
         push = bundle.message
         assert isinstance(push, Push)
         numbers = [run.number for run in push.runs]
@@ -206,7 +206,7 @@ class ChunkQueue:
         all_runs = [runs for alike in self._waiting.values() for runs in alike]
         assert self._edges == sorted(_edge(run) for runs in all_runs for run in runs)
         for bundle in waiting:
-            assert bundle.askers
+            assert bundle.participants
             assert bundle.request is None
         assert all(self._waiting.values())
         assert not (self.is_mixed and waiting)
@@ -215,7 +215,7 @@ class ChunkQueue:
 
 
 class Bundles:
-    """All that this worker collects, for the chunks that it leads."""
+    """The requests that this worker merges, for the chunks that it leads."""
 
     def __init__(self, rank: int, servers: int, memory: Memory) -> None:
         self.rank = rank
@@ -223,80 +223,80 @@ class Bundles:
         self._memory = memory
         self._expected: frozenset[int] = frozenset()
         """The live workers of this machine."""
-        self._desks: defaultdict[int, ChunkQueue] = defaultdict(ChunkQueue)
+        self._queues: defaultdict[int, ChunkQueue] = defaultdict(ChunkQueue)
         self._due: list[tuple[float, int, MergedRequest]] = []
-        """A heap of when bundles go, whoever is missing. Some have gone before."""
+        """A heap of the times at which pushes go, complete or not. Some have gone before."""
         self._order = itertools.count()
 
     # --- what comes from workers --------------------------------------------------------------
 
-    def push(self, asker: Participant, now: float) -> list[Request]:
-        """Take a push in; return what the server is to be asked now."""
-        message = asker.message
+    def push(self, participant: Participant, now: float) -> list[Request]:
+        """Take a push in; return the requests to be made now."""
+        message = participant.message
         assert isinstance(message, Push)
-        desk = self._desks[message.chunk]
-        bundle = desk.bundle(message)
-        if not bundle.askers:
+        queue = self._queues[message.chunk]
+        bundle = queue.bundle(message)
+        if not bundle.participants:
             self._go_at(now + WAIT_MAX_S, bundle)
-        bundle.add(asker)
-        desk.note(asker.rank, message.runs)
-        return [self._go(one) for one in desk.ready(message.runs, self._expected)]
+        bundle.add(participant)
+        queue.note(participant.rank, message.runs)
+        return [self._go(bundle) for bundle in queue.ready(message.runs, self._expected)]
 
-    def pull(self, asker: Participant) -> Request | Reply | None:
-        """Take a pull in; return what the server is to be asked, or the answer if it is there."""
-        message = asker.message
+    def pull(self, participant: Participant) -> Request | Reply | None:
+        """Take a pull in; return the request to be made, or the answer if it is there; None to wait."""
+        message = participant.message
         assert isinstance(message, Pull)
-        desk = self._desks[message.chunk]
-        desk.pullers.add(asker.rank)
-        answer = desk.answer
-        if answer is not None and asker.rank not in answer.served and answer.meets(message):
-            answer.served.add(asker.rank)
-            self._keep(desk, answer)
+        queue = self._queues[message.chunk]
+        queue.pullers.add(participant.rank)
+        answer = queue.answer
+        if answer is not None and participant.rank not in answer.served and answer.meets(message):
+            answer.served.add(participant.rank)
+            self._keep(queue, answer)
             return answer
         place = message.runs, _moment(message)
-        bundle = desk.pulling.get(place)
-        if bundle is not None and asker.rank not in bundle.askers:
-            bundle.add(asker)
+        bundle = queue.pulling.get(place)
+        if bundle is not None and participant.rank not in bundle.participants:
+            bundle.add(participant)
             return None
         bundle = MergedRequest(message)
-        bundle.add(asker)
+        bundle.add(participant)
         bundle.request = Request(
             message.chunk % self._servers,
             message,
             lane=message.chunk,
-            priority=asker.priority,
+            priority=participant.priority,
             owner=bundle,
         )
-        desk.pulling[place] = bundle
+        queue.pulling[place] = bundle
         return bundle.request
 
     def expect(self, ranks: frozenset[int]) -> list[Request]:
-        """These live on this machine now; return what the server is to be asked for that."""
+        """Note which ranks live on this machine now; return the pushes that are complete by that."""
         self._expected = ranks
-        return [self._go(one) for one in self._waiting() if self._is_complete(one)]
+        return [self._go(bundle) for bundle in self._waiting() if self._is_complete(bundle)]
 
     def replaced(self, rank: int) -> None:
-        """Another process has this rank: nothing that was kept is for it."""
-        for desk in self._desks.values():
-            desk.pullers.discard(rank)
-            if desk.answer is not None:
-                desk.answer.served.add(rank)
+        """Note that another process has this rank: nothing that was kept is for it."""
+        for queue in self._queues.values():
+            queue.pullers.discard(rank)
+            if queue.answer is not None:
+                queue.answer.served.add(rank)
 
     def ask_after(self, bundle: MergedRequest, now: float) -> None:
-        """Somebody has waited long for his part of a bundle."""
+        """Note that a participant has waited for long; a push goes soon, complete or not."""
         bundle.is_asked_after = True
         if bundle.request is None:
             self._go_at(now + HURRY_S, bundle)
 
     def overdue(self, now: float) -> list[Request]:
-        """Return what the server is to be asked now although somebody is missing."""
+        """Return the pushes that go now although a rank is missing."""
         late = []
         while (at := self.deadline()) is not None and at <= now:
             late.append(self._go(self._due[0][2]))
         return late
 
     def deadline(self) -> float | None:
-        """When :meth:`overdue` has something to say."""
+        """When :meth:`overdue` has something to return."""
         while self._due and self._due[0][2].request is not None:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
@@ -307,56 +307,61 @@ class Bundles:
     # --- what comes from servers --------------------------------------------------------------
 
     def taken_in(self, bundle: MergedRequest) -> list[Participant]:
-        """The server has the pushes of ``bundle``; return those to be told, who are then known."""
+        """Note that the server has the pushes of ``bundle``; return the participants to be told, once."""
         if bundle.is_taken_in or not isinstance(bundle.message, Push):
             return []
         bundle.is_taken_in = True
-        self._desks[bundle.message.chunk].answer = None  # there will be another
-        for one in bundle.askers.values():
-            one.gradient = None
-        return list(bundle.askers.values())
+        self._queues[bundle.message.chunk].answer = None  # there will be another
+        for participant in bundle.participants.values():
+            participant.gradient = None
+        return list(bundle.participants.values())
 
     def answered(self, bundle: MergedRequest, message: Pulled, values: torch.Tensor) -> Reply:
-        """The server answered; return the answer for all who want values, in memory to be lent."""
-        desk = self._desks[bundle.message.chunk]
-        self._forget_pull(desk, bundle)
+        """Return the server's answer for all that want values, in memory that can be lent."""
+        queue = self._queues[bundle.message.chunk]
+        self._forget_pull(queue, bundle)
         moment = _moment(bundle.message) if isinstance(bundle.message, Pull) else None
-        served = {one.rank for one in bundle.askers.values() if wants_values(one.message)}
+        served = {
+            participant.rank
+            for participant in bundle.participants.values()
+            if wants_values(participant.message)
+        }
         shape = _shape(bundle.message.runs)
         answer = Reply(shape, NEVER, _versions(shape, message.runs), message, values, served)
-        others = (desk.pullers & self._expected) - served
+        others = (queue.pullers & self._expected) - served
         if others or served - {self.rank}:
             answer.values = self._memory.empty(len(values), BY_ID[message.dtype].name)
             answer.values.copy_(values)
         if moment is not None:
             answer.moment = moment
-            self._keep(desk, answer)
+            self._keep(queue, answer)
         return answer
 
     def refused(self, bundle: MergedRequest) -> list[Request]:
-        """The server refused; return what it is to be asked instead, nothing if that is final."""
-        desk = self._desks[bundle.message.chunk]
-        self._forget_pull(desk, bundle)
-        desk.answer = None  # the key may have been replaced
-        if bundle.is_taken_in or len(bundle.askers) == 1 or isinstance(bundle.message, Pull):
+        """Return the requests to be made in place of a refused one; none if the refusal is final."""
+        queue = self._queues[bundle.message.chunk]
+        self._forget_pull(queue, bundle)
+        queue.answer = None  # the key may have been replaced
+        if bundle.is_taken_in or len(bundle.participants) == 1 or isinstance(bundle.message, Pull):
             return []
         requests = []
-        for one in bundle.askers.values():
-            single = MergedRequest(one.message, is_asked_after=bundle.is_asked_after)
-            single.add(one)
+        for participant in bundle.participants.values():
+            single = MergedRequest(participant.message, is_asked_after=bundle.is_asked_after)
+            single.add(participant)
             requests.append(self._asked(single))
         return requests
 
     # --- how it is done -----------------------------------------------------------------------
 
     def _go(self, bundle: MergedRequest) -> Request:
-        self._desks[bundle.message.chunk].leaves(bundle)
+        self._queues[bundle.message.chunk].leaves(bundle)
         return self._asked(bundle)
 
     def _asked(self, bundle: MergedRequest) -> Request:
-        """Make the request for a bundle of pushes."""
-        askers = [bundle.askers[rank] for rank in sorted(bundle.askers)]
-        pushes = [one.message for one in askers if isinstance(one.message, Push)]
+        """Make the request for merged pushes."""
+        participants = [bundle.participants[rank] for rank in sorted(bundle.participants)]
+        messages = [participant.message for participant in participants]
+        pushes = [message for message in messages if isinstance(message, Push)]
         first = pushes[0]
         dtype = first.dtype
         if len(pushes) > 1:
@@ -364,58 +369,60 @@ class Bundles:
         message = replace(
             first,
             dtype=dtype,
-            ranks=tuple([one.rank for one in askers]),
-            weight=sum([one.weight for one in pushes]),
-            pull=any(one.pull for one in pushes),
+            ranks=tuple([participant.rank for participant in participants]),
+            weight=sum([push.weight for push in pushes]),
+            pull=any(push.pull for push in pushes),
         )
         bundle.request = Request(
             first.chunk % self._servers,
             message,
-            fill=lambda route: _sum(askers),
+            fill=lambda route: _sum(participants),
             payload_bytes=message.payload_sizes()[0],
             lane=first.chunk,
-            priority=max([one.priority for one in askers]),
+            priority=max([participant.priority for participant in participants]),
             owner=bundle,
         )
         return bundle.request
 
-    def _keep(self, desk: ChunkQueue, answer: Reply) -> None:
-        """Keep an answer for those who pull, until all of them have come for it."""
-        is_wanted = (desk.pullers & self._expected) - answer.served
-        desk.answer = answer if is_wanted else None
+    def _keep(self, queue: ChunkQueue, answer: Reply) -> None:
+        """Keep an answer until all ranks that pull have had it."""
+        is_wanted = (queue.pullers & self._expected) - answer.served
+        queue.answer = answer if is_wanted else None
 
-    def _forget_pull(self, desk: ChunkQueue, bundle: MergedRequest) -> None:
+    def _forget_pull(self, queue: ChunkQueue, bundle: MergedRequest) -> None:
         if isinstance(bundle.message, Pull):
             place = bundle.message.runs, _moment(bundle.message)
-            if desk.pulling.get(place) is bundle:
-                del desk.pulling[place]
+            if queue.pulling.get(place) is bundle:
+                del queue.pulling[place]
 
     def _is_complete(self, bundle: MergedRequest) -> bool:
-        return self._desks[bundle.message.chunk].is_complete(bundle, self._expected)
+        return self._queues[bundle.message.chunk].is_complete(bundle, self._expected)
 
     def _waiting(self) -> list[MergedRequest]:
-        return [one for desk in self._desks.values() for one in desk.waiting()]
+        return [bundle for queue in self._queues.values() for bundle in queue.waiting()]
 
     def check(self) -> None:
         """Assert the invariants."""
-        for desk in self._desks.values():
-            desk.check()
-        assert not any(self._is_complete(one) for one in self._waiting())
+        for queue in self._queues.values():
+            queue.check()
+        assert not any(self._is_complete(bundle) for bundle in self._waiting())
 
 
 def wants_values(message: Message) -> bool:
-    """Whether this is to be answered by values."""
+    """Whether a message is answered with values."""
     return message.pull if isinstance(message, Push) else isinstance(message, Pull)
 
 
-def _sum(askers: list[Participant]) -> tuple[torch.Tensor, ...]:
-    strips = [one.gradient() for one in askers if one.gradient is not None]
-    assert len(strips) == len(askers), "a gradient is kept until the server has it"
-    if len(strips) > 1:
-        return (GradientSum(tuple(strips)).whole(),)
-    alone = strips[0].joined()
+def _sum(participants: list[Participant]) -> tuple[torch.Tensor, ...]:
+    gradients = [
+        participant.gradient() for participant in participants if participant.gradient is not None
+    ]
+    assert len(gradients) == len(participants), "a gradient is kept until the server has it"
+    if len(gradients) > 1:
+        return (GradientSum(tuple(gradients)).whole(),)
+    alone = gradients[0].joined()
     # This worker's own may lie where the user has them, who may write there after a Timeout.
-    return (alone.clone() if isinstance(askers[0].who, Request) else alone,)
+    return (alone.clone() if isinstance(participants[0].who, Request) else alone,)
 
 
 def _shape(runs: tuple[Run, ...] | tuple[object, ...]) -> Shape:

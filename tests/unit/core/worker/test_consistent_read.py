@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvps.compression.policy import rules_of
 from kvps.core.worker.calls import Views
+from kvps.core.worker.calls.dense import sink_for
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
@@ -20,8 +22,7 @@ from kvps.core.worker.consistent_read import (
     Step,
     Steps,
     read,
-    sink_for,
-    stand,
+    read_versions,
 )
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
@@ -36,7 +37,7 @@ ENVELOPE: Any = None
 """Nobody here reads it."""
 
 
-def book(mode: str = "sync") -> WorkerStore:
+def new_store(mode: str = "sync") -> WorkerStore:
     """``a`` and ``b`` lie side by side on server 0; ``big`` on both servers."""
     one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
     one.place(
@@ -87,7 +88,7 @@ def ends(steps: Steps, answers: Sequence[Packet]) -> bool:
 
 
 def test_keys_of_one_chunk_are_read_by_one_request() -> None:
-    steps, sinks = reading(book(), "a", "b", after=2)
+    steps, sinks = reading(new_store(), "a", "b", after=2)
     step = next(steps)
     assert pulls(step) == [Pull(1, True, (Ask(0, 5, 2, 0),))]
     assert isinstance(step, list)
@@ -95,8 +96,26 @@ def test_keys_of_one_chunk_are_read_by_one_request() -> None:
     assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_keys_that_travel_in_two_forms_are_read_by_two_requests(views: bool) -> None:
+    one = new_store()
+    one.feedback.use(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
+    plan = one.plan(("b", "a"))
+    sinks = [torch.zeros(3), torch.zeros(2)]
+    sink = sink_for(Views.VIEWS if views else tuple(sinks), plan)
+    assert sink is not None
+    steps = read(one, plan, sink, 0, 0, 0)
+    step = next(steps)
+    assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
+    assert isinstance(step, list)
+    assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
+    if isinstance(sink, Pieces):
+        sinks = sink.views(plan.keys, one.memory)
+    assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
+
+
 def test_keys_may_stand_at_different_versions() -> None:
-    one = book()
+    one = new_store()
     one.key("a").number = 1
     plan = one.plan(("a", "b"))
     sinks = [torch.zeros(2), torch.zeros(3)]
@@ -110,7 +129,7 @@ def test_keys_may_stand_at_different_versions() -> None:
 
 
 def test_what_is_not_wanted_any_more_is_not_written() -> None:
-    steps, sinks = reading(book(), "a")
+    steps, sinks = reading(new_store(), "a")
     step = next(steps)
     assert isinstance(step, list)
     assert ends(steps, [answer(step[0], 3, wanted=False)])
@@ -119,7 +138,7 @@ def test_what_is_not_wanted_any_more_is_not_written() -> None:
 
 class TestTorn:
     def test_the_lagging_part_is_read_again_at_the_version_of_the_other(self) -> None:
-        steps, (sink,) = reading(book(), "big", after=1)
+        steps, (sink,) = reading(new_store(), "big", after=1)
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
@@ -130,7 +149,7 @@ class TestTorn:
         assert sink.tolist() == [5] * 8
 
     def test_until_none_was_overtaken(self) -> None:
-        steps, (sink,) = reading(book(), "big")
+        steps, (sink,) = reading(new_store(), "big")
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
@@ -143,7 +162,7 @@ class TestTorn:
         assert sink.tolist() == [7] * 8
 
     def test_other_keys_are_left_as_they_are(self) -> None:
-        steps, sinks = reading(book(), "a", "big", "b")
+        steps, sinks = reading(new_store(), "a", "big", "b")
         step = next(steps)
         assert isinstance(step, list)
         assert [(one.server, one.lane) for one in step] == [(0, 1), (1, 1), (0, 2)]
@@ -154,7 +173,7 @@ class TestTorn:
         assert [sink.tolist() for sink in sinks] == [[9] * 2, [3] * 8, [9] * 3]
 
     def test_a_lost_worker_is_not_waited_for_where_pushes_are_applied_one_by_one(self) -> None:
-        one = book("async")
+        one = new_store("async")
         steps, (sink,) = reading(one, "big")
         step = next(steps)
         assert isinstance(step, list)
@@ -165,7 +184,7 @@ class TestTorn:
         assert sink.tolist() == [5] * 4 + [4] * 4
 
     def test_but_it_is_where_rounds_wait_for_it_too(self) -> None:
-        one = book()
+        one = new_store()
         one.is_short = True
         steps, _ = reading(one, "big")
         step = next(steps)
@@ -210,8 +229,8 @@ class TestTorn:
 class TestWhatIsKnownToBeApplied:
     @pytest.mark.parametrize(("mode", "applied"), [("sync", 6), ("async", 2)])
     def test_is_the_version_or_this_ranks_own_pushes(self, mode: str, applied: int) -> None:
-        one = book(mode)
-        steps = stand(one, one.plan(("a", "b")), [0, 0], [0, 0])
+        one = new_store(mode)
+        steps = read_versions(one, one.plan(("a", "b")), [0, 0], [0, 0])
         step = next(steps)
         assert pulls(step) == [Pull(1, False, (Ask(0, 5, 0, 0),))]
         assert isinstance(step, list)
@@ -223,9 +242,9 @@ class TestWhatIsKnownToBeApplied:
 
     @pytest.mark.parametrize(("mode", "applied"), [("sync", 4), ("async", 2)])
     def test_on_all_parts(self, mode: str, applied: int) -> None:
-        one = book(mode)
+        one = new_store(mode)
         one.place([("nothing", spec(0), [])])
-        steps = stand(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
+        steps = read_versions(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
         step = next(steps)
         assert isinstance(step, list)
         with pytest.raises(StopIteration):
@@ -234,10 +253,10 @@ class TestWhatIsKnownToBeApplied:
         assert one.key("nothing").applied == 0
 
     def test_never_less_than_before(self) -> None:
-        one = book()
+        one = new_store()
         one.key("a").applied = one.key("big").applied = 9
         for names in (("a",), ("big",)):
-            steps = stand(one, one.plan(names), [0], [0])
+            steps = read_versions(one, one.plan(names), [0], [0])
             step = next(steps)
             assert isinstance(step, list)
             with pytest.raises(StopIteration):
@@ -254,7 +273,7 @@ class TestViews:
         return read(one, one.plan(names), sink, 0, 0, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
-        one = book()
+        one = new_store()
         one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
         steps, sink = self.read(one, "b", "m")
         step = next(steps)
@@ -269,7 +288,7 @@ class TestViews:
 
     @pytest.mark.parametrize("shares", [False, True])
     def test_of_a_key_that_is_cut_are_put_side_by_side(self, shares: bool) -> None:
-        one, memory = book(), Readable(shares=shares)
+        one, memory = new_store(), Readable(shares=shares)
         seen: list[list[list[float]]] = []
         beside = memory.side_by_side
         memory.side_by_side = lambda parts: (
@@ -284,7 +303,7 @@ class TestViews:
         assert seen == [[[7] * 4, [7] * 4]]
 
     def test_the_order_of_answers_does_not_matter(self) -> None:
-        one = book()
+        one = new_store()
         plan = one.plan(("big",))
         sink = sink_for(Views.VIEWS, plan)
         assert isinstance(sink, Pieces)
@@ -293,7 +312,7 @@ class TestViews:
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
 
     def test_what_was_read_again_counts(self) -> None:
-        one = book()
+        one = new_store()
         steps, sink = self.read(one, "a", "big", "b")
         step = next(steps)
         assert isinstance(step, list)
@@ -306,7 +325,7 @@ class TestViews:
         assert [view.tolist() for view in views] == [[9] * 2, [4] * 8, [9] * 3]
 
     def test_of_keys_without_elements(self) -> None:
-        one = book()
+        one = new_store()
         one.place([("nothing", Spec("int8", (0, 3)), [])])
         steps, sink = self.read(one, "nothing", "a")
         step = next(steps)
@@ -320,7 +339,7 @@ class TestViews:
     def test_there_are_none_if_nobody_waited_for_some_of_the_values(
         self, wanted: tuple[bool, bool]
     ) -> None:
-        one = book()
+        one = new_store()
         for names in (("big",), ("a", "big")):
             steps, sink = self.read(one, *names)
             step = next(steps)
@@ -335,7 +354,7 @@ class TestViews:
         assert sink.views(one.plan(("a",)).keys, PRIVATE) == []
 
     def test_are_one_of_three_things_that_a_call_may_want(self) -> None:
-        plan, row = book().plan(("a",)), torch.zeros(2)
+        plan, row = new_store().plan(("a",)), torch.zeros(2)
         assert sink_for(None, plan) is None
         assert sink_for((row,), plan) == Rows((row,))
         assert sink_for(Views.VIEWS, plan) == Pieces(range(1))
@@ -343,7 +362,7 @@ class TestViews:
 
 def test_an_answer_of_another_length_is_refused() -> None:
     """What is asked for is read by its address later on."""
-    one = book()
+    one = new_store()
     steps, _ = reading(one, "a", "b")
     step = next(steps)
     assert isinstance(step, list)

@@ -38,7 +38,7 @@ def bench(
     one = Bench(servers=1, **options)  # type: ignore[arg-type]
     one.open(mode=mode)
     one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
-    one.core.links[0].ready = ready
+    one.core.table.links[0].ready = ready
     if params is not None:
         ticket = one.call(calls.Compress("kv", rules_of(params)))
         assert one.is_done(ticket)
@@ -59,8 +59,8 @@ def last(one: Bench, cls: type[Message]) -> tuple[Message, list[torch.Tensor], i
     return packet.message, payload, packet.envelope.seq
 
 
-def rests(one: Bench) -> dict[str, torch.Tensor]:
-    ticket = one.call(calls.SaveRests("kv"))
+def residuals(one: Bench) -> dict[str, torch.Tensor]:
+    ticket = one.call(calls.SaveResiduals("kv"))
     finish = one.finish(ticket)
     assert finish is not None
     found = finish.value
@@ -79,8 +79,8 @@ def test_a_push_is_written_once_however_often_it_is_sent() -> None:
     assert isinstance(message, Push)
     assert message.code == TWO
     assert (message.back, message.held) == (None, ())
-    rest = torch.zeros(20)
-    assert torch.equal(octets, encode(TWO, rest, random(0)))
+    residual = torch.zeros(20)
+    assert torch.equal(octets, encode(TWO, residual, random(0)))
     one.wait(30.0)  # it is asked after, and the server does not have it
     probe = one.sends(Probe)[-1].packet
     one.server(0, Probed((seq,), ()), seq=probe.envelope.seq)
@@ -88,18 +88,18 @@ def test_a_push_is_written_once_however_often_it_is_sent() -> None:
     again, (same,), _ = last(one, Push)
     assert (again, same.tolist()) == (message, octets.tolist())
     one.server(0, Ack((Receipt(seq, 1),)))
-    assert torch.equal(rests(one)["a"], rest)
+    assert torch.equal(residuals(one)["a"], residual)
 
 
 def test_the_rest_goes_with_the_next_push() -> None:
     one = bench(ALL)
-    rest = torch.zeros(20)
+    residual = torch.zeros(20)
     for seed in range(3):
         push(one, "a", seed=seed)
         _, (octets,), seq = last(one, Push)
-        assert torch.equal(octets, encode(TWO, rest, random(seed)))
+        assert torch.equal(octets, encode(TWO, residual, random(seed)))
         one.server(0, Ack((Receipt(seq, 1),)))
-    assert torch.equal(rests(one)["a"], rest)
+    assert torch.equal(residuals(one)["a"], residual)
 
 
 def test_each_key_travels_by_its_rule() -> None:
@@ -110,7 +110,7 @@ def test_each_key_travels_by_its_rule() -> None:
     assert [run.size for run in sent[CodecSpec(FP16)].runs] == [20]
     assert [run.size for run in sent[None].runs] == [30]
     ack_all(one)
-    assert set(rests(one)) == {"a"}
+    assert set(residuals(one)) == {"a"}
 
 
 def ack_all(one: Bench) -> None:
@@ -149,8 +149,8 @@ def test_what_is_not_finite_goes_as_it_is_and_leaves_the_rest(bad: float) -> Non
     one = bench(ALL)
     push(one, "a", seed=1)
     _, (octets,), seq = last(one, Push)
-    rest = torch.zeros(20)
-    encode(TWO, rest, random(1))
+    residual = torch.zeros(20)
+    encode(TWO, residual, random(1))
     one.server(0, Ack((Receipt(seq, 1),)))
     row = random(2)
     row[7] = bad
@@ -160,7 +160,7 @@ def test_what_is_not_finite_goes_as_it_is_and_leaves_the_rest(bad: float) -> Non
     assert message.code is None
     assert torch.equal(octets, row.view(torch.uint8))
     one.server(0, Ack((Receipt(seq, 1),)))
-    assert torch.equal(rests(one)["a"], rest)
+    assert torch.equal(residuals(one)["a"], residual)
 
 
 @pytest.mark.spec("R155")
@@ -194,7 +194,7 @@ def test_rests_go_with_the_pushes_in_the_order_of_these() -> None:
 
 
 def rests_now(one: Bench) -> dict[str, torch.Tensor]:
-    return one.core.books["kv"].coding.rests
+    return one.core.stores["kv"].feedback.residuals
 
 
 def test_a_push_that_may_be_refused_is_not_compressed() -> None:
@@ -207,8 +207,8 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
     one.server(0, Error(seq, ConfigError.code, "no optimizer"))
     assert isinstance(one.error(ticket), ConfigError)
     assert rests_now(one) == {}
-    one.core.books["kv"].keys["a"].applied = 1
-    one.core.books["kv"].keys["a"].is_refused = False
+    one.core.stores["kv"].keys["a"].applied = 1
+    one.core.stores["kv"].keys["a"].is_refused = False
     push(one, "a")
     message, _, _ = last(one, Push)
     assert isinstance(message, Push)
@@ -218,22 +218,22 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
 def test_what_was_not_written_when_the_servers_returned_is_void() -> None:
     one = bench(ALL, ready=False)
     one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), None, 0, False))
-    coding = one.core.books["kv"].coding
-    assert coding._unwritten
-    coding.begin_anew()
-    assert not coding._unwritten
-    assert coding.rests == {}
+    feedback = one.core.stores["kv"].feedback
+    assert feedback._unencoded
+    feedback.begin_anew()
+    assert not feedback._unencoded
+    assert feedback.residuals == {}
 
 
 def test_rests_are_given_and_taken() -> None:
     one = bench(ALL)
-    ticket = one.call(calls.LoadRests("kv", {"a": torch.full((20,), 0.4)}))
+    ticket = one.call(calls.LoadResiduals("kv", {"a": torch.full((20,), 0.4)}))
     assert one.is_done(ticket)
     one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.2),), None, 0, True))
     _, (octets,), seq = last(one, Push)
     assert decode(TWO, octets, torch.empty(20)).tolist() == [0.5] * 20
     one.server(0, Ack((Receipt(seq, 1),)))
-    assert rests(one)["a"].tolist() == pytest.approx([0.1] * 20)
+    assert residuals(one)["a"].tolist() == pytest.approx([0.1] * 20)
 
 
 def test_octets_lie_where_the_server_reads_them() -> None:
@@ -248,7 +248,7 @@ def test_switched_off_it_keeps_what_is_owed() -> None:
     one = bench(ALL)
     push(one, "a", seed=1)
     ack_all(one)
-    owed = rests(one)["a"]
+    owed = residuals(one)["a"]
     one.call(calls.Compress("kv", rules_of("none")))
     push(one, "a", seed=2)
     message, (octets,), _ = last(one, Push)
@@ -256,7 +256,7 @@ def test_switched_off_it_keeps_what_is_owed() -> None:
     assert message.code is None
     assert torch.equal(octets, random(2).view(torch.uint8))
     ack_all(one)
-    assert torch.equal(rests(one)["a"], owed)
+    assert torch.equal(residuals(one)["a"], owed)
 
 
 # --- the way back -------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ WHOLE = Steps(True, ())
 
 def test_steps_are_added_to_the_copy_that_is_kept() -> None:
     one = bench(BOTH_WAYS)
-    copy, rest = random(5), torch.zeros(20)
+    copy, residual = random(5), torch.zeros(20)
     ticket, sink = pull(one)
     assert one.sent(Pull)[-1].held == (-1,)
     answer(one, 4, [(WHOLE, copy.view(torch.uint8))])
@@ -306,7 +306,7 @@ def test_steps_are_added_to_the_copy_that_is_kept() -> None:
         parts = []
         for _ in range(count):
             code = TWO._replace(scale=0.1 * (len(parts) + 1))
-            octets = encode(code, rest, random(version))
+            octets = encode(code, residual, random(version))
             copy = copy + decode(code, octets, torch.empty(20))
             parts.append((code, octets))
         octets = torch.cat([torch.empty(0, dtype=torch.uint8), *[part for _, part in parts]])
@@ -392,9 +392,9 @@ def test_a_copy_is_dropped_when_the_key_has_another_place() -> None:
     one = bench(BOTH_WAYS)
     pull(one)
     answer(one, 4, [(WHOLE, random(5).view(torch.uint8))])
-    book = one.core.books["kv"]
-    key = book.keys["a"]
-    book.place([("a", key.spec, key.pieces)])
+    store = one.core.stores["kv"]
+    key = store.keys["a"]
+    store.place([("a", key.spec, key.pieces)])
     pull(one)
     assert one.sent(Pull)[-1].held == (-1,)
 
@@ -470,16 +470,16 @@ def test_a_refused_push_is_an_error() -> None:
 
 def test_groups_are_remembered_and_forgotten() -> None:
     one = bench(ALL)
-    coding = one.core.books["kv"].coding
-    plan = one.core.books["kv"].plan(("a", "b"))
-    groups = coding.groups(plan, 0)
-    assert coding.groups(plan, 0) is groups
-    coding.use(rules_of("fp16"))
-    assert coding.groups(plan, 0) is not groups
+    feedback = one.core.stores["kv"].feedback
+    plan = one.core.stores["kv"].plan(("a", "b"))
+    groups = feedback.groups(plan, 0)
+    assert feedback.groups(plan, 0) is groups
+    feedback.use(rules_of("fp16"))
+    assert feedback.groups(plan, 0) is not groups
     for index in range(70):
-        coding._groups[(f"k{index}",)] = groups
-    coding.groups(one.core.books["kv"].plan(("b",)), 0)
-    assert len(coding._groups) == 1
+        feedback._groups[(f"k{index}",)] = groups
+    feedback.groups(one.core.stores["kv"].plan(("b",)), 0)
+    assert len(feedback._groups) == 1
 
 
 def test_sizes_agree_with_the_wire() -> None:

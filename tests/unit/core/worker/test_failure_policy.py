@@ -15,7 +15,7 @@ S0, S1, W0, W1 = (Node(role, rank) for role in (Role.SERVER, Role.WORKER) for ra
 SERVERS = {0: member(S0).incarnation, 1: member(S1).incarnation}
 
 
-def book(grace_s: float = 60.0, **options: object) -> WorkerStore:
+def new_store(grace_s: float = 60.0, **options: object) -> WorkerStore:
     return WorkerStore(opened(**options), 0, 2, grace_s)
 
 
@@ -30,9 +30,9 @@ def lost(node: Node, for_s: float = 0.0, state: str = "lost", **more: object) ->
 
 def test_nobody_is_lost() -> None:
     losses = learn(FailurePolicy(), member(S0), member(W0), member(W1, "left"), member(S1, "empty"))
-    assert losses.error(book(), 1e9) is None
+    assert losses.error(new_store(), 1e9) is None
     assert losses.error(None, 1e9) is None
-    assert losses.deadline(book()) is None
+    assert losses.deadline(new_store()) is None
 
 
 def test_a_replacement_is_remembered() -> None:
@@ -50,7 +50,7 @@ class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
     def test_that_is_lost_ends_all_stores(self, state: str) -> None:
         losses = learn(FailurePolicy(), member(S0), lost(S1, state=state))
-        for one in (book(), book(mode="async"), None):
+        for one in (new_store(), new_store(mode="async"), None):
             error = losses.error(one, 100.0)
             assert isinstance(error, ServerLost)
         assert str(error) == (
@@ -67,16 +67,16 @@ class TestServer:
 
     def test_that_comes_back_is_no_loss(self) -> None:
         losses = learn(FailurePolicy(), lost(S0), lost(S1))
-        assert "server 0" in str(losses.error(book(), 100.0))
-        assert learn(losses, member(S0), member(S1)).error(book(), 101.0) is None
+        assert "server 0" in str(losses.error(new_store(), 100.0))
+        assert learn(losses, member(S0), member(S1)).error(new_store(), 101.0) is None
 
 
 class TestWorker:
     def test_is_waited_for_until_its_grace_is_over(self) -> None:
         losses = learn(FailurePolicy(), lost(W1, 5.0))
-        assert losses.deadline(book()) == 155.0
-        assert losses.error(book(), 154.9) is None
-        error = losses.error(book(), 155.0)
+        assert losses.deadline(new_store()) == 155.0
+        assert losses.error(new_store(), 154.9) is None
+        error = losses.error(new_store(), 155.0)
         assert isinstance(error, WorkerLost)
         assert str(error) == (
             "worker 1 (host-worker-1) is lost: exit code 9. Rounds of store 'kv' need it, and no "
@@ -85,13 +85,13 @@ class TestWorker:
         )
 
     def test_is_not_waited_for_with_fail(self) -> None:
-        one = book(on_worker_lost="fail")
+        one = new_store(on_worker_lost="fail")
         losses = learn(FailurePolicy(), lost(W1))
         assert losses.deadline(one) == 100.0
         assert "on_worker_lost='fail' does not wait" in str(losses.error(one, 100.0))
 
     def test_nor_when_none_can_come(self) -> None:
-        error = learn(FailurePolicy(), lost(W1, state="gone")).error(book(), 100.0)
+        error = learn(FailurePolicy(), lost(W1, state="gone")).error(new_store(), 100.0)
         assert "no replacement can come. What was pushed is kept. Start the job again" in str(error)
 
     @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ class TestWorker:
     )
     def test_is_not_missed_where_nobody_waits_for_it(self, options: dict[str, str]) -> None:
         losses = learn(FailurePolicy(), lost(W1, state="gone"))
-        assert losses.error(book(**options), 1e9) is None
-        assert losses.deadline(book(**options)) is None
+        assert losses.error(new_store(**options), 1e9) is None
+        assert losses.deadline(new_store(**options)) is None
 
     def test_ends_the_calls_of_a_store_without_rounds_if_that_is_to_fail(self) -> None:
-        one = book(mode="async", on_worker_lost="fail")
+        one = new_store(mode="async", on_worker_lost="fail")
         error = learn(FailurePolicy(), lost(W1)).error(one, 100.0)
         assert isinstance(error, WorkerLost)
         assert "Calls of store 'kv' need it, and on_worker_lost='fail' does not wait" in str(error)
@@ -111,8 +111,8 @@ class TestWorker:
     def test_has_been_lost_since_the_first_word_of_it(self) -> None:
         losses = learn(FailurePolicy(), lost(W1, 5.0), now=100.0)
         learn(losses, lost(W1, 6.0), now=103.0)  # a view that was long on its way
-        assert losses.deadline(book()) == 155.0
+        assert losses.deadline(new_store()) == 155.0
         learn(losses, lost(W1, 1.0, incarnation=77), now=104.0)  # its replacement
-        assert losses.deadline(book()) == 163.0
+        assert losses.deadline(new_store()) == 163.0
         learn(losses, member(W1))
-        assert losses.deadline(book()) is None
+        assert losses.deadline(new_store()) is None

@@ -43,8 +43,8 @@ def let_go(bench: Bench) -> None:
 
 
 def chunks(bench: Bench, name: str) -> set[int]:
-    (book,) = bench.core.books.values()
-    return {piece.chunk for piece in book.keys[name].pieces}
+    (store,) = bench.core.stores.values()
+    return {piece.chunk for piece in store.keys[name].pieces}
 
 
 def test_a_later_push_of_a_higher_priority_overtakes_what_has_not_left(bench: Bench) -> None:

@@ -26,11 +26,11 @@ SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
 
 def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
     """One store, whose keys have been pushed so often."""
-    book = WorkerStore(opened(mode=mode), rank, 1, 240.0)
-    book.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
+    store = WorkerStore(opened(mode=mode), rank, 1, 240.0)
+    store.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
     for name, number in numbers.items():
-        book.keys[name].number = number
-    return {"kv": book}
+        store.keys[name].number = number
+    return {"kv": store}
 
 
 def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce:
@@ -47,7 +47,6 @@ def test_nothing_is_held_before() -> None:
     known = books(a=3)
     one = Quiesce()
     assert not holds(one, known, "a")
-    assert one.deadline(100.0) is None
     assert not one.is_impatient(100.0, 1e9)
 
 
@@ -180,7 +179,7 @@ def test_whoever_makes_a_table_is_held(rank: int) -> None:
     one = halted(known)
     assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
     assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
-    rows = calls.PushTableRows("kv", ("a",), (), None, 0, True, 1, ())
+    rows = calls.PushTableRows("kv", ("a",), True, 1, ())
     assert one.holds(known["kv"], rows)
 
 

@@ -107,7 +107,7 @@ def test_a_call_under_way_ends_with_where_things_stand_and_the_next_goes_on_from
     assert (error.before, error.after) == ({"w": 3}, {"w": 2})
     assert error.has_optimizer, "as many as this rank had set"
     assert sink.tolist() == [9.0] * 4
-    assert one.core.books["kv"].versions() == {"w": 2}
+    assert one.core.stores["kv"].versions() == {"w": 2}
     again = one.call(push({"w": ONES}))
     message = one.sent(Push)[-1]
     assert (message.chunk, message.runs[0].number) == (CHUNK, 2)
@@ -211,14 +211,14 @@ def test_keys_that_came_after_the_cut_are_absent() -> None:
     error = changed_at(one, one.call(calls.AskStatus("kv")))
     assert (error.before, error.after) == ({"w": 3}, {})
     assert "'w' 3 -> absent" in str(error)
-    assert not one.core.books["kv"].keys
+    assert not one.core.stores["kv"].keys
 
 
 def test_a_broadcast_key_keeps_its_count() -> None:
     one = trained()
     begin(one)
     rejoin(one, call=4)
-    assert one.core.books["kv"].key("w").broadcasts == 4
+    assert one.core.stores["kv"].key("w").broadcasts == 4
 
 
 @pytest.mark.spec("R141")
@@ -355,7 +355,7 @@ class TestLost:
         one.view(REPLACED, epoch=1, since=2, cut=7)
         rejoin(one)
         changed_at(one, one.call(push({"w": ONES})))
-        assert one.core.books["kv"].key("w").number == 2
+        assert one.core.stores["kv"].key("w").number == 2
 
 
 def test_the_text_names_some_keys_and_counts_the_others() -> None:

@@ -10,7 +10,7 @@ from kvps.errors import KeyNotFound
 from tests.support.worker_harness import opened, spec
 
 
-def book(**options: object) -> WorkerStore:
+def new_store(**options: object) -> WorkerStore:
     return WorkerStore(opened(**options), 0, 2, 240.0)
 
 
@@ -33,12 +33,12 @@ def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
     ],
 )
 def test_what_the_options_mean(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:
-    one = book(mode=mode, on_worker_lost=on_worker_lost)
+    one = new_store(mode=mode, on_worker_lost=on_worker_lost)
     assert (one.ordered, one.waits_for_lost) == (ordered, waits)
 
 
 def test_a_plan_is_made_once() -> None:
-    one = book()
+    one = new_store()
     place(one, "a", "b")
     plan = one.plan(("b", "a"))
     assert [key.name for key in plan.keys] == ["b", "a"]
@@ -47,7 +47,7 @@ def test_a_plan_is_made_once() -> None:
 
 
 def test_until_keys_move() -> None:
-    one = book()
+    one = new_store()
     place(one, "a")
     plan = one.plan(("a",))
     place(one, "a", chunk=2)
@@ -56,7 +56,7 @@ def test_until_keys_move() -> None:
 
 
 def test_plans_do_not_grow_without_end() -> None:
-    one = book()
+    one = new_store()
     names = [f"k{index}" for index in range(10)]
     place(one, *names)
     for first in names:
@@ -66,7 +66,7 @@ def test_plans_do_not_grow_without_end() -> None:
 
 
 def test_what_was_counted_of_a_key_stays_unless_it_is_another() -> None:
-    one = book()
+    one = new_store()
     place(one, "a")
     key = one.key("a")
     key.number = 7
@@ -79,17 +79,17 @@ def test_what_was_counted_of_a_key_stays_unless_it_is_another() -> None:
 
 def test_an_unknown_key_is_named() -> None:
     with pytest.raises(KeyNotFound, match=r"'w' of store 'kv' was never initialised; call init"):
-        book().plan(("w",))
+        new_store().plan(("w",))
 
 
 def test_large_keys_are_cut() -> None:
-    assert [part.server for part in book().parts("w", spec(31))] in ([0], [1])
-    assert [part.server for part in book().parts("w", spec(32))] == [0, 1]
+    assert [part.server for part in new_store().parts("w", spec(31))] in ([0], [1])
+    assert [part.server for part in new_store().parts("w", spec(32))] == [0, 1]
 
 
 def test_what_is_known_of_versions() -> None:
     """Where push numbers are rounds, what is applied is the version; else the servers have told it."""
-    one, free = book(), book(mode="async")
+    one, free = new_store(), new_store(mode="async")
     for each in (one, free):
         place(each, "a")
         each.keys["a"].applied, each.keys["a"].version = 3, 7
@@ -98,7 +98,7 @@ def test_what_is_known_of_versions() -> None:
 
 
 def test_what_was_counted_is_forgotten() -> None:
-    one = book()
+    one = new_store()
     place(one, "a")
     plan = one.plan(("a",))
     one.barriers["x"], one.optimized, one.rated, one.broadcasts = 4, Made(3), Made(2), 1

@@ -12,7 +12,8 @@ from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls, connection
 from kvps.core.worker.call_table import LAG_MAX_S, LATE_MAX
-from kvps.core.worker.worker import ANSWERS, Worker
+from kvps.core.worker.calls import ANSWERS
+from kvps.core.worker.worker import Worker
 from kvps.dtypes import BY_NAME
 from kvps.errors import (
     ConfigError,
@@ -181,7 +182,7 @@ class TestJoin:
 class TestValues:
     def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
             assert effect == Copied(99)
@@ -191,7 +192,7 @@ class TestValues:
 
     def test_of_a_lazy_push_are_read_when_they_are_sent(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False))
         values.fill_(5)
@@ -201,7 +202,7 @@ class TestValues:
 
     def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False), 5.0)
         one.wait(5.0)
@@ -237,7 +238,7 @@ class TestValues:
     def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
         """Another worker's loss ends the call; the push stands."""
         one = small(on_worker_lost="fail")
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         values = torch.ones(4)
         ticket = one.call(push({"w": values}, eager=False))
         one.view(member(W1, "lost"))
@@ -293,7 +294,7 @@ class TestLent:
         effects = one.server(0, Probed((seq,), ()))
         assert [values_of(send) for send in sends(effects, Push)] == [[3, 3, 3, 3]]
         one.ack(0, seq)
-        assert not one.core.links[0].outstanding
+        assert not one.core.table.links[0].outstanding
 
     def test_may_be_where_the_values_go(self) -> None:
         """They come when the push has been read."""
@@ -321,7 +322,7 @@ class TestLent:
     def test_is_let_go_with_the_answer(self) -> None:
         one, row = self.lent()
         one.call(push({"w": row}))
-        (request,) = one.core.links[0].outstanding.values()
+        (request,) = one.core.table.links[0].outstanding.values()
         assert request.payload
         one.ack(0, *one.seqs(Push))
         assert not request.payload
@@ -362,14 +363,14 @@ class TestTimeout:
         assert sends(effects, Push) == one.sends(Push)[:1], "it is still sent again"
         answer(one, one.seqs(Push)[0], 3.0)
         assert sink.tolist() == [0, 0, 0, 0], "the caller's memory is his own again"
-        assert one.core.books["kv"].key("w").applied == 1, "and the next push knows"
+        assert one.core.stores["kv"].key("w").applied == 1, "and the next push knows"
         assert not one.sent(Probe)[3:]
         one.wait(10.0)
         assert len(one.sent(Probe)) <= 3
 
     def test_of_a_pull_gives_it_up(self) -> None:
         one = small()
-        one.core.links[0].ready = False
+        one.core.table.links[0].ready = False
         sink = torch.zeros(4)
         unsent = one.call(pull({"w": sink}), 5.0)
         one.wait(5.0)
@@ -391,7 +392,7 @@ class TestTimeout:
         assert isinstance(one.error(ticket), Timeout)
         one.call(push({"w": torch.ones(4)}))
         one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
-        assert one.core.books["kv"].key("w").number == 1
+        assert one.core.stores["kv"].key("w").number == 1
 
     def test_of_a_flush_names_who_has_not_acknowledged(self) -> None:
         one = small()
@@ -518,9 +519,9 @@ class TestCallsOfAllRanks:
         one.wait(1.0)
         for seq in one.seqs(Barrier):
             one.scheduler(Released(seq))
-        assert len(one.core._late) == LATE_MAX
-        assert not one.core._asked
-        assert not one.core._talks
+        assert len(one.core.table._late) == LATE_MAX
+        assert not one.core.table.asked
+        assert not one.core.table.pending
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -841,7 +842,7 @@ class TestLosses:
         tickets = []
         for store, sink in zip(("kv", "sync"), sinks, strict=True):
             tickets.append(one.call(calls.PullValues(store, ("w",), (sink,), 0, 0)))
-            pieces = one.core.books[store].key("w").pieces
+            pieces = one.core.stores[store].key("w").pieces
             for server, version in ((0, 5), (1, 4)):
                 runs = (Stand(0, (16, 24)[server], version, 0),)
                 seq = one.seqs(Pull, server)[-1]
@@ -854,11 +855,11 @@ class TestLosses:
         assert one.is_done(tickets[0])
         assert sinks[0].tolist() == [5] * 16 + [4] * 24
         assert one.finish(tickets[1]) is None
-        assert one.core.books["kv"].is_short
+        assert one.core.stores["kv"].is_short
         one.open("later", mode="async")
-        assert one.core.books["later"].is_short
+        assert one.core.stores["later"].is_short
         one.view()
-        assert not one.core.books["kv"].is_short
+        assert not one.core.stores["kv"].is_short
 
     @pytest.mark.parametrize("who", ["another", "this one", "nobody"])
     def test_nor_for_long_where_a_replacement_may_wait_itself(self, who: str) -> None:
@@ -867,12 +868,12 @@ class TestLosses:
         one = Bench()
         one.open(mode="ssp")
         one.init({"w": torch.zeros(40)})
-        one.core.books["kv"].is_resumed = who == "this one"
+        one.core.stores["kv"].is_resumed = who == "this one"
         if who == "another":
             one.view(member(W1, incarnation=99))
         sink = torch.zeros(40)
         ticket = one.call(calls.PullValues("kv", ("w",), (sink,), 0, 0))
-        pieces = one.core.books["kv"].key("w").pieces
+        pieces = one.core.stores["kv"].key("w").pieces
         for server, version in ((0, 5), (1, 4)):
             size = (16, 24)[server]
             runs = (Stand(0, size, version, 0),)
@@ -916,7 +917,7 @@ class TestScheduler:
     @pytest.mark.spec("R127")
     def test_one_without_a_number_is_named_by_its_place(self) -> None:
         one = small()
-        one.core.books["kv"].is_resumed = True
+        one.core.stores["kv"].is_resumed = True
         ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 1.0)
         one.wait(1.0)
         assert "not every worker stands at 'epoch' after round 0" in str(one.error(ticket))
@@ -1035,3 +1036,23 @@ def test_every_answer_of_a_server_is_known_as_one() -> None:
     numbered = {one for one in MESSAGES.values() if "seq" in {each.name for each in fields(one)}}
     answers = {one.__name__ for one in numbered} - of_the_scheduler - {"Error"}
     assert answers == {one.__name__ for one in ANSWERS}
+
+
+def test_a_lost_worker_that_nobody_waits_for_is_no_deadline() -> None:
+    due = []
+    for policy in ("shrink", "wait"):
+        bench = Bench()
+        bench.open(on_worker_lost=policy, worker_grace_s=0.5)
+        bench.init({"w": torch.zeros(4)})
+        bench.call(push({"w": torch.zeros(4)}))
+        bench.view(member(W1, "lost"))
+        due.append(bench.core.deadline() == bench.now + 0.5)
+    assert due == [False, True]
+
+
+def test_a_job_without_servers_is_complete_and_refuses_calls() -> None:
+    bench = Bench(servers=0)
+    assert bench.is_done(bench.join())
+    assert bench.core.deadline() == bench.now + 1.0, "the next beat, and no HELLO"
+    ticket = bench.call(calls.OpenStore("kv", opened(), 60.0))
+    assert "this worker knows no server" in str(bench.error(ticket))

@@ -495,13 +495,13 @@ class TestAway:
         assert (
             said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
         )
-        assert one.core.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._bundles._expected == {0}
         one.server(0, Joined(seq_of(one, Join), 0))
-        assert one.core.neighbours._bundles._expected == {0, 1}, "of another store"
+        assert one.core.table.neighbours._bundles._expected == {0, 1}, "of another store"
         one.neighbour(1, Join("kv", 1, False))
-        assert one.core.neighbours._bundles._expected == {0, 1}, "it came late"
+        assert one.core.table.neighbours._bundles._expected == {0, 1}, "it came late"
         one.neighbour(1, Join("kv", 2, False))
-        assert one.core.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._bundles._expected == {0}
 
 
 class TestRefusal:
@@ -708,6 +708,15 @@ class TestALeaderThatIsHeldAndDoesNotSpeak:
         one.leader(1, WELCOME)
         one.call(push({"a": ONES}))
         assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0, 2]
+
+    def test_but_not_before_it_has_answered_hello(self) -> None:
+        one = bench()
+        one.call(push({"a": ONES}))
+        one.wait(MUTE_AFTER_S + 1.1)
+        one.leader(1, Probed((), ()))
+        one.call(push({"a": ONES}))
+        assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0]
+        assert [message.runs[0].number for message in pushes(one, "worker 2")] == [1]
 
     def test_but_one_that_answers_probes_is(self) -> None:
         one = bench()

@@ -91,9 +91,9 @@ def bundle_of(request: Request) -> MergedRequest:
     return request.owner
 
 
-def asked(bundles_: Bundles, asker: Participant) -> Request:
+def asked(bundles_: Bundles, participant: Participant) -> Request:
     """Pull; the server must be asked."""
-    found = bundles_.pull(asker)
+    found = bundles_.pull(participant)
     assert isinstance(found, Request)
     return found
 
@@ -143,9 +143,9 @@ class TestGoes:
         one = leading(frozenset({4, 5}))
         mixed = (Run(0, 2, 5), Run(2, 2, 0))
         for rank in (4, 5):
-            asker = push(rank)
-            asker.message = Push(CHUNK, FLOAT, (rank,), 1.0, False, mixed)
-            one.push(asker, 0.0)
+            participant = push(rank)
+            participant.message = Push(CHUNK, FLOAT, (rank,), 1.0, False, mixed)
+            one.push(participant, 0.0)
         two = push(4, number=1, runs=((0, 2), (2, 2)))
         assert one.push(two, 0.0) == []
         assert ranks(one.push(push(5, number=1, runs=((0, 2), (2, 2))), 0.0)) == [(4, 5)]
@@ -170,13 +170,13 @@ class TestGoes:
 
     def test_soon_if_somebody_asks_after_it(self) -> None:
         one = leading()
-        asker = push(4)
-        one.push(asker, 10.0)
-        assert asker.bundle is not None
-        one.ask_after(asker.bundle, 10.5)
+        participant = push(4)
+        one.push(participant, 10.0)
+        assert participant.bundle is not None
+        one.ask_after(participant.bundle, 10.5)
         assert one.deadline() == 10.5 + HURRY_S
         assert ranks(one.overdue(10.5 + HURRY_S)) == [(4,)]
-        one.ask_after(asker.bundle, 11.0)
+        one.ask_after(participant.bundle, 11.0)
         assert one.deadline() is None, "it has gone"
 
     def test_each_number_by_itself(self) -> None:
@@ -262,9 +262,9 @@ class TestPush:
         one = leading(frozenset({5}), servers=3)
         (request,) = one.push(push(5, chunk=chunk), 0.0)
         assert request.server == chunk % 3
-        asker = pull(5)
-        asker.message = Pull(chunk, True, (Ask(0, 4, 0, 0),))
-        assert asked(one, asker).server == chunk % 3
+        participant = pull(5)
+        participant.message = Pull(chunk, True, (Ask(0, 4, 0, 0),))
+        assert asked(one, participant).server == chunk % 3
 
     @pytest.mark.spec("R97")
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -304,11 +304,13 @@ class TestPush:
 
     def test_is_told_to_all_once(self) -> None:
         one = leading(frozenset({4, 5}))
-        askers = [push(4), push(5)]
-        one.push(askers[0], 0.0)
-        (request,) = one.push(askers[1], 0.0)
-        assert one.taken_in(bundle_of(request)) == askers
-        assert all(asker.gradient is None for asker in askers), "its memory is the sender's again"
+        participants = [push(4), push(5)]
+        one.push(participants[0], 0.0)
+        (request,) = one.push(participants[1], 0.0)
+        assert one.taken_in(bundle_of(request)) == participants
+        assert all(participant.gradient is None for participant in participants), (
+            "its memory is the sender's again"
+        )
         assert one.taken_in(bundle_of(request)) == []
 
 
@@ -324,7 +326,7 @@ class TestRefused:
         assert [pushed(single).pull for single in again] == [True, False, False]
         assert [values_in(single)[0].item() for single in again] == [4, 5, 6]
         assert [single.priority for single in again] == [4, 5, 0]
-        assert [list(bundle_of(single).askers) for single in again] == [[4], [5], [6]]
+        assert [list(bundle_of(single).participants) for single in again] == [[4], [5], [6]]
 
     def test_and_asked_after_if_it_was(self) -> None:
         one = leading(frozenset({4, 5}))
@@ -366,7 +368,7 @@ class TestPull:
         assert request.message == Pull(CHUNK, True, (Ask(0, 4, 1, 0),))
         assert request.payload_bytes == 0, "it may be dropped"
         assert one.pull(pull(6, after=1)) is None
-        assert list(bundle_of(request).askers) == [4, 6]
+        assert list(bundle_of(request).participants) == [4, 6]
         one.check()
 
     @pytest.mark.parametrize(
@@ -384,8 +386,8 @@ class TestPull:
         one = leading()
         first, second = asked(one, pull(4)), asked(one, pull(4))
         assert one.pull(pull(6)) is None
-        assert list(bundle_of(first).askers) == [4]
-        assert list(bundle_of(second).askers) == [4, 6]
+        assert list(bundle_of(first).participants) == [4]
+        assert list(bundle_of(second).participants) == [4, 6]
         answer(one, first, 1.0)
         assert isinstance(one.pull(pull(5)), Reply)
         assert one.pull(pull(5)) is None, "the second has no answer yet"
@@ -439,16 +441,16 @@ class TestPull:
 
     def test_is_held_against_the_lowest_version_of_each_run(self) -> None:
         one = leading()
-        askers = [
+        participants = [
             Participant(rank, Pull(CHUNK, True, (Ask(0, 4, 0, 0), Ask(6, 2, after, 0))), rank)
             for rank, after in ((6, 0), (4, 0), (6, 5), (6, 4))
         ]
         stands = (Stand(0, 1, 9, 0), Stand(1, 3, 3, 0), Stand(6, 1, 4, 0), Stand(7, 1, 5, 0))
         message = Pulled(1, CHUNK, FLOAT, True, stands)
-        for asker in askers[:2]:
-            one.answered(bundle_of(asked(one, asker)), message, torch.zeros(6))
-        assert isinstance(one.pull(askers[2]), Request)
-        assert isinstance(one.pull(askers[3]), Reply)
+        for participant in participants[:2]:
+            one.answered(bundle_of(asked(one, participant)), message, torch.zeros(6))
+        assert isinstance(one.pull(participants[2]), Request)
+        assert isinstance(one.pull(participants[3]), Reply)
 
     def test_an_answer_is_given_up_when_all_have_come_for_it(self) -> None:
         one = leading()

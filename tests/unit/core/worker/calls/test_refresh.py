@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kvps.core.worker import calls
+from kvps.core.worker.calls.refresh import Fresh
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
-from kvps.core.worker.operations import refresh
-from kvps.core.worker.operations.refresh import Fresh
 from kvps.core.worker.plan import CopyVersion, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec
@@ -25,7 +24,7 @@ ENVELOPE = Envelope(bytes(16), 1, Role.SERVER, 0, 1, 0)
 TABLE = Spec("float32", (8, 2))
 
 
-def book(mode: str = "sync") -> WorkerStore:
+def new_store(mode: str = "sync") -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``v`` is none of rows."""
     one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
     pieces = [
@@ -40,7 +39,7 @@ def book(mode: str = "sync") -> WorkerStore:
 def refreshing_of(one: WorkerStore, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
     marks = [None if since is None else CopyVersion(one.keys[key].pieces, since) for key in keys]
     sinks = [torch.zeros(one.keys[key].spec.shape) if sink else None for key in keys]
-    return refresh.refresh(one, calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7))
+    return calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7).run(one, [])
 
 
 def reply(
@@ -89,7 +88,7 @@ def named(fresh: Fresh) -> dict[int, float]:
 
 @pytest.mark.spec("R178")
 def test_each_server_is_asked_what_changed() -> None:
-    one = book()
+    one = new_store()
     one.keys["t"].number = 4
     steps = refreshing_of(one, "t")
     first, second = next(steps)
@@ -106,7 +105,7 @@ def test_each_server_is_asked_what_changed() -> None:
 
 
 def test_what_did_not_change_needs_no_rows() -> None:
-    steps = refreshing_of(book(), "t")
+    steps = refreshing_of(new_store(), "t")
     first, second = next(steps)
     (fresh,) = end(steps, [reply(first, [], 3), reply(second, [], 3)])
     assert (fresh.patches, fresh.whole) == ((), None)
@@ -114,7 +113,7 @@ def test_what_did_not_change_needs_no_rows() -> None:
 
 @pytest.mark.parametrize("sink", [True, False])
 def test_a_copy_of_which_nothing_is_known_is_read_whole(sink: bool) -> None:
-    steps = refreshing_of(book(), "t", since=None, sink=sink)
+    steps = refreshing_of(new_store(), "t", since=None, sink=sink)
     (fresh,) = end(steps, whole(next(steps), 5))
     assert fresh.whole is not None
     assert fresh.whole[:, 0].tolist() == [0.0] * 3 + [1.0] * 5
@@ -124,16 +123,16 @@ def test_a_copy_of_which_nothing_is_known_is_read_whole(sink: bool) -> None:
 
 def test_a_mark_of_other_pieces_says_nothing() -> None:
     """A key that was replaced, or is there again after a return, begins to count anew."""
-    one = book()
+    one = new_store()
     mark = CopyVersion((*one.keys["t"].pieces,), 3)
     sinks = (torch.zeros(8, 2),)
-    steps = refresh.refresh(one, calls.Refresh("kv", ("t",), sinks, (mark,), 7))
+    steps = calls.Refresh("kv", ("t",), sinks, (mark,), 7).run(one, [])
     assert {type(request.message) for request in next(steps)} == {Pull}
 
 
 @pytest.mark.spec("R179")
 def test_where_one_server_does_not_know_the_key_is_read_whole() -> None:
-    steps = refreshing_of(book(), "v", "t")
+    steps = refreshing_of(new_store(), "v", "t")
     first, second = next(steps)
     asked = steps.send([reply(first, [0], 4), reply(second, [], 4, known=False)])
     vector, table = end(steps, whole(asked, 4))
@@ -147,7 +146,7 @@ def test_where_one_server_does_not_know_the_key_is_read_whole() -> None:
 
 @pytest.mark.spec("R179")
 def test_those_who_lag_behind_are_asked_again_since_the_same_version() -> None:
-    one = book()
+    one = new_store()
     steps = refreshing_of(one, "t")
     first, second = next(steps)
     (again,) = steps.send([reply(first, [0], 4), reply(second, [7], 5)])
@@ -165,7 +164,7 @@ def test_those_who_lag_behind_are_asked_again_since_the_same_version() -> None:
 
 
 def test_parts_of_several_versions_leave_no_mark() -> None:
-    one = book("async")
+    one = new_store("async")
     steps = refreshing_of(one, "t")
     first, second = next(steps)
     assert isinstance(steps.send([reply(first, [0], 3), reply(second, [7], 4)]), LaggingReads)
@@ -176,7 +175,7 @@ def test_parts_of_several_versions_leave_no_mark() -> None:
 
 
 def test_whole_parts_of_several_versions_leave_no_mark() -> None:
-    one = book("async")
+    one = new_store("async")
     steps = refreshing_of(one, "t", since=None)
     requests = sorted(next(steps), key=lambda each: each.server)
     packets = whole(requests[:-1], 3) + whole(requests[-1:], 4)
@@ -186,7 +185,7 @@ def test_whole_parts_of_several_versions_leave_no_mark() -> None:
 
 
 def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
-    steps = refreshing_of(book(), "t")
+    steps = refreshing_of(new_store(), "t")
     first, second = next(steps)
     (fresh,) = end(steps, [reply(first, [0], 4, wanted=False), reply(second, [7], 4, wanted=False)])
     assert fresh.patches == ()
@@ -194,21 +193,21 @@ def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
 
 @pytest.mark.parametrize("wrong", [{"width": 3}, {"dtype": 2}])
 def test_an_answer_of_other_rows_is_refused(wrong: dict[str, int]) -> None:
-    first, _ = next(refreshing_of(book(), "t"))
+    first, _ = next(refreshing_of(new_store(), "t"))
     with pytest.raises(ProtocolError, match=r"server 0 answered rows of . elements of key 't'"):
         reply(first, [], 4, **wrong)
 
 
 @pytest.mark.parametrize("ids", [[0, 3], [-1, 2], [2, 1], [1, 1], [0, 2, 1, 2]])
 def test_rows_that_are_not_the_servers_are_refused(ids: list[int]) -> None:
-    first, _ = next(refreshing_of(book(), "t"))
+    first, _ = next(refreshing_of(new_store(), "t"))
     with pytest.raises(ProtocolError, match="not its own, 0 to 2, in order"):
         reply(first, ids, 4)
 
 
 def test_updates_that_were_dropped_are_told() -> None:
     drop = Dropped(6, 2, 1, (1,))
-    steps = refreshing_of(book(), "t")
+    steps = refreshing_of(new_store(), "t")
     first, second = next(steps)
     packets = [reply(first, [], 3), reply(second, [], 3, dropped=(drop,))]
     with pytest.raises(NonFinite, match="round 2 of key 't' was dropped"):
@@ -216,7 +215,7 @@ def test_updates_that_were_dropped_are_told() -> None:
 
 
 def test_updates_of_what_is_read_whole_are_told_too() -> None:
-    steps = refreshing_of(book(), "v")
+    steps = refreshing_of(new_store(), "v")
     (request,) = next(steps)
     answer = Pulled(1, 5, 1, True, (Stand(0, 4, 3, 0),), (Dropped(0, 2, 1, (1,)),))
     packet = Packet(ENVELOPE, answer, (to_frame(torch.zeros(4)),))
@@ -230,7 +229,7 @@ def test_it_is_asked_of_the_servers_and_not_of_neighbours() -> None:
     bench = Bench(workers=2, machines=(7, 7))
     bench.open(bundles=True)
     bench.init({"t": torch.zeros(40, 2)})
-    key = bench.core.books["kv"].keys["t"]
+    key = bench.core.stores["kv"].keys["t"]
     before = len(bench.sends(Message))
     mark = CopyVersion(key.pieces, 0)
     bench.call(calls.Refresh("kv", ("t",), (torch.zeros(40, 2),), (mark,), 0))

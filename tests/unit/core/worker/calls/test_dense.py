@@ -10,7 +10,6 @@ import torch
 from kvps.compression.policy import rules_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.core.worker.operations import dispatch
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.protocol.envelope import ENTRIES_MAX, WINDOW, Message, Node, Role
@@ -82,7 +81,7 @@ def ready(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
 
 def chunk(one: Bench, server: int) -> int:
     """The chunk of ``w`` on a server."""
-    return one.core.books["kv"].key("w").pieces[server].chunk
+    return one.core.stores["kv"].key("w").pieces[server].chunk
 
 
 def stood(one: Bench, seq: int, server: int, version: int, owed: int = 0) -> None:
@@ -121,15 +120,15 @@ class TestOpen:
         one = ready()
         one.call(push({"w": HOT}))
         one.open(worker_grace_s=5.0)
-        assert one.core.books["kv"].key("w").number == 1
-        assert one.core.books["kv"].worker_grace_s == 5.0
+        assert one.core.stores["kv"].key("w").number == 1
+        assert one.core.stores["kv"].worker_grace_s == 5.0
 
     def test_refused_options_do_not_stick(self) -> None:
         one = bench()
         ticket = one.call(calls.OpenStore("kv", opened(mode="async"), 60.0))
         one.server(0, Error(one.seqs(Open, 0)[-1], Mismatch.code, "mode differs"))
         assert isinstance(one.error(ticket), Mismatch)
-        assert one.core.books["kv"].ordered
+        assert one.core.stores["kv"].ordered
 
 
 class TestInit:
@@ -230,7 +229,7 @@ class TestInit:
         keys = {f"k{index}": torch.zeros(1) for index in range(ENTRIES_MAX + 1)}
         one.init(keys)
         assert [len(message.entries) for message in one.sent(Declare)] == [ENTRIES_MAX, 1]
-        assert len(one.core.books["kv"].keys) == ENTRIES_MAX + 1
+        assert len(one.core.stores["kv"].keys) == ENTRIES_MAX + 1
 
     def test_a_key_without_elements_is_declared_too(self) -> None:
         one = bench()
@@ -397,8 +396,8 @@ class TestViews:
         assert isinstance(one.error(ticket), Timeout)
         for server in {0, 1} - set(first):
             pulled(one, one.seqs(Push, server)[0], server, 1)
-        assert one.core.books["kv"].key("w").applied == 1
-        assert not one.core._talks
+        assert one.core.stores["kv"].key("w").applied == 1
+        assert not one.core.table.pending
 
 
 class TestWindow:
@@ -426,7 +425,7 @@ class TestWindow:
 
     def test_is_counted_from_what_is_known_to_be_applied(self) -> None:
         one = ready()
-        one.core.books["kv"].key("w").applied = 1
+        one.core.stores["kv"].key("w").applied = 1
         for _ in range(65):
             assert one.is_copied(one.call(push({"w": HOT})))
 
@@ -441,7 +440,7 @@ class TestWindow:
         for server in (0, 1):
             one.ack(server, *one.seqs(Push, server))
         assert one.is_copied(ticket)
-        assert one.core.books["kv"].key("w").applied == 64
+        assert one.core.stores["kv"].key("w").applied == 64
         for _ in range(63):
             assert one.is_copied(one.call(push({"w": HOT})))
         assert not one.is_copied(one.call(push({"w": HOT})))
@@ -591,7 +590,7 @@ class TestLookup:
             "b": spec(2),
             "c": None,
         }
-        assert len(one.core.books["kv"].key("w").pieces) == 2
+        assert len(one.core.stores["kv"].key("w").pieces) == 2
 
     def test_does_not_ask_for_what_it_knows(self) -> None:
         one = ready()
@@ -648,7 +647,7 @@ class TestResume:
     @pytest.mark.spec("R124")
     def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
         one = ready(1)
-        one.core.books["kv"].barriers = {"": 3, "epoch": 9}
+        one.core.stores["kv"].barriers = {"": 3, "epoch": 9}
         assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
         one.call(calls.StandAtBarrier("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
@@ -754,7 +753,7 @@ class TestJoin:
         one.call(push({"w": HOT}))
         assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 5),)
         one.init({"later": HOT})
-        assert one.core.books["kv"].key("later").is_refused, "others may have pushed it"
+        assert one.core.stores["kv"].key("later").is_refused, "others may have pushed it"
 
     def test_one_that_ends_before_it_was_said_is_none(self) -> None:
         one = ready(1)
@@ -762,14 +761,14 @@ class TestJoin:
         ticket = one.call(calls.JoinStore("kv"))
         one.view(member(Node(Role.WORKER, 0), "gone"))
         assert isinstance(one.error(ticket), WorkerLost)
-        assert not one.core.books["kv"].is_away
+        assert not one.core.stores["kv"].is_away
 
     def test_a_push_that_waits_for_room_does_not_come_behind_it(self) -> None:
         one = ready(1)
         for _ in range(WINDOW):
             one.call(push({"w": HOT}, eager=False))
         late = one.call(push({"w": HOT}, eager=False))
-        one.core.books["kv"].is_away = True
+        one.core.stores["kv"].is_away = True
         for server in (0, 1):
             stood(one, one.seqs(Pull, server)[0], server, 1, owed=1)
         assert "has joined" in str(one.error(late))
@@ -816,7 +815,7 @@ class TestBroadcast:
             assert one.finish(ticket) is None
             self.meet(one)
         assert one.is_done(ticket)
-        assert one.core.books["kv"].key("w").broadcasts == 1
+        assert one.core.stores["kv"].key("w").broadcasts == 1
 
     def test_waits_for_the_rounds_that_this_rank_has_pushed(self) -> None:
         one = ready()
@@ -834,13 +833,13 @@ class TestBroadcast:
         one.call(push({"w": HOT}))
         for server in (0, 1):
             one.ack(server, *one.seqs(Push, server))
-        one.core.books["kv"].key("w").applied = 1
+        one.core.stores["kv"].key("w").applied = 1
         self.call(one, torch.zeros(50), torch.zeros(50))
         self.meet(one)
         for server in (0, 1):
             place = Place(False, (Piece(77, 0, (16, 34)[server]),))
             one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
-        key = one.core.books["kv"].key("w")
+        key = one.core.stores["kv"].key("w")
         assert (key.number, key.spec) == (0, spec(50))
 
     def test_one_that_failed_may_be_made_again(self) -> None:
@@ -876,7 +875,7 @@ class TestBroadcast:
             assert [message.broadcasts for message in one.sent(Pull)[-2:]] == [1, 1]
             one.wait(5.0)
             assert isinstance(one.error(ticket), Timeout)
-        assert one.core.books["kv"].broadcasts == 0
+        assert one.core.stores["kv"].broadcasts == 0
 
     def test_creates_a_key(self) -> None:
         one = bench()
@@ -1027,11 +1026,6 @@ class TestTogether:
         assert [type(it) for it in one.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]
 
 
-def test_every_call_has_a_conversation() -> None:
-    with pytest.raises(TypeError, match="no conversation for Call"):
-        dispatch.start(bench().core.books["kv"], calls.Call("kv"), [])
-
-
 def told(
     one: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None
 ) -> None:
@@ -1060,7 +1054,7 @@ class TestDropped:
             else:
                 assert one.is_done(ticket)
             assert sink.unique().tolist() == [5.0]  # what was kept is there all the same
-        assert one.core.books["kv"].key("w").is_refused is False
+        assert one.core.stores["kv"].key("w").is_refused is False
 
     @pytest.mark.spec("R107")
     def test_a_pull_that_nobody_waits_for_any_more_tells_nobody(self) -> None:
@@ -1161,7 +1155,7 @@ class TestRelay:
         self.declared(one)
         assert len(one.sent(Pull)) == 7
         assert one.is_done(ticket)
-        assert one.core.books["kv"].key("w").broadcasts == 1
+        assert one.core.stores["kv"].key("w").broadcasts == 1
 
     @pytest.mark.spec("R226")
     def test_who_may_have_read_two_lives_of_rank_0_reads_again(self) -> None:
@@ -1205,6 +1199,6 @@ class TestRelay:
 
     def test_what_may_come_by_steps_is_read_as_ever(self) -> None:
         one = bench(rank=1)
-        one.core.books["kv"].coding.use(rules_of("fp16"))
+        one.core.stores["kv"].feedback.use(rules_of("fp16"))
         self.begin(one)
         assert [message.early for message in one.sent(Declare)] == [False, False]

@@ -165,8 +165,8 @@ class TestRestore:
         one.server(0, Pulled(one.seqs(Pull)[-1], 9, FLOAT, False, (Stand(0, 4, 11, 11),)))
         one.server(0, told(one.seqs(History)[-1]))
         assert one.is_done(ticket)
-        book = one.core.books["kv"]
-        assert set(book.keys) == {"w"}
-        assert (book.key("w").number, book.key("w").broadcasts) == (11, 2)
+        store = one.core.stores["kv"]
+        assert set(store.keys) == {"w"}
+        assert (store.key("w").number, store.key("w").broadcasts) == (11, 2)
         one.call(push({"w": torch.ones(4)}))
         assert [run.number for run in one.sent(Push)[-1].runs] == [11]

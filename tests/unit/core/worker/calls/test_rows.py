@@ -11,7 +11,6 @@ from kvps import protocol as messages
 from kvps.core.worker import calls
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import LaggingReads
-from kvps.core.worker.operations import rows as row_calls
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec
@@ -36,7 +35,7 @@ ENVELOPE = Envelope(bytes(16), 1, Role.SERVER, 0, 1, 0)
 TABLE = Spec("float32", (8, 2))
 
 
-def book(mode: str = "sync", servers: int = 2) -> WorkerStore:
+def new_store(mode: str = "sync", servers: int = 2) -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``wide`` no whole ones."""
     one = WorkerStore(opened(mode=mode), 0, servers, 240.0)
     pieces = [
@@ -68,14 +67,14 @@ def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def pushing(one: WorkerStore, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
     values = list(rows(*ids, width=one.keys[key].spec.width))
     call = calls.PushKeyRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
-    return row_calls.push_rows(one, call, values)
+    return call.run(one, values)
 
 
 def pulling(one: WorkerStore, *ids: int, key: str = "t") -> Any:
     """Pull rows, the last of them to come first."""
     numbers = torch.tensor(ids, dtype=torch.int64)
     places = torch.arange(len(ids)).flip(0)
-    return row_calls.pull_rows(one, calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7))
+    return calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7).run(one, [])
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
@@ -117,7 +116,7 @@ def end(steps: Any, answers: list[Packet]) -> Any:
 
 @pytest.mark.spec("R172")
 def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -> None:
-    one = book()
+    one = new_store()
     (first, second) = next(pushing(one, (2, 7, 0), priority=3))
     assert first.message == PushRows("kv", "t", 1, (0,), 0, 2, 2)
     assert second.message == PushRows("kv", "t", 1, (0,), 0, 2, 1)
@@ -138,7 +137,7 @@ def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvps.protocol.values.ROWS_FRAME_BYTES", 16)
-    (_, second) = next(pushing(book(), (3, 4, 5, 6, 7)))
+    (_, second) = next(pushing(new_store(), (3, 4, 5, 6, 7)))
     assert sent(second) == ([3, 4, 5, 6, 7], [3.0, 4.0, 5.0, 6.0, 7.0])
     assert [each.nbytes for each in second.payload] == [40, 16, 16, 8]
 
@@ -147,7 +146,7 @@ def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvps.protocol.values.IDS_FRAME_BYTES", 16)
-    one = book()
+    one = new_store()
     with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
         next(pushing(one, (3, 4, 5)))
     assert one.keys["t"].number == 0
@@ -155,7 +154,7 @@ def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
 
 @pytest.mark.spec("R171")
 def test_a_key_that_does_not_lie_by_rows_is_pushed_as_a_whole() -> None:
-    one = book()
+    one = new_store()
     (first, second) = sorted(next(pushing(one, (1,), "wide")), key=lambda each: each.server)
     for request, chunk, values in ((first, 6, [0.0] * 6 + [1.0] * 2), (second, 5, [1.0] * 4)):
         assert isinstance(request.message, Push)
@@ -168,7 +167,7 @@ def test_a_key_that_does_not_lie_by_rows_is_pushed_as_a_whole() -> None:
 
 
 def test_a_full_window_is_waited_for_and_a_refusal_frees_the_number() -> None:
-    one = book()
+    one = new_store()
     one.keys["t"].number = WINDOW
     steps = pushing(one, (1,))
     asked = next(steps)
@@ -241,7 +240,7 @@ def test_rows_go_to_the_servers_and_not_to_neighbours() -> None:
 
 @pytest.mark.spec("R175")
 def test_only_those_who_have_rows_are_asked() -> None:
-    one = book()
+    one = new_store()
     one.keys["t"].number = 4
     steps = pulling(one, 3, 7)
     (request,) = next(steps)
@@ -257,7 +256,7 @@ def test_only_those_who_have_rows_are_asked() -> None:
 
 @pytest.mark.spec("R176")
 def test_those_who_lag_behind_are_asked_again() -> None:
-    steps = pulling(book(), 0, 1, 7)
+    steps = pulling(new_store(), 0, 1, 7)
     first, second = next(steps)
     again = steps.send([reply(first, 3), reply(second, 4, 5)])
     assert isinstance(again, LaggingReads)
@@ -270,7 +269,7 @@ def test_those_who_lag_behind_are_asked_again() -> None:
 
 @pytest.mark.spec("R176")
 def test_a_push_that_this_rank_owes_to_some_is_not_waited_for() -> None:
-    steps = pulling(book(), 0, 7)
+    steps = pulling(new_store(), 0, 7)
     first, second = next(steps)
     (found,) = end(steps, [reply(first, 3, owed=3), reply(second, 4, owed=4)])
     assert found[:, 0].tolist() == [407.0, 300.0]
@@ -279,7 +278,7 @@ def test_a_push_that_this_rank_owes_to_some_is_not_waited_for() -> None:
 @pytest.mark.spec("R176")
 @pytest.mark.parametrize("is_short", [False, True])
 def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short: bool) -> None:
-    one = book("async")
+    one = new_store("async")
     steps = pulling(one, 0, 7)
     first, second = next(steps)
     one.is_short = is_short
@@ -294,7 +293,7 @@ def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short:
 
 
 def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> None:
-    steps = pulling(book(), 1, key="wide")
+    steps = pulling(new_store(), 1, key="wide")
     requests = next(steps)
     packets = []
     for request in requests:
@@ -313,7 +312,7 @@ def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> N
 
 
 def test_updates_that_were_dropped_are_told_once() -> None:
-    one = book()
+    one = new_store()
     drop = Dropped(6, 2, 1, (1,))
     for is_first in (True, False):
         steps = pulling(one, 7)
@@ -327,7 +326,7 @@ def test_updates_that_were_dropped_are_told_once() -> None:
 
 
 def test_updates_of_a_whole_key_that_were_dropped_are_told_too() -> None:
-    steps = pulling(book(), 1, key="wide")
+    steps = pulling(new_store(), 1, key="wide")
     requests = next(steps)
     packets = []
     for request in requests:
@@ -345,7 +344,7 @@ def test_updates_of_a_whole_key_that_were_dropped_are_told_too() -> None:
 
 @pytest.mark.parametrize("wrong", [{"count": 1}, {"width": 3}, {"dtype": 2}])
 def test_an_answer_of_other_rows_is_refused(wrong: dict[str, int]) -> None:
-    (request,) = next(pulling(book(), 3, 7))
+    (request,) = next(pulling(new_store(), 3, 7))
     fields = {"dtype": 1, "width": 2, "count": 2} | wrong
     answer = PulledRows(1, lowest=0, highest=0, owed=0, **fields)
     with pytest.raises(ProtocolError, match=r"server 1 answered \d rows of \d elements of key 't'"):
@@ -353,7 +352,7 @@ def test_an_answer_of_other_rows_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_rows_that_nobody_wants_any_more_are_not_taken() -> None:
-    steps = pulling(book(), 7)
+    steps = pulling(new_store(), 7)
     (request,) = next(steps)
     answer = PulledRows(1, 1, 2, 1, 3, 3, 0)
     request.on_reply(Packet(ENVELOPE, answer, (to_frame(torch.ones(2)),)), False)

@@ -10,7 +10,7 @@ from kvps.core.embedding.id_hash import servers_of
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker import calls
-from kvps.core.worker.operations.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import Done, Error
@@ -50,7 +50,7 @@ def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # 
     parts = tuple(
         (torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers)
     )
-    return calls.PushTableRows("kv", (KEY,), (), None, 0, True, 2, parts)
+    return calls.PushTableRows("kv", (KEY,), True, 2, parts)
 
 
 def test_ids_are_split_by_server_in_order() -> None:
@@ -128,7 +128,7 @@ def test_rows_come_in_the_order_of_their_ids() -> None:
     assert end is not None
     assert isinstance(end.value, torch.Tensor)
     assert end.value.tolist() == [[float(row), -float(row)] for row in IDS]
-    key = one.core.books["kv"].keys[KEY]
+    key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
 
@@ -139,7 +139,7 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
         (seq,) = one.seqs(PullIds, server)
         one.server(server, PulledIds(seq, 1, 2, 0, 9, 3 + server))
     assert one.is_done(ticket)
-    key = one.core.books["kv"].keys[KEY]
+    key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (3, 9)
 
 

@@ -1,0 +1,90 @@
+"""The calls of a training script on its worker core: one class each, beside its operation."""
+
+from __future__ import annotations
+
+from inspect import isabstract
+
+from kvps.core.worker.calls.base import Call, OnTimeout, PushCall
+from kvps.core.worker.calls.checkpoint import RejoinStore, RestoreCheckpoint, TakeCheckpoint
+from kvps.core.worker.calls.collective import AskStatus, Flush, JoinStore, StandAtBarrier
+from kvps.core.worker.calls.dense import (
+    Allocate,
+    PullValues,
+    PushValues,
+    ResumeKeys,
+    Sinks,
+    Versions,
+    Views,
+)
+from kvps.core.worker.calls.embeddings import (
+    ExportBlock,
+    MakeTable,
+    PullTableRows,
+    PushTableRows,
+    SetTableRate,
+)
+from kvps.core.worker.calls.keys import Broadcast, Init, Lookup, OpenStore
+from kvps.core.worker.calls.optimizer import (
+    Compress,
+    LoadResiduals,
+    LoadState,
+    SaveResiduals,
+    SaveState,
+    SetOptimizer,
+    SetRate,
+)
+from kvps.core.worker.calls.refresh import Fresh, Refresh
+from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows
+
+__all__ = [
+    "ANSWERS",
+    "CALLS",
+    "Allocate",
+    "AskStatus",
+    "Broadcast",
+    "Call",
+    "Compress",
+    "ExportBlock",
+    "Flush",
+    "Fresh",
+    "Init",
+    "JoinStore",
+    "LoadResiduals",
+    "LoadState",
+    "Lookup",
+    "MakeTable",
+    "OnTimeout",
+    "OpenStore",
+    "PullKeyRows",
+    "PullTableRows",
+    "PullValues",
+    "PushCall",
+    "PushKeyRows",
+    "PushTableRows",
+    "PushValues",
+    "Refresh",
+    "RejoinStore",
+    "RestoreCheckpoint",
+    "ResumeKeys",
+    "SaveResiduals",
+    "SaveState",
+    "SetOptimizer",
+    "SetRate",
+    "SetTableRate",
+    "Sinks",
+    "StandAtBarrier",
+    "TakeCheckpoint",
+    "Versions",
+    "Views",
+]
+
+CALLS: tuple[type[Call], ...] = tuple(
+    [
+        cls
+        for cls in list(globals().values())
+        if isinstance(cls, type) and issubclass(cls, Call) and not isabstract(cls)
+    ]
+)
+"""Every call that there is."""
+ANSWERS = tuple({message for call in CALLS for message in call.answers})
+"""What a server may answer besides ACK; each carries the request's number."""

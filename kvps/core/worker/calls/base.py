@@ -1,0 +1,213 @@
+"""The base class of all calls, and the steps that several of their operations share.
+
+A call is one frozen object. The store makes it from the user's arguments, already checked for shape and
+type; the core answers it with one :class:`~kvps.core.effects.Finish`. Its class says all there is to know of
+a kind of call: what the user calls it, what a Timeout does to it, whether it changes values, which messages
+answer it, and its *operation*.
+
+An operation is a generator. It yields lists of requests and is resumed with their answers, in order; if a
+request was refused, the refusal is raised where the operation waits. So a call that takes three steps reads
+as three steps, and needs no thread and no state machine of its own. An operation never waits for anything but
+answers.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
+from kvps.core.worker.plan import ChunkSlice, Key, Numbers, Tensors, TransferPlan, alike
+from kvps.core.worker.store import WorkerStore
+from kvps.errors import ConfigError, KvpsError
+from kvps.protocol.envelope import WINDOW, Packet
+from kvps.protocol.values import Load, Push
+
+Operation = Generator[Step, list[Packet], object]
+Values = list[torch.Tensor]
+"""A call's tensors, read as late as possible. When the caller stops waiting before that, the worker puts copies
+into the list."""
+
+
+class Answer(Protocol):
+    """A message that answers a request, other than ACK."""
+
+    @property
+    def seq(self) -> int:
+        """The request's number on its connection."""
+
+
+class OnTimeout(enum.Enum):
+    """What happens to a call whose caller stops waiting for it; the value is what the caller is told."""
+
+    CONTINUE = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
+    """It changes something: it goes on, and takes effect once."""
+    RETRY = "Nothing was changed. Call it again"
+    """It changes nothing, or nothing more when it is made again: it is given up."""
+    RESUME = "It still stands. Call it again to wait on"
+    """All ranks make it together: the k-th of one rank meets the k-th of another. It goes on, and the same
+    call made again is this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(abc.ABC):
+    """A call of the script, of one store."""
+
+    title: ClassVar[str]
+    """What its user calls it."""
+    on_timeout: ClassVar[OnTimeout] = OnTimeout.CONTINUE
+    answers: ClassVar[tuple[type[Answer], ...]] = ()
+    """What servers answer to its requests, besides ACK."""
+    creates: ClassVar[bool] = False
+    """One rank changes values by it, other than by a push."""
+
+    store: str
+    """Name of the store."""
+
+    @abc.abstractmethod
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation, whose result is the call's.
+
+        Args:
+            store: the store that the call is of.
+            values: those of :meth:`values`.
+        """
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the caller's tensors, which the operation reads."""
+        return ()
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call, other than by a push."""
+        return self.creates and rank == 0
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether all that it creates is there already, so that it changes nothing."""
+        return False
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied, and hears of errors later."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class PushCall(Call):
+    """A call that pushes to ``keys``."""
+
+    keys: tuple[str, ...]
+
+
+def bulk(
+    store: WorkerStore,
+    share: ChunkSlice,
+    message: Load | Push,
+    rows: Tensors,
+    priority: Numbers = 0,
+) -> Request:
+    """Return the request that carries the elements of ``share``, as they are."""
+    return Request(
+        share.server,
+        message,
+        fill=lambda route: share.gather(rows, store.memory, route),
+        payload_bytes=share.payload_bytes,
+        lane=share.chunk,
+        priority=share.highest(priority),
+    )
+
+
+def number_push(
+    store: WorkerStore, names: tuple[str, ...]
+) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int]]]:
+    """Number a push of ``names``, and wait until the window has room for it.
+
+    Returns:
+        The plan of the keys, and for each the number of this push. Its requests are to be made within
+        :func:`note_refusal`.
+
+    Raises:
+        ConfigError: if this rank has joined: rounds close without it.
+    """
+    _demand_presence(store)
+    plan = yield from numbered(store, names)
+    numbers = [key.number for key in plan.keys]
+    full: list[Key] = []
+    if max(numbers, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
+        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+    for key in plan.keys:
+        key.number += 1
+    if full:
+        with note_refusal(plan):
+            yield from _make_room(store, full)
+            _demand_presence(store)
+    return plan, numbers
+
+
+@contextmanager
+def note_refusal(plan: TransferPlan) -> Iterator[None]:
+    """If the push of these keys is refused, note that its number is free again, perhaps."""
+    try:
+        yield
+    except KvpsError:
+        for key in plan.keys:
+            key.is_refused = True
+        raise
+
+
+def _demand_presence(store: WorkerStore) -> None:
+    """Refuse a push of a rank that has joined: rounds close without it.
+
+    Raises:
+        ConfigError: if this rank has.
+    """
+    if store.is_away:
+        raise ConfigError(
+            f"push() of store {store.name!r}: worker {store.rank} has joined, and rounds close "
+            "without it until every worker has. Nothing was pushed. Call join() again to wait on"
+        )
+
+
+def numbered(
+    store: WorkerStore, names: tuple[str, ...]
+) -> Generator[Step, list[Packet], TransferPlan]:
+    """Return the plan of ``names``, whose push numbers can be relied on.
+
+    The number of a push that was refused is free again, so it has to be asked which are owed.
+    """
+    plan = store.plan(names)
+    if any(key.is_refused for key in plan.keys):
+        read = yield from read_versions(store, plan, 0, 0)
+        for key, parts in zip(plan.keys, read.by_key(), strict=True):
+            if key.is_refused:  # and no other call has asked meanwhile
+                key.is_refused = False
+                key.number = min((owed for _, owed in parts.values()), default=0)
+    return plan
+
+
+def _make_room(store: WorkerStore, full: list[Key]) -> Steps:
+    """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
+    if store.ordered:
+        plan = store.plan(tuple(key.name for key in full))
+        yield from read_versions(store, plan, 0, alike([key.number - WINDOW for key in full]))
+        return
+    numbers = [key.number - 1 for key in full]
+    yield AwaitAcks()
+    for key, number in zip(full, numbers, strict=True):
+        key.applied = max(key.applied, number)
+
+
+def settle(store: WorkerStore, names: tuple[str, ...]) -> Steps:
+    """Wait until this rank's own pushes of ``names`` are applied."""
+    if not store.ordered:
+        yield AwaitAcks()
+        return
+    pushed = tuple(name for name in names if store.keys[name].number > store.keys[name].applied)
+    if pushed:
+        plan = yield from numbered(store, pushed)
+        yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)

@@ -1,0 +1,147 @@
+"""The calls that all ranks make together: flush, barrier, join; and the status of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvps.core.placement import JUDGE
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import (
+    AwaitAcks,
+)
+from kvps.core.worker.store import WorkerStore
+from kvps.errors import REFUSED, KvpsError
+from kvps.protocol.membership import (
+    Barrier,
+    Done,
+    Join,
+    Joined,
+    Released,
+    Return,
+)
+from kvps.protocol.stores import (
+    Status,
+    StatusIs,
+)
+from kvps.protocol.values import Pulled
+
+TEXT_MAX = 1000
+"""Most characters of the reason for a failed call that the other ranks are told."""
+BROADCAST = "kvps.broadcast"
+"""The barrier at which broadcasts meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Call):
+    """Finish when every push so far is acknowledged."""
+
+    title = "the flush of earlier pushes"
+    on_timeout = OnTimeout.RETRY
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        return None
+
+
+def barrier(
+    store: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
+) -> Operation:
+    """Flush, then wait for the others.
+
+    Args:
+        store: the keys and counters.
+        name: of the barrier.
+        what: the call that begins here; all fail where it is not the same on every worker.
+        failure: why this worker does not pass; the others fail by it, too, and this worker by the answer.
+    """
+    yield AwaitAcks()
+    title = "" if name is None else name
+    waits, after = store.waits_for_lost, store.pushed
+    code, text = (0, "") if failure is None else (failure.code, str(failure)[:TEXT_MAX])
+    is_lost = store.is_resumed and store.ordered and title != BROADCAST
+    if is_lost and title not in store.barriers:
+        (answer,) = yield [
+            Request(None, Barrier(store.name, title, 0, waits, after, True, what, code, text))
+        ]
+        released = answer.message
+        assert isinstance(released, Released)
+        if released.number is not None:
+            store.barriers[title] = released.number + 1
+        return None
+    number = store.barriers.get(title, 0)
+    store.barriers[title] = number + 1
+    kind = Barrier, title
+    refused = store.attempts.count(kind, number)
+    try:
+        message = Barrier(store.name, title, number, waits, after, False, what, code, text, refused)
+        yield [Request(None, message)]
+    except BaseException as error:  # a barrier that was not passed is not counted
+        store.barriers[title] -= 1
+        if isinstance(error, REFUSED):
+            store.attempts.refuse(kind, number)
+        raise
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StandAtBarrier(Call):
+    """Flush, then wait at a barrier; or, with a ``failure``, let nobody pass it."""
+
+    title = "barrier()"
+    on_timeout = OnTimeout.RESUME
+
+    name: str | None
+    failure: KvpsError | None = None
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        return (yield from barrier(store, self.name, failure=self.failure))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinStore(Call):
+    """Flush, and wait until every rank has run out of batches; finishes with the rank that joined last.
+
+    The others go on without this rank until all have joined. That all have is said by one server, and then by
+    this rank to all of them: once they have answered, none closes a round without it. Which numbers it owes
+    after the rounds of the others is asked.
+    """
+
+    title = "join()"
+    on_timeout = OnTimeout.RESUME
+    answers = (Joined, Done, Pulled)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        was_away, store.is_away = store.is_away, True
+        try:
+            yield AwaitAcks()
+        except BaseException:
+            store.is_away = was_away  # no server was told
+            raise
+        call = store.joins + 1
+        servers = range(store.servers)
+        answers = yield [
+            Request(server, Join(store.name, call, server == JUDGE)) for server in servers
+        ]
+        yield [Request(server, Return(store.name, call)) for server in servers]
+        store.joins, store.is_away = call, False
+        if store.ordered:
+            for key in store.keys.values():
+                key.is_refused = True
+            yield from numbered(store, tuple(store.keys))
+        judged = answers[JUDGE].message
+        assert isinstance(judged, Joined)
+        return judged.last
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus(Call):
+    """Finishes with every server's STATUS answer."""
+
+    title = "status"
+    on_timeout = OnTimeout.RETRY
+    answers = (StatusIs,)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        answers = yield [Request(server, Status(store.name)) for server in range(store.servers)]
+        return [answer.message for answer in answers]

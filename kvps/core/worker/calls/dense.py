@@ -1,0 +1,289 @@
+"""The calls on values of whole keys: push, pull, versions, resume."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from kvps.core.worker import plan as plans
+from kvps.core.worker.calls.base import (
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
+    Values,
+    bulk,
+    note_refusal,
+    number_push,
+    numbered,
+)
+from kvps.core.worker.calls.collective import BROADCAST
+from kvps.core.worker.calls.keys import lookup
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import (
+    AwaitAcks,
+    Pieces,
+    ReadTracker,
+    ReplySink,
+    Rows,
+    Sink,
+    Steps,
+    own_sink,
+    read,
+    read_versions,
+    settle_reads,
+)
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.plan import (
+    CompressionGroup,
+    Numbers,
+    Tensors,
+    TransferPlan,
+    alike,
+)
+from kvps.core.worker.store import Made, WorkerStore
+from kvps.dtypes import BY_NAME
+from kvps.protocol.membership import (
+    Done,
+    History,
+    HistoryIs,
+    Resume,
+    Resumed,
+    Return,
+)
+from kvps.protocol.stores import (
+    Declared,
+    FoundAll,
+    Rate,
+)
+from kvps.protocol.values import Pulled, Push
+
+
+class Views(enum.Enum):
+    """The wish for values where they lie."""
+
+    VIEWS = "views"
+
+
+Sinks = tuple[torch.Tensor, ...] | Views | None
+"""Where pulled values go: into contiguous tensors, one per key; VIEWS, if the call finishes with views of them; or None
+if none are wanted."""
+
+
+def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
+    """Return the sink that a call asks for."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, Views):
+        return Pieces(range(len(plan.keys)))
+    return Rows(sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class PushValues(PushCall):
+    """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
+
+    title = "push()"
+    answers = (Pulled,)
+
+    rows: tuple[torch.Tensor, ...]
+    sinks: Sinks
+    priority: Numbers
+    eager: bool
+    """Copy all values before anything else, so that the caller may reuse them soonest."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the gradients."""
+        return self.rows
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied, and hears of errors later.
+
+        Not where the servers may refuse the push for want of an optimizer: the call that pushed is to fail
+        by that, and not the next.
+        """
+        return self.eager and store.takes_pushes
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan, numbers = yield from number_push(store, self.keys)
+        sink = sink_for(self.sinks, plan)
+        reads: list[ReadTracker] = []
+        requests: list[Request] = []
+        with note_refusal(plan):
+            for group in store.push_groups(plan):
+                own = group.numbers(numbers)
+                tracker = ReadTracker(group.plan, priority=group.numbers(self.priority))
+                if sink is not None:
+                    tracker.sink = own_sink(group, sink)
+                    tracker.after = alike([number + 1 for number in own])
+                requests += self._pushed(store, group, group.rows(values), alike(own), tracker)
+                reads.append(tracker)
+            yield requests
+        store.was_pushed_to = True
+        if sink is not None:
+            yield from settle_reads(store, reads)
+            _report_dropped(store, reads)
+        return _views(store, plan, sink)
+
+    def _pushed(
+        self,
+        store: WorkerStore,
+        group: CompressionGroup,
+        gradients: Tensors,
+        numbers: Numbers,
+        tracker: ReadTracker,
+    ) -> list[Request]:
+        """Return the requests that push the keys of ``group``, whose answers go to ``tracker``."""
+        is_pull = tracker.sink is not None
+        requests = []
+        for share in group.plan.shares:
+            dtype = BY_NAME[share.dtype].id
+            message = Push(share.chunk, dtype, (store.rank,), 1.0, is_pull, share.runs(numbers))
+            if group.setting is None:
+                request = bulk(store, share, message, gradients, tracker.priority)
+            else:
+                request = store.feedback.push(
+                    group, share, message, gradients, store.memory, numbers
+                )
+                request.priority = share.highest(tracker.priority)
+            if self.eager:
+                request.freeze()
+            if is_pull:
+                feedback = store.feedback if group.is_by_deltas else None
+                request.on_reply = ReplySink(tracker, share, feedback)
+            requests.append(request)
+        return requests
+
+
+def _views(store: WorkerStore, plan: TransferPlan, sink: Sink | None) -> list[torch.Tensor] | None:
+    return sink.views(plan.keys, store.memory) if isinstance(sink, Pieces) else None
+
+
+def _report_dropped(store: WorkerStore, reads: list[ReadTracker]) -> None:
+    """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
+    dropped = {key: update for read in reads for key, update in read.dropped.items()}
+    if dropped and not any(read.is_unwanted for read in reads):
+        complain(store.name, store.ordered, store.keys, dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class PullValues(Call):
+    """Pull values after this rank's own pushes; finishes with views if there are no ``sinks``."""
+
+    title = "pull()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled,)
+
+    keys: tuple[str, ...]
+    sinks: Sinks
+    priority: Numbers
+    min_version: int
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        after = alike([key.number for key in plan.keys])
+        sink = sink_for(self.sinks, plan)
+        assert sink is not None
+        reads = yield from read(store, plan, sink, after, self.min_version, self.priority)
+        _report_dropped(store, reads)
+        return _views(store, plan, sink)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate(Call):
+    """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
+
+    title = "empty_like()"
+    on_timeout = OnTimeout.RETRY
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield []
+        return plans.allocate(store.plan(self.keys), store.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Call):
+    """Finishes with the version of each key: the lowest of its parts."""
+
+    title = "version()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled,)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)
+        return [
+            min((version for version, _ in parts.values()), default=0) for parts in read.by_key()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeKeys(Call):
+    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part; finishes with it."""
+
+    title = "resume()"
+    on_timeout = OnTimeout.RETRY
+    answers = (FoundAll, Declared, Pulled, HistoryIs, Done)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield AwaitAcks()
+        specs = yield from lookup(store, self.keys)
+        plan = store.plan(tuple(name for name in self.keys if specs[name] is not None))
+        read = yield from read_versions(store, plan, 0, 0)
+        owed = min((owed for parts in read.by_key() for _, owed in parts.values()), default=0)
+        if len(plan.keys) < len(self.keys):
+            owed = 0  # of a key that is not there yet, all pushes are owed
+        for key in plan.keys:
+            key.number, key.is_refused = owed, False
+            key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
+        yield from _history(store)
+        return owed
+
+
+def _history(store: WorkerStore) -> Steps:
+    """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
+    pushed = store.pushed if store.ordered else None
+    (answer,) = yield [Request(None, Resume(store.name, pushed))]
+    resumed = answer.message
+    assert isinstance(resumed, Resumed)
+    if not resumed.replaced:
+        return
+    yield from inherit(store)
+    store.is_resumed = True
+    met = {name: store.barriers[name] for name in (BROADCAST,) if name in store.barriers}
+    # A name mostly stands for one moment: a rank that is not sure whether its predecessor stood there stands
+    # there again, and passes if it did. Barriers without a name are counted.
+    again = {name: number - bool(name) for name, number in resumed.barriers.items()}
+    store.barriers = again | met
+
+
+def inherit(store: WorkerStore) -> Steps:
+    """Count the calls of all ranks from what the servers know of them."""
+    answers = yield [Request(server, History(store.name)) for server in range(store.servers)]
+    known = [answer.message for answer in answers if isinstance(answer.message, HistoryIs)]
+    newest = max(known, key=lambda history: history.rate_calls)
+    # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every
+    # server has it: rank 0 may be ahead of them in a new epoch, and be setting it again.
+    furthest = max if store.rank == 0 else min
+    optimized = furthest(known, key=lambda history: history.optimize_calls)
+    joins = max(history.joins for history in known)
+    missed = [server for server, history in enumerate(known) if history.joins < joins]
+    yield [Request(server, Return(store.name, joins)) for server in missed]
+    if store.rank == 0:  # a call that was heard by some is made with all
+        calls = [history.rate_calls for history in known]
+        behind = [server for server, made in enumerate(calls) if made < newest.rate_calls]
+        rate = Rate(store.name, newest.rate_calls, True, newest.lr, newest.rate_after)
+        yield [Request(server, rate) for server in behind]
+    store.joins = joins
+    store.restored = max(history.restored for history in known)
+    store.is_away = any(history.joined and history.joins == joins for history in known)
+    store.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
+    store.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)

@@ -1,0 +1,278 @@
+"""The calls on embedding tables: requests by id to each server.
+
+A table is a key with one piece on every server, so its pushes are numbered, waited for and counted anew as those of
+any key. The caller has sorted ids already and split them by server: a push is one message to each, even if it has no
+ids for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvps.core.embedding.id_hash import Ids, servers_of
+from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
+from kvps.core.embedding.table import ExportBatch
+from kvps.core.worker.calls.base import (
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
+    Values,
+    note_refusal,
+    number_push,
+    numbered,
+    settle,
+)
+from kvps.core.worker.connection import Request
+from kvps.core.worker.plan import Key, PieceLocation
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_ID, BY_NAME
+from kvps.errors import Mismatch, ProtocolError
+from kvps.protocol.envelope import Packet
+from kvps.protocol.membership import Done
+from kvps.protocol.stores import Declared
+from kvps.protocol.values import Export, Exported, Pulled, PulledIds, PullIds, PushIds, TableRate
+from kvps.tensors import TORCH, dtype_of, from_frame
+
+PULL_BYTES = 4 << 20
+"""About how many bytes one answer to a pull has; larger pulls have several answers."""
+PUSH_BYTES_MAX = 64 << 20
+"""Most bytes of a push to one server: it has one number, so it is one message."""
+
+
+def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Return for each server the indices of its ids among ``ids``, ascending."""
+    if servers == 1:
+        return [np.arange(len(ids))]
+    owners = servers_of(ids, servers)
+    order = np.argsort(owners, kind="stable")
+    return np.split(order, np.searchsorted(owners[order], np.arange(1, servers)))
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTable(Call):
+    """Have every server make the table of ``key``, unless it has."""
+
+    title = "embedding()"
+    answers = (Declared,)
+    creates = True
+
+    key: str
+    recipe: EmbeddingSpec
+    creator: int
+    """The rank that calls; the first call of any rank makes it."""
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call."""
+        return rank == self.creator
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether the table is there already."""
+        return self.key in store.keys
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        message = message_of(store.name, self.key, self.recipe)
+        answers = yield [Request(server, message) for server in range(store.servers)]
+        pieces = []
+        for server, answer in enumerate(answers):
+            assert isinstance(answer.message, Declared)
+            (place,) = answer.message.places
+            (piece,) = place.pieces
+            pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
+        store.place([(self.key, spec_of(store.servers), pieces)])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PushTableRows(PushCall):
+    """Push rows of a table, the only one of ``keys``: to each server its own, also where there are none."""
+
+    title = "push() of rows"
+    answers = (Pulled,)
+
+    eager: bool
+    """The caller goes on as soon as the push is under way."""
+    dim: int
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """For each server ids [n], ascending and each once, and rows [n, dim]; unchanged until the call ends."""
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on at once; a table has an optimizer of its own."""
+        return self.eager
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan, (number,) = yield from number_push(store, self.keys)
+        (key,) = plan.keys
+        with note_refusal(plan):
+            yield [
+                _push(store, piece, number, *self.parts[piece.server], self.dim)
+                for piece in key.pieces
+            ]
+        return None
+
+
+def _push(
+    store: WorkerStore,
+    held: PieceLocation,
+    number: int,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    dim: int,
+) -> Request:
+    dtype, count = dtype_of(rows).id, len(ids)
+    message = PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
+    payload = (ids, rows.view(-1)) if count else ()
+    # An empty push counts, too: over 0, it is never dropped.
+    size = max(1, sum(message.payload_sizes()))
+    return Request(held.server, message, payload_bytes=size, lane=held.chunk, payload=payload)
+
+
+def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> None:
+    """Check that each server's share of a push fits in a message.
+
+    Raises:
+        Mismatch: if one does not.
+    """
+    for server, (_, rows) in enumerate(parts):
+        if rows.nbytes > PUSH_BYTES_MAX:
+            raise Mismatch(
+                f"{key}: {rows.nbytes} bytes of a push are for server {server}, and one push has "
+                f"{PUSH_BYTES_MAX} at most for each; push half as many rows at once"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PullTableRows(Call):
+    """Pull rows of a table, the only one of ``keys``, after this rank's own pushes.
+
+    Finishes with a tensor [n, dim].
+    """
+
+    title = "pull() of rows"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, PulledIds)
+
+    keys: tuple[str, ...]
+    recipe: EmbeddingSpec
+    ids: Ids
+    """Ids [n]."""
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        (key,) = plan.keys
+        recipe = self.recipe
+        rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
+        at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
+        places = split(self.ids, store.servers)
+        answers: list[PulledIds] = []
+        requests = []
+        for held in key.pieces:
+            mine = places[held.server]
+            for begin in range(0, max(1, len(mine)), at_once):
+                some = mine[begin : begin + at_once]
+                requests.append(_pull(held, key, self.ids[some], rows, some, answers))
+        yield requests
+        counted = [answer.version if store.ordered else answer.owed for answer in answers]
+        key.applied = max(key.applied, min(counted))
+        key.version = max([key.version, *[answer.version for answer in answers]])
+        return rows
+
+
+def _pull(
+    held: PieceLocation,
+    key: Key,
+    ids: Ids,
+    rows: torch.Tensor,
+    places: Ids,
+    answers: list[PulledIds],
+) -> Request:
+    def take(packet: Packet, wanted: bool) -> None:
+        answer = packet.message
+        assert isinstance(answer, PulledIds)
+        if (answer.count, answer.dim, BY_ID[answer.dtype].name) != (
+            len(ids),
+            rows.shape[1],
+            dtype_of(rows).name,
+        ):
+            raise ProtocolError(
+                f"server {held.server} answered {answer.count} rows of {answer.dim} elements; asked "
+                f"for were {len(ids)} of {rows.shape[1]}"
+            )
+        answers.append(answer)
+        if wanted and len(ids):
+            values = from_frame(packet.payload[0], dtype_of(rows).name)
+            rows[torch.from_numpy(places)] = values.view(-1, rows.shape[1])
+
+    return Request(
+        held.server,
+        PullIds(held.chunk, key.number, 0, len(ids)),
+        lane=held.chunk,
+        on_reply=take,
+        payload=(torch.from_numpy(ids),) if len(ids) else (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SetTableRate(Call):
+    """Set the learning rate of a table (rank 0), when this rank's pushes so far are applied.
+
+    In a synchronous store no later round has closed by then, and none does before this rank's next push.
+    """
+
+    title = "set_learning_rate() of a table"
+    answers = (Pulled, Done)
+    creates = True
+
+    key: str
+    lr: float
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        key = store.key(self.key)
+        yield from settle(store, (key.name,))
+        yield [Request(held.server, TableRate(held.chunk, self.lr)) for held in key.pieces]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportBlock(Call):
+    """Read some rows of a table that one server has; finishes with an ExportBatch."""
+
+    title = "export()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Exported,)
+
+    key: str
+    server: int
+    dim: int
+    start: int
+    count: int
+    since: int
+    with_state: bool
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        held = store.key(self.key).pieces[self.server]
+        message = Export(held.chunk, self.start, self.count, self.since, self.with_state)
+        (answer,) = yield [Request(held.server, message, lane=held.chunk)]
+        exported = answer.message
+        assert isinstance(exported, Exported)
+        frames = iter(answer.payload)
+        ids, stamps = [_numbers(frames) for _ in range(2)]
+        columns = {}
+        for column in exported.fields:
+            dtype = BY_ID[column.dtype].name
+            flat = from_frame(next(frames), dtype) if exported.count else _nothing(dtype)
+            columns[column.name] = flat.view(exported.count, self.dim)
+        return ExportBatch(ids, stamps, columns, exported.next)
+
+
+def _numbers(frames: Iterator[memoryview]) -> Ids:
+    frame = next(frames, None)
+    return np.empty(0, np.int64) if frame is None else from_frame(frame, "int64").numpy()
+
+
+def _nothing(dtype: str) -> torch.Tensor:
+    return torch.empty(0, dtype=TORCH[BY_NAME[dtype].name])

@@ -1,0 +1,336 @@
+"""The calls that make keys: opening a store, init(), broadcast(), lookup."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvps.core.placement import home
+from kvps.core.worker import plan as plans
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
+from kvps.core.worker.calls.collective import BROADCAST, barrier
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import (
+    Rows,
+    Step,
+    loaded,
+    read,
+)
+from kvps.core.worker.plan import (
+    Key,
+    PieceLocation,
+    alike,
+    make,
+)
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_ID, BY_NAME, Spec
+from kvps.errors import REFUSED, Mismatch
+from kvps.protocol.envelope import ENTRIES_MAX, Packet
+from kvps.protocol.membership import Done
+from kvps.protocol.stores import (
+    Declare,
+    Declared,
+    Entry,
+    Find,
+    FoundAll,
+    Open,
+)
+from kvps.protocol.values import Load, Pulled
+
+RELAYED_LEAST_BYTES = 256 << 10
+"""Least bytes of a broadcast whose values are read while they are loaded."""
+PARTS, PART_LEAST_BYTES = 32, 64 << 10
+"""About how many parts such values are cut into, and the least bytes of a part. A server passes a part on when it has
+all of it, so a broadcast takes one part longer than the way to the servers alone: a small share of the whole,
+however slow the links are, and a few messages where they are fast."""
+
+
+class Declaration(NamedTuple):
+    """The answers of the servers to DECLARE."""
+
+    fresh: list[list[PieceLocation]]
+    """For each key the pieces that must be loaded."""
+    placed: list[list[PieceLocation]]
+    """For each key all pieces."""
+    stamps: dict[int, int]
+    """Server -> its stamp, which changes when a value is begun anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore(Call):
+    """Make the store known to every server; they compare its options."""
+
+    title = "create()"
+    answers = (Done,)
+
+    opened: Open
+    worker_grace_s: float
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield [Request(server, self.opened) for server in range(store.servers)]
+        store.opened, store.worker_grace_s = self.opened, self.worker_grace_s
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Init(Call):
+    """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are contiguous values."""
+
+    title = "init()"
+    answers = (Declared,)
+    creates = True
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+    creator: int = 0
+    """The rank whose values count."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return the values of the keys."""
+        return self.rows
+
+    def is_creating(self, rank: int) -> bool:
+        """Whether ``rank`` changes values by this call."""
+        return rank == self.creator
+
+    def is_redundant(self, store: WorkerStore) -> bool:
+        """Whether all keys are there already."""
+        return all(name in store.keys for name, _ in self.keys)
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        """Return the operation: declare the keys that are new here, and load them if this rank creates them."""
+        new: list[int] = []
+        for index, (name, spec) in enumerate(self.keys):
+            known = store.keys.get(name)
+            if known is None:
+                new.append(index)
+            elif known.spec != spec:
+                raise Mismatch(
+                    f"key {name!r} of store {store.name!r} is {known.spec} and cannot be "
+                    f"initialised as {spec}; broadcast() replaces a key"
+                )
+        values[:] = [values[index] for index in new]
+        keys = [self.keys[index] for index in new]
+        yield from _create(store, keys, values, [0] * len(new), self.creator)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(Call):
+    """Replace the keys by rank 0's values, and write these into the ``sinks`` of every rank.
+
+    All ranks meet before it, so that rank 0 replaces no value that another rank has still to read; and
+    after it where a push of one rank may move the values before another has read them.
+
+    Where there is much, the others read while rank 0 loads, and rank 0 reads nothing that it has loaded.
+    Its place may be taken meanwhile by a process that loads other values: a rank that finds at the end that
+    it was so reads again.
+    """
+
+    title = "broadcast()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Declared, Pulled)
+    creates = True
+
+    keys: tuple[tuple[str, Spec], ...]
+    rows: tuple[torch.Tensor, ...]
+    sinks: tuple[torch.Tensor, ...]
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return this rank's values of the keys."""
+        return self.rows
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        names = tuple(name for name, _ in self.keys)
+        meetings, made = store.barriers.get(BROADCAST, 0), store.broadcasts
+        met = 0
+        try:
+            known = {name: store.keys[name] for name in names if name in store.keys}
+            yield from settle(store, tuple(known))
+            yield from barrier(store, BROADCAST, _shown(self.keys))
+            met = 1
+            numbers = [known[name].broadcasts + 1 if name in known else 1 for name in names]
+            store.broadcasts += 1
+            is_read = yield from _relay(store, self, values, numbers)
+            if not is_read:
+                yield from read(store, store.plan(names), Rows(self.sinks), 0, 0, 0)
+            if not store.ordered:
+                yield from barrier(store, BROADCAST)
+        except BaseException as error:
+            # What was refused was so to all, and they meet for the next. Else, made again, it is the same one.
+            store.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
+            store.broadcasts = made
+            raise
+        for name, number in zip(names, numbers, strict=True):
+            store.keys[name].broadcasts = number
+        return None
+
+
+def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
+    """Return the keys of a broadcast in words; other words for other keys."""
+    words = [f"{name!r} {spec}" for name, spec in keys]
+    few = ", ".join([word[:80] for word in words[:3]])
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return f"broadcast() of {few}{more} [{digest}]"
+
+
+def _relay(
+    store: WorkerStore, call: Broadcast, rows: Values, numbers: Sequence[int]
+) -> Generator[Step, list[Packet], bool]:
+    """Give the keys the values of rank 0; return whether the sinks have these values."""
+    total = sum(spec.count * BY_NAME[spec.dtype].itemsize for _, spec in call.keys)
+    if total < RELAYED_LEAST_BYTES or store.feedback.is_on:  # by steps, or soon done
+        yield from _create(store, call.keys, rows, numbers)
+        return False
+    most = max(PART_LEAST_BYTES, total // PARTS)
+    if store.rank == 0:
+        made = yield from _create(store, call.keys, rows, numbers, most_bytes=most)
+        if made.fresh != made.placed:
+            return False  # some are those of a predecessor
+        for sink, row in zip(call.sinks, rows, strict=True):
+            sink.copy_(row)
+        return True
+    begun = yield from _declare(store, call.keys, numbers, create=False, early=True)
+    stubs = [Key(*key, tuple(held)) for key, held in zip(call.keys, begun.placed, strict=True)]
+    requests: list[Request] = []
+    for number in sorted(set(numbers)):
+        indices = [index for index, own in enumerate(numbers) if own == number]
+        plan = plans.cut(make([stubs[index] for index in indices], store.rank), most)
+        into = Rows([call.sinks[index] for index in indices])
+        requests += loaded(store, plan, number, begun.stamps, into)
+    made = yield from _create(store, call.keys, rows, numbers, beside=requests)
+    return made.stamps == begun.stamps
+
+
+def _create(
+    store: WorkerStore,
+    keys: Sequence[tuple[str, Spec]],
+    rows: Values,
+    numbers: Sequence[int],
+    creator: int = 0,
+    *,
+    most_bytes: int | None = None,
+    beside: Sequence[Request] = (),
+) -> Generator[Step, list[Packet], Declaration]:
+    """Declare ``keys``, each for its call number, and make the requests ``beside`` that; their creator
+    loads those that are fresh, in requests of at most so many bytes."""
+    create = store.rank == creator
+    if not create:
+        rows.clear()
+    made = yield from _declare(store, keys, numbers, create, creator, beside=beside)
+    if create:
+        stubs = [Key(*key, tuple(held)) for key, held in zip(keys, made.fresh, strict=True)]
+        plan = make(stubs)
+        if most_bytes is not None:
+            plan = plans.cut(plan, most_bytes)
+        yield [
+            bulk(
+                store,
+                share,
+                Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
+                rows,
+            )
+            for share in plan.shares
+        ]
+    store.place((name, spec, held) for (name, spec), held in zip(keys, made.placed, strict=True))
+    return made
+
+
+def _declare(
+    store: WorkerStore,
+    keys: Sequence[tuple[str, Spec]],
+    numbers: Sequence[int],
+    create: bool,
+    creator: int = 0,
+    *,
+    early: bool = False,
+    beside: Sequence[Request] = (),
+) -> Generator[Step, list[Packet], Declaration]:
+    """Return where keys lie, once they have their values; ``early`` as soon as they have a place."""
+    batches: dict[tuple[int, int], list[tuple[int, Entry]]] = {}
+    for index, (name, spec) in enumerate(keys):
+        dtype = BY_NAME[spec.dtype].id
+        for part in store.parts(name, spec):
+            entry = Entry(name, dtype, spec.shape, part.start, part.size)
+            batches.setdefault((part.server, numbers[index]), []).append((index, entry))
+    requests: list[Request] = []
+    asked: list[tuple[int, list[tuple[int, Entry]]]] = []
+    for (server, number), batch in sorted(batches.items()):
+        for begin in range(0, len(batch), ENTRIES_MAX):
+            slice_ = batch[begin : begin + ENTRIES_MAX]
+            entries = tuple(entry for _, entry in slice_)
+            refused = max(store.attempts.count(entry.key, number) for entry in entries)
+            message = Declare(store.name, create, number, entries, creator, refused, early)
+            requests.append(Request(server, message))
+            asked.append((server, slice_))
+    try:
+        answers = yield [*requests, *beside]
+    except REFUSED:
+        for (name, _), number in zip(keys, numbers, strict=True):
+            store.attempts.refuse(name, number)
+        raise
+    fresh: list[list[PieceLocation]] = [[] for _ in keys]
+    placed: list[list[PieceLocation]] = [[] for _ in keys]
+    stamps: dict[int, int] = {}
+    for (server, batch), answer in zip(asked, answers[: len(asked)], strict=True):
+        assert isinstance(answer.message, Declared)
+        stamps[server] = max(stamps.get(server, 0), answer.message.stamp)
+        for (index, entry), place in zip(batch, answer.message.places, strict=True):
+            offset = entry.start
+            for piece in place.pieces:
+                held = PieceLocation(server, piece.chunk, piece.start, piece.size, offset)
+                placed[index].append(held)
+                if place.fresh:
+                    fresh[index].append(held)
+                offset += piece.size
+    return Declaration(fresh, placed, stamps)
+
+
+def lookup(
+    store: WorkerStore, names: tuple[str, ...]
+) -> Generator[Step, list[Packet], dict[str, Spec | None]]:
+    """Learn the specs and places of ``names`` from the servers that answer for them."""
+    by_home: dict[int, list[str]] = {}
+    for name in names:
+        if name not in store.keys:
+            by_home.setdefault(home(name, store.servers), []).append(name)
+    batches = [
+        (server, tuple(batch[begin : begin + ENTRIES_MAX]))
+        for server, batch in sorted(by_home.items())
+        for begin in range(0, len(batch), ENTRIES_MAX)
+    ]
+    answers = yield [Request(server, Find(store.name, batch)) for server, batch in batches]
+    specs: list[tuple[str, Spec]] = []
+    made: dict[str, int] = {}
+    for (_, batch), answer in zip(batches, answers, strict=True):
+        assert isinstance(answer.message, FoundAll)
+        for name, found in zip(batch, answer.message.found, strict=True):
+            if found.dtype:
+                specs.append((name, Spec(BY_ID[found.dtype].name, found.shape)))
+                made[name] = found.call
+    declared = yield from _declare(store, specs, [0] * len(specs), create=False)
+    store.place(
+        (name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True)
+    )
+    for name, call in made.items():
+        store.keys[name].broadcasts = call
+    return {name: store.keys[name].spec if name in store.keys else None for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Call):
+    """Learn what these keys are; finishes with their specs, None for an unknown one."""
+
+    title = "the look-up of keys"
+    on_timeout = OnTimeout.RETRY
+    answers = (FoundAll, Declared)
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        return (yield from lookup(store, self.keys))

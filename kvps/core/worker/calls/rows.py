@@ -1,0 +1,307 @@
+"""The calls on rows of keys: one request to each server that holds some of them.
+
+A request names a key, and not a chunk, so that there is one for each server, however many chunks the key lies in
+there. Every server is told of every push, even if it has none of the rows: a round closes when every rank has
+pushed, and a version counts the rounds of the whole key. A pull asks only the servers that have some of the rows.
+
+A key whose rows are not whole on some server (:func:`~kvps.core.placement.lies_by_rows`) is pushed
+and pulled as a whole, as if the caller had made it dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kvps.core.row_gradients import add_rows
+from kvps.core.worker import consistent_read
+from kvps.core.worker.calls.base import (
+    Call,
+    OnTimeout,
+    Operation,
+    PushCall,
+    Values,
+    note_refusal,
+    number_push,
+    numbered,
+)
+from kvps.core.worker.connection import Request
+from kvps.core.worker.consistent_read import Step, repair_torn_reads
+from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.plan import Key, Numbers, make, of_key
+from kvps.core.worker.row_reads import (
+    Range,
+    RowRead,
+    ServerPart,
+    ranges,
+    report_dropped_rows,
+)
+from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME
+from kvps.errors import ConfigError, ProtocolError
+from kvps.protocol.envelope import Packet
+from kvps.protocol.values import (
+    Pulled,
+    PulledRows,
+    PullRows,
+    Push,
+    PushRows,
+    rows_in_frame,
+    rows_in_message,
+)
+from kvps.tensors import TORCH, Memory, from_frame
+
+
+@dataclass(frozen=True, slots=True)
+class PushKeyRows(PushCall):
+    """Push some rows of keys of two or more dimensions."""
+
+    title = "push()"
+    answers = (Pulled,)
+
+    rows: tuple[torch.Tensor, ...]
+    """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the key; the index of
+    each of these rows in the third; and rows, [at least k, width]."""
+    priority: Numbers
+    eager: bool
+    """As in PushValues."""
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Return three tensors for each key."""
+        return self.rows
+
+    def returns_early(self, store: WorkerStore) -> bool:
+        """Whether the caller goes on as soon as its values are copied; as for PushValues."""
+        return self.eager and store.takes_pushes
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        for index, name in enumerate(self.keys):
+            key = store.key(name)
+            for _, some in _split(ranges(key), values[3 * index]):
+                _demand_room(key, some.stop - some.start)
+        plan, numbers = yield from number_push(store, self.keys)
+        requests: list[Request] = []
+        with note_refusal(plan):
+            for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):
+                rows = values[3 * index : 3 * index + 3]
+                pushed = _pushes(store, key, number, *rows) or _whole_pushes(
+                    store, key, number, *rows
+                )
+                for request in pushed:
+                    request.priority = of_key(self.priority, index)
+                    if self.eager:
+                        request.freeze()
+                requests += pushed
+            yield requests
+        store.was_pushed_to = True
+        return None
+
+
+def _pushes(
+    store: WorkerStore,
+    key: Key,
+    number: int,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+) -> list[Request]:
+    """Return the requests that push rows to each server of ``key``; none if some row is cut over servers."""
+    dtype, width = BY_NAME[key.spec.dtype], key.spec.width
+    requests = []
+    for rows_of, some in _split(ranges(key), ids):
+        count = some.stop - some.start
+        message = PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
+        requests.append(
+            Request(
+                rows_of.server,
+                message,
+                fill=partial(_gather, store.memory, ids[some], places[some], rows, dtype.name),
+                payload_bytes=max(1, count * (8 + width * dtype.itemsize)),
+                lane=rows_of.lane,
+            )
+        )
+    return requests
+
+
+def _split(places: Sequence[Range], ids: torch.Tensor) -> Iterator[tuple[Range, slice]]:
+    """Yield each server's rows, and the slice of the sorted ``ids`` that are among them."""
+    if places:
+        edges = torch.tensor([places[0].first, *[rows.stop for rows in places]])
+        cuts = torch.searchsorted(ids, edges).tolist()
+        for rows, low, high in zip(places, cuts, cuts[1:], strict=False):
+            yield rows, slice(low, high)
+
+
+def _demand_room(key: Key, count: int) -> None:
+    """Check that so many rows fit into one packet.
+
+    Raises:
+        ConfigError: if they do not.
+    """
+    most = rows_in_message(BY_NAME[key.spec.dtype].id, key.spec.width)
+    if count > most:
+        raise ConfigError(
+            f"key {key.name!r}: {count} rows for one server, and a message holds {most}. Push or "
+            "pull fewer at once, or a dense value; nothing was changed"
+        )
+
+
+def _gather(
+    memory: Memory,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    dtype: str,
+    route: str,
+) -> tuple[torch.Tensor, ...]:
+    """Return the payload of a push: numbers and rows, in one block that the server can read."""
+    if not len(ids):
+        return ()
+    head, width = 8 * len(ids), rows.shape[1]
+    block = memory.empty(head + len(ids) * width * BY_NAME[dtype].itemsize, "uint8")
+    numbers, flat = block[:head].view(torch.int64), block[head:].view(TORCH[dtype])
+    numbers.copy_(ids)
+    torch.index_select(rows, 0, places, out=flat.view(-1, width))
+    each = rows_in_frame(BY_NAME[dtype].id, width) * width
+    return (numbers, *torch.split(flat, each))
+
+
+def _whole_pushes(
+    store: WorkerStore,
+    key: Key,
+    number: int,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+) -> list[Request]:
+    """Return the requests that push rows as a gradient of all elements of ``key``."""
+    dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
+    add_rows(dense, ids, rows.index_select(0, places))
+    return [
+        Request(
+            share.server,
+            Push(
+                share.chunk,
+                BY_NAME[share.dtype].id,
+                (store.rank,),
+                1.0,
+                False,
+                share.runs(number),
+            ),
+            fill=partial(share.gather, [dense.view(key.spec.shape)], store.memory),
+            payload_bytes=share.payload_bytes,
+            lane=share.chunk,
+        )
+        for share in make([key], store.rank).shares
+    ]
+
+
+# --- pulling --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class NamedRows(ServerPart[PulledRows]):
+    """Rows that the caller named."""
+
+    ids: torch.Tensor
+    out: torch.Tensor
+    """Where they go, with the rows of other servers."""
+    places: torch.Tensor
+    """The index of each there."""
+
+    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
+        """Return the request for these rows."""
+        _demand_room(self.key, len(self.ids))
+        return Request(
+            self.range.server,
+            PullRows(store, self.key.name, after, least, len(self.ids)),
+            payload=(self.ids,),
+            priority=priority,
+            lane=self.range.lane,
+            on_reply=self,
+        )
+
+    def __call__(self, packet: Packet, wanted: bool) -> None:
+        """Take in the answer."""
+        answer = packet.message
+        assert isinstance(answer, PulledRows)
+        spec = self.key.spec
+        if (answer.count, answer.width) != (len(self.ids), spec.width) or (
+            answer.dtype != BY_NAME[spec.dtype].id
+        ):
+            raise ProtocolError(
+                f"server {self.range.server} answered {answer.count} rows of {answer.width} "
+                f"elements of key {self.key.name!r}; asked for were {len(self.ids)} of {spec.width}"
+            )
+        self.answer = answer
+        at = 0
+        for frame in packet.payload if wanted else ():
+            values = from_frame(frame, spec.dtype).view(-1, spec.width)
+            self.out.index_copy_(0, self.places[at : at + len(values)], values)
+            at += len(values)
+
+
+@dataclass(frozen=True, slots=True)
+class PullKeyRows(Call):
+    """Pull some rows of each key after this rank's own pushes; finishes with a tensor [k, width] for each."""
+
+    title = "row_sparse_pull()"
+    on_timeout = OnTimeout.RETRY
+    answers = (Pulled, PulledRows)
+
+    keys: tuple[str, ...]
+    ids: tuple[torch.Tensor, ...]
+    """For each key int64 [k], ascending, each once and in the key."""
+    places: tuple[torch.Tensor, ...]
+    """For each key the index of each of these rows in the result, int64 [k], each once."""
+    priority: Numbers
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        plan = yield from numbered(store, self.keys)
+        results: list[torch.Tensor] = []
+        reads: list[RowRead[NamedRows]] = []
+        for index, (key, ids) in enumerate(zip(plan.keys, self.ids, strict=True)):
+            out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
+            results.append(out)
+            read = _read_of(key, self, index, out)
+            if read.parts:
+                reads.append(read)
+            elif len(ids):
+                yield from _read_whole(store, read, ids, self.places[index], out)
+        yield [request for read in reads for request in read.asked(store)]
+        for read in reads:
+            read.settle(store.ordered)
+        yield from repair_torn_reads(store, reads)
+        report_dropped_rows(store, reads)
+        return results
+
+
+def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
+    ids, places = call.ids[index], call.places[index]
+    read: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
+    for rows, some in _split(ranges(key), ids):
+        if some.start < some.stop:
+            read.parts.append(NamedRows(key, rows, ids[some], out, places[some]))
+    return read
+
+
+def _read_whole(
+    store: WorkerStore,
+    read: RowRead[NamedRows],
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    out: torch.Tensor,
+) -> Generator[Step, list[Packet], None]:
+    """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
+    dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
+    plan = store.plan((read.key.name,))
+    trackers = yield from consistent_read.read(
+        store, plan, consistent_read.Rows([dense]), read.after, 0, read.priority
+    )
+    out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))
+    for tracker in trackers:
+        if tracker.dropped:
+            complain(store.name, store.ordered, store.keys, tracker.dropped)

@@ -1,0 +1,36 @@
+"""The cluster as the threads of the script see it: a snapshot that a worker replaces as a whole.
+
+The state of a core belongs to the thread of its loop. What other threads may know of it without making a call
+is here, and never changes: they read one snapshot, and later another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import Member
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """One worker's knowledge of its cluster at one moment."""
+
+    rank: int
+    """The rank of this worker."""
+    workers: int = 0
+    """How many workers the job has; 0 until this worker has joined."""
+    servers: int = 0
+    """How many servers the job has; 0 until this worker has joined."""
+    members: tuple[Member, ...] = ()
+    """The seats of the newest view."""
+    joins: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Store -> how many joins are over, as far as this worker knows."""
+
+    def workers_in(self, state: str) -> list[int]:
+        """Return the ranks of workers whose seats are in this state, ascending."""
+        return sorted(
+            [seat.rank for seat in self.members if seat.role == Role.WORKER and seat.state == state]
+        )

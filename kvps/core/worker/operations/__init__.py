@@ -1,1 +1,0 @@
-"""The user's calls as generators of requests."""
