@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvps.core.server.chunks.rounds import Span
     from kvps.core.server.chunks.slab import Buffer, Chunk
+    from kvps.core.server.snapshot.model import Snapshot
     from kvps.core.server.snapshot.storage import Answer, Order
 
 JOB = bytes(range(16))
@@ -137,6 +138,11 @@ class ServerStage:
     def disk(self, answer: Answer) -> list[Said]:
         """The disk has done something."""
         return self.take(self.server.on_disk(answer, self.now))
+
+    def revive(self, snapshot: Snapshot, store: str = "kv") -> list[Said]:
+        """A store takes the values that it has in ``snapshot``."""
+        self.server.control.revive(store, snapshot)
+        return self.take(self.server.take_effects())
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ class ServerStage:
     def chunk(self, number: int | None = None) -> Chunk:
         """Return a chunk; the first one made, unless another is meant."""
         first = self.servers + self.rank
-        return self.server.requests.engine.chunk(first if number is None else number)
+        return self.server.context.chunks.at(first if number is None else number)
 
     def span(self, key: str) -> Span:
         piece = self.pieces[key][0]
@@ -305,7 +311,7 @@ class ServerStage:
 
         Values are told as text: memory that nobody has loaded yet may hold NaN, which equals nothing.
         """
-        requests = self.server.requests
+        context = self.server.context
         chunks = [
             (
                 one.number,
@@ -313,7 +319,7 @@ class ServerStage:
                 one.bounds,
                 str(one.buffer.tensor[: one.used].tolist()),
                 {n: str(t[: one.used].tolist()) for n, t in (one.state or {}).items()},
-                None if one.back is None else str(one.back.rest[: one.used].tolist()),
+                None if one.back is None else str(one.back.residual[: one.used].tolist()),
                 sorted(one._blank),
                 one._retired,
                 # How spans are cut means nothing; what they say of each key does.
@@ -330,25 +336,23 @@ class ServerStage:
                     for span in one.spans_in(begin, begin + 1)
                 ],
             )
-            for one in requests.engine.chunks.by_number.values()
+            for one in context.chunks.by_number.values()
         ]
-        spaces = {
+        stores = {
             name: (
-                space.opened,
-                {k: repr(v) for k, v in space.shards.items()},
-                space.hyper,
-                space.sent_hyper,
-                space.sent_lr,
-                space.optimize_calls,
-                space.rate_calls,
+                store.opened,
+                {k: repr(v) for k, v in store.shards.items()},
+                store.hyper,
+                store.sent_hyper,
+                store.sent_lr,
+                store.optimize_calls,
+                store.rate_calls,
             )
-            for name, space in requests.spaces.items()
+            for name, store in context.stores.items()
         }
-        pending = {rank: sorted(one.pending) for rank, one in requests.sessions.items()}
-        engine = requests.engine
-        return copy.deepcopy(
-            (chunks, spaces, pending, engine.chunks.weight_bytes, sorted(engine.norms, key=repr))
-        )
+        pending = {rank: sorted(one.pending) for rank, one in context.sessions.items()}
+        norms = sorted(self.server.push_pull.aggregator.norms.open, key=repr)
+        return copy.deepcopy((chunks, stores, pending, context.chunks.weight_bytes, norms))
 
 
 # --- words ------------------------------------------------------------------------------------------

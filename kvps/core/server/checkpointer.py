@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvps.core.effects import Disk, Effects, Note, Send
+from kvps.core.effects import Disk, Effect, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.server.control import Control
 from kvps.core.server.snapshot.model import Snapshot
@@ -78,8 +78,11 @@ class SnapshotInProgress:
 class Checkpointer:
     """What one server does for cuts, and which one it returned to."""
 
-    def __init__(self, member: MembershipClient, every_s: float | None) -> None:
+    def __init__(
+        self, member: MembershipClient, outbox: list[Effect], every_s: float | None
+    ) -> None:
         self._member = member
+        self._outbox = outbox
         self._every_s = every_s
         """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
         self._taking = SnapshotInProgress(0)
@@ -90,99 +93,99 @@ class Checkpointer:
         self._restored: Restored | None = None
         self._recall = 0
 
-    def on_order(self, message: Message, requests: Control) -> Effects:
+    def on_order(self, message: Message, control: Control) -> None:
         """The scheduler wants something."""
         match message:
             case TakeImage():
-                yield from self._take(message.cut, requests)
+                self._take(message.cut, control)
             case Commit():
-                yield from self._commit(message)
+                self._commit(message)
             case GiveUp():
-                yield from self._give_up(message.cut)
+                self._give_up(message.cut)
             case Recall():
                 self._recall = message.epoch
                 if self._every_s is None:
-                    yield self._say(Shelf(message.epoch, False, 0.0, (), 0))
+                    self._say(Shelf(message.epoch, False, 0.0, (), 0))
                 else:
-                    yield self._order(self._look(self._member.job))
+                    self._order(self._look(self._member.job))
             case Restore():
-                yield from self._restore(message)
+                self._restore(message)
             case _:
                 raise AssertionError(f"{type(message).__name__} is no order")
 
-    def on_disk(self, answer: Answer) -> Effects:
+    def on_disk(self, answer: Answer) -> None:
         """Files were written, or looked for."""
         match answer:
             case SnapshotWritten():
-                yield from self._written(answer)
+                self._written(answer)
             case Completed():
                 taking = self._taking
                 if taking.cut == answer.cut:
                     taking.is_committing = False
                     taking.committed = Committed(answer.cut, _text(answer.error))
-                    yield self._say(taking.committed)
+                    self._say(taking.committed)
             case FoundCuts() if answer.for_whom is None:
                 every_s = self._every_s or 0.0
                 if answer.error is not None:
-                    yield Note("warning", str(answer.error))
+                    self._outbox.append(Note("warning", str(answer.error)))
                 shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
-                yield self._say(shelf)
+                self._say(shelf)
             case _:
                 raise AssertionError("it is the server's")
 
     # --- taking -------------------------------------------------------------------------------
 
-    def look(self, requests: Control) -> Effects:
+    def look(self, control: Control) -> None:
         """Take the image that is wanted, if what waited to be applied is."""
         taking = self._taking
-        if not taking.cut or taking.taken or not requests.is_settled:
+        if not taking.cut or taking.taken or not control.is_settled:
             return
-        image, taking.release = requests.image()
+        image, taking.release = control.snapshot()
         taking.taken, taking.stores = True, _sums(image)
-        yield self._say(ImageTaken(taking.cut))
-        yield self._order(Write(taking.cut, image))
+        self._say(ImageTaken(taking.cut))
+        self._order(Write(taking.cut, image))
 
-    def _take(self, cut: int, requests: Control) -> Effects:
+    def _take(self, cut: int, control: Control) -> None:
         if cut > self._taking.cut:
-            yield from self._give_up(self._taking.cut)
+            self._give_up(self._taking.cut)
             self._taking = SnapshotInProgress(cut)
         taking = self._taking
         if taking.cut == cut and taking.kept is not None:
-            yield self._say(taking.kept)
+            self._say(taking.kept)
         elif taking.cut == cut and taking.taken:
-            yield self._say(ImageTaken(cut))
-        yield from self.look(requests)
+            self._say(ImageTaken(cut))
+        self.look(control)
 
-    def _written(self, written: SnapshotWritten) -> Effects:
+    def _written(self, written: SnapshotWritten) -> None:
         taking = self._taking
         if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
         self._let_go()
         if written.error is not None:
-            yield Note("error", str(written.error))
+            self._outbox.append(Note("error", str(written.error)))
         taking.kept = ImageKept(
             written.cut, written.size, written.sha256, taking.stores, _text(written.error)
         )
-        yield self._say(taking.kept)
+        self._say(taking.kept)
 
-    def _commit(self, commit: Commit) -> Effects:
+    def _commit(self, commit: Commit) -> None:
         taking = self._taking
         if commit.cut != taking.cut:
-            yield self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
+            self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
         elif taking.committed is not None:
-            yield self._say(taking.committed)
+            self._say(taking.committed)
         elif not taking.is_committing:
             taking.is_committing = True
             welcome = self._member.welcome
             assert welcome is not None
-            yield self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
+            self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
 
-    def _give_up(self, cut: int) -> Effects:
+    def _give_up(self, cut: int) -> None:
         taking = self._taking
         if cut and taking.cut == cut and taking.committed is None:
             self._let_go()
             if taking.taken:
-                yield self._order(Remove(cut, self._member.rank))
+                self._order(Remove(cut, self._member.rank))
             self._taking = replace(taking, taken=True, kept=None, release=None)
             self._taking.kept = ImageKept(cut, 0, "", (), "it was given up")
 
@@ -215,36 +218,36 @@ class Checkpointer:
 
     # --- returning ----------------------------------------------------------------------------
 
-    def begin(self) -> Effects:
+    def begin(self) -> None:
         """A job begins: nothing is held of any other."""
-        yield from self._give_up(self._taking.cut)
+        self._give_up(self._taking.cut)
         self.epoch, self._returning, self._restored = 0, None, None
         self._taking = SnapshotInProgress(0)
 
-    def _restore(self, order: Restore) -> Effects:
+    def _restore(self, order: Restore) -> None:
         if self._returning == order:
             if self._restored is not None:
-                yield self._say(self._restored)
+                self._say(self._restored)
             return
-        yield from self._give_up(self._taking.cut)
+        self._give_up(self._taking.cut)
         self._returning, self._restored = order, None
         welcome = self._member.welcome
         assert welcome is not None
-        yield self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
+        self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
 
     def is_for_us(self, loaded: Loaded) -> bool:
         """Whether it is what this server returns to."""
         return loaded.for_whom is not None and loaded.for_whom is self._returning
 
-    def restored(self, error: KvpsError | None) -> Effects:
+    def restored(self, error: KvpsError | None) -> None:
         """What was read is held now, or cannot be."""
         assert self._returning is not None
         if error is None:
             self.epoch = self._returning.epoch
         else:
-            yield Note("error", str(error))
+            self._outbox.append(Note("error", str(error)))
         self._restored = Restored(self._returning.epoch, self._returning.cut, _text(error))
-        yield self._say(self._restored)
+        self._say(self._restored)
 
     @property
     def is_returning(self) -> bool:
@@ -254,11 +257,11 @@ class Checkpointer:
 
     # --- small things -------------------------------------------------------------------------
 
-    def _order(self, order: AnyOrder) -> Disk:
-        return Disk(order)
+    def _order(self, order: AnyOrder) -> None:
+        self._outbox.append(Disk(order))
 
-    def _say(self, message: Message) -> Send:
-        return Send(SCHEDULER, self._member.packet(message))
+    def _say(self, message: Message) -> None:
+        self._outbox.append(Send(SCHEDULER, self._member.packet(message)))
 
 
 def _sums(image: Snapshot) -> tuple[StoreSum, ...]:

@@ -36,11 +36,14 @@ class JoinTracker:
     end of one may ask while others have begun the next."""
     made: dict[int, int] = field(default_factory=dict)
     """By rank, the number of its last join."""
+    away: frozenset[int] = field(init=False)
+    """The ranks that have joined, and wait for the others."""
 
-    @property
-    def away(self) -> frozenset[int]:
-        """The ranks that have joined, and wait for the others."""
-        return frozenset([rank for rank, call in self.made.items() if call > self.over])
+    def __post_init__(self) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        self.away = frozenset([rank for rank, call in self.made.items() if call > self.over])
 
     def join(self, rank: int, call: int) -> None:
         """``rank`` has run out of batches for the ``call``-th time."""
@@ -49,6 +52,7 @@ class JoinTracker:
             if call > self.over:
                 self.last[call] = rank
                 self.last.pop(call - 2, None)
+            self._note()
 
     def missing(self, needed: frozenset[int]) -> tuple[int, ...]:
         """Return which of the ranks that are ``needed`` the next join waits for."""
@@ -63,4 +67,5 @@ class JoinTracker:
         if call <= self.over:
             return False
         self.over = call
+        self._note()
         return True

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from kvps.core.liveness import ranks_in_words
-from kvps.core.quorum import Quorum
+from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk
 from kvps.core.server.sessions import PendingRead
@@ -23,33 +23,33 @@ from kvps.errors import ProtocolError
 from kvps.protocol.values import Ask, Dropped, Run, Stand, Steps
 
 
-def holds(space: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
+def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
     """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
 
     Raises:
         ProtocolError: if a key was replaced while it waited.
     """
     if reading.call is not None:
-        return _is_loaded(space, chunk, reading, reading.call)
+        return _is_loaded(store, chunk, reading, reading.call)
     for index in range(reading.index, len(reading.asks)):
         ask = reading.asks[index]
         reading.index, reading.at = index, max(reading.at, ask.start)
         for span in chunk.spans_in(reading.at, ask.start + ask.size):
             reading.at = max(reading.at, span.start)
-            if lack(space, span, ask, reading, quorum):
+            if lack(store, span, ask, reading, quorum):
                 return False
     chunk.validate(reading.asks)
     return True
 
 
-def _is_loaded(space: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
+def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
     """Whether the value of ``call`` has reached all that ``reading`` asks for.
 
     All is looked at each time: the value may have been begun anew, by another life of its creator.
     """
     chunk.validate(reading.asks, are_whole=False)
     for index, ask in enumerate(reading.asks):
-        at = space.lacks(chunk, ask.start, ask.start + ask.size, call)
+        at = store.lacks(chunk, ask.start, ask.start + ask.size, call)
         if at is not None:
             reading.index, reading.at = index, at
             return False
@@ -57,7 +57,7 @@ def _is_loaded(space: ServerStore, chunk: Chunk, reading: PendingRead, call: int
 
 
 def why(
-    space: ServerStore,
+    store: ServerStore,
     chunk: Chunk,
     reading: PendingRead,
     quorum: Quorum,
@@ -67,15 +67,15 @@ def why(
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     if reading.call is not None:
-        creator = space.shards[key].loading[1][0]
+        creator = store.shards[key].loading[1][0]
         return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not given all of its value"
     ask = reading.asks[reading.index]
-    missing = lack(space, span, ask, reading, quorum, describe)
+    missing = lack(store, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {missing}"
 
 
 def lack(
-    space: ServerStore,
+    store: ServerStore,
     span: Span,
     ask: Ask,
     reading: PendingRead,
@@ -84,13 +84,13 @@ def lack(
 ) -> str:
     """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
     rank = reading.session.rank
-    if space.ordered:
+    if store.ordered:
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
-            what = "the norms" if space.drops is None else "word, if it is finite,"
+            what = "the norms" if store.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"
-        missing = span.missing(quorum.required(space.opened.on_worker_lost))
+        missing = span.missing(quorum.required(store.opened.on_worker_lost))
         ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
         return f"round {span.version} waits for a push of {ranks}"
     if span.version < ask.least:
@@ -98,27 +98,27 @@ def lack(
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
     # Only values are stale. Who asks which pushes it owes may be the one for whose push others wait.
-    is_bounded = space.opened.mode == "ssp" and reading.values
+    is_bounded = store.opened.mode == "ssp" and reading.values
     ahead = span.ahead(rank, quorum.live) if is_bounded else 0
-    if ahead > space.opened.staleness:
+    if ahead > store.opened.staleness:
         slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (
             f"rank {rank} is {ahead} pushes ahead of {slowest}, "
-            f"staleness allows {space.opened.staleness}"
+            f"staleness allows {store.opened.staleness}"
         )
     return ""
 
 
-def dropped(space: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
+def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
     """Return which updates of the asked elements were not made, for one who makes errors of them."""
-    if space.drops is None or not reading.values:
+    if store.drops is None or not reading.values:
         return ()
-    rank = None if space.ordered else reading.session.rank
-    return space.drops.among(chunk.number, rank, reading.asks)
+    rank = None if store.ordered else reading.session.rank
+    return store.drops.among(chunk.number, rank, reading.asks)
 
 
 def read(
-    space: ServerStore, chunk: Chunk, reading: PendingRead
+    store: ServerStore, chunk: Chunk, reading: PendingRead
 ) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
     """Return where the asked elements stand, their values, and the buffer to be held.
 
@@ -130,13 +130,13 @@ def read(
         stop = ask.start + ask.size
         for span in chunk.spans_in(ask.start, stop):
             begin, end = max(span.start, ask.start), min(span.stop, stop)
-            owed = span.owed(rank, space.ordered)
+            owed = span.owed(rank, store.ordered)
             stands.append(Stand(begin, end - begin, span.version, owed))
     if not reading.values:
         return tuple(stands), None, None
-    weight, updater = chunk.buffer.tensor, space.updater
+    weight, updater = chunk.buffer.tensor, store.updater
     if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
-        state = space.state_of(chunk)
+        state = store.state_of(chunk)
         for ask in reading.asks:
             updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
     if all(one.start + one.size == other.start for one, other in pairwise(reading.asks)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvps.core.quorum import Quorum
+from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.reads import lack
 from kvps.core.server.sessions import PendingRead, Session
@@ -61,20 +61,20 @@ class PendingRowRead(PendingRead):
         )
 
 
-def holds(space: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
+def holds(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
     """Whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
     while reading.index < len(reading.asks):
         ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
         reading.chunk, reading.at = piece.chunk, piece.start
         span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
-        if lack(space, span, ask, reading, quorum):
+        if lack(store, span, ask, reading, quorum):
             return False
         reading.index += 1
     return True
 
 
 def read(
-    space: ServerStore, chunks: Chunks, reading: PendingRowRead
+    store: ServerStore, chunks: Chunks, reading: PendingRowRead
 ) -> tuple[PulledRows | Changed, tuple[torch.Tensor, ...]]:
     """Return the answer and, if there are any, the rows that go with it, flat.
 
@@ -85,32 +85,32 @@ def read(
     dropped: list[Dropped] = []
     for piece, ask in zip(table.shard.pieces, reading.asks, strict=True):
         spans.append(next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1)))
-        if space.drops is not None:
-            whose = None if space.ordered else rank
-            dropped += space.drops.among(piece.chunk, whose, (ask,))
+        if store.drops is not None:
+            whose = None if store.ordered else rank
+            dropped += store.drops.among(piece.chunk, whose, (ask,))
     dtype = BY_NAME[table.shard.spec.dtype].id
     versions = [span.version for span in spans]
     stand = (
-        *(min(versions), max(versions), min([span.owed(rank, space.ordered) for span in spans])),
+        *(min(versions), max(versions), min([span.owed(rank, store.ordered) for span in spans])),
         tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
     )
     if reading.ids is not None:
-        _note(space, chunks, reading, reading.ids)
+        _note(store, chunks, reading, reading.ids)
         answer = PulledRows(reading.seq, dtype, table.width, len(reading.ids), *stand)
         rows = table.read(chunks, reading.ids)
         return answer, (rows,) if len(rows) else ()
     ids = table.changed(chunks, reading.since)
     if ids is not None and len(ids) <= rows_in_message(dtype, table.width):
-        _note(space, chunks, reading, ids)
+        _note(store, chunks, reading, ids)
         changed = Changed(reading.seq, True, dtype, table.width, len(ids), *stand)
         named = (ids + table.first, table.read(chunks, ids))
         return changed, named if len(ids) else ()
     return Changed(reading.seq, False, dtype, table.width, 0, *stand), ()
 
 
-def _note(space: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
+def _note(store: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
     """Tell a rule what is being read, if it wants to know."""
-    updater, table = space.updater, reading.table
+    updater, table = store.updater, reading.table
     if updater is None or not updater.tracks_pulls:
         return
     if BY_NAME[table.shard.spec.dtype].kind == "int":
@@ -118,7 +118,7 @@ def _note(space: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torc
     width, rank = table.width, reading.session.rank
     for piece, first, some in table.places(ids):
         chunk = chunks.by_number[piece.chunk]
-        state = space.state_of(chunk)
+        state = store.state_of(chunk)
         for row in (ids[some] - first).tolist():
             start = piece.start + row * width
             updater.pulled(chunk.buffer.tensor, state, start, start + width, rank)

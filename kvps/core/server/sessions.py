@@ -58,11 +58,6 @@ class PendingRead:
     call: int | None = None
     """The DECLARE whose value it wants, whether or not all of that is there."""
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether it is still to be answered."""
-        return self.session.pending.get(self.seq) is self
-
 
 @dataclass(slots=True, eq=False)
 class PendingTableRead(PendingRead):

@@ -127,6 +127,10 @@ class ServerStore:
         self._chunks = chunks
         self._limit_bytes = limit_bytes
 
+    def may_drop(self, dtype: str) -> bool:
+        """Return whether updates of such elements are dropped that are not finite."""
+        return self.drops is not None and BY_NAME[dtype].kind != "int"
+
     def agree(self, opened: Open) -> None:
         """Check that another worker means the same store.
 

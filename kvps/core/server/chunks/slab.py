@@ -368,8 +368,8 @@ class Chunks:
     def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
         self.memory = memory
         """Where values lie that others read."""
-        self._server = server
-        self._servers = servers
+        self.server = server
+        self.servers = servers
         self.by_number: dict[int, Chunk] = {}
         self.weight_bytes = 0
         """Bytes of all keys; the room that is left inside chunks is not counted."""
@@ -378,10 +378,25 @@ class Chunks:
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
         """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1
-        number = self._made * self._servers + self._server
+        number = self._made * self.servers + self.server
         chunk = Chunk(number, store, dtype, capacity, self.memory)
         self.by_number[chunk.number] = chunk
         return chunk
+
+    def at(self, number: int) -> Chunk:
+        """Return a chunk by its number.
+
+        Raises:
+            ProtocolError: if there is none.
+        """
+        chunk = self.by_number.get(number)
+        if chunk is None:
+            raise ProtocolError(f"server {self.server} has no chunk {number}")
+        return chunk
+
+    def span_at(self, piece: Piece) -> Span:
+        """Return the span that a piece of a key lies in."""
+        return next(self.at(piece.chunk).spans_in(piece.start, piece.start + 1))
 
     def retire(self, pieces: Sequence[Piece]) -> list[PendingRead]:
         """Take ``pieces`` away from their key; free chunks without keys; return who waited."""

@@ -1,7 +1,7 @@
 """Capture of a store into a snapshot, and its restoration.
 
-A store that comes back from an image holds the same values with the same histories, but not in the
-same places: keys are placed anew, as if they had been declared one after another. So an image may
+A store that comes back from a snapshot holds the same values with the same histories, but not in the
+same places: keys are placed anew, as if they had been declared one after another. So a snapshot may
 come from servers of another number, or join values that were loaded by different calls.
 """
 
@@ -33,30 +33,30 @@ REST = "kvps.rest"
 """Beside the optimizer's states: what values lack that are compressed for those who pull."""
 
 
-def image_of(space: ServerStore, chunks: Chunks) -> StoreSnapshot:
+def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
     """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
     histories: dict[int, SpanHistory] = {}
     """By the identity of a span: one for all of its keys."""
     keys = [
         KeySnapshot(name, shard.spec, shard.call, _portions(shard, chunks, histories))
-        for name, shard in space.shards.items()
+        for name, shard in store.shards.items()
         if shard.ready and not name.startswith(EMBEDDING)
     ]
     return StoreSnapshot(
-        space.opened,
-        space.hyper,
-        space.sent_hyper,
-        space.sent_lr,
-        space.optimize_calls,
-        space.rate_calls,
+        store.opened,
+        store.hyper,
+        store.sent_hyper,
+        store.sent_lr,
+        store.optimize_calls,
+        store.rate_calls,
         tuple(keys),
-        space.optimize_after,
-        space.rate_after,
-        JoinsSnapshot(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
+        store.optimize_after,
+        store.rate_after,
+        JoinsSnapshot(store.joins.over, dict(store.joins.last), dict(store.joins.made)),
         tuple(
             [
-                capture_tables.image_of(shard, chunks.by_number[shard.pieces[0].chunk])
-                for name, shard in space.shards.items()
+                capture_tables.snapshot_of(shard, chunks.by_number[shard.pieces[0].chunk])
+                for name, shard in store.shards.items()
                 if name.startswith(EMBEDDING)
             ]
         ),
@@ -76,19 +76,17 @@ def _portions(
             history = histories[id(span)] = history_of(span)
         state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
         if chunk.back is not None and chunk.back.owes(piece.start, stop):
-            state[REST] = chunk.back.rest[piece.start : stop]
+            state[REST] = chunk.back.residual[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
         portions.append(SnapshotPart(offset, history, weight, state))
         offset += piece.size
     return tuple(portions)
 
 
-def revive(
-    space: ServerStore, chunks: Chunks, image: StoreSnapshot, server: int = 0, servers: int = 1
-) -> list[Piece]:
-    """Give a store the keys of ``image``, and its optimizer if it has none; return their pieces.
+def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[Piece]:
+    """Give a store the keys of ``snapshot``, and its optimizer if it has none; return their pieces.
 
-    Keys that the store has and the image has not are left as they are. Of tables this server takes the
+    Keys that the store has and the snapshot has not are left as they are. Of tables this server takes the
     rows whose ids are its own.
 
     Raises:
@@ -96,81 +94,83 @@ def revive(
         StorageError: if a key cannot be put where it lies; nothing is changed.
         Overload: if there is no room; nothing is changed.
     """
-    for key in image.keys:
-        _check(space, key)
-    for table in image.tables:
-        capture_tables.check(space, table)
-    new = [key for key in image.keys if key.name not in space.shards]
-    space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
-    if image.hyper is not None:
-        _optimize(space, image)
+    for key in snapshot.keys:
+        _check(store, key)
+    for table in snapshot.tables:
+        capture_tables.check(store, table)
+    new = [key for key in snapshot.keys if key.name not in store.shards]
+    store.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
+    if snapshot.hyper is not None:
+        _optimize(store, snapshot)
     for dtype, count in _counts(new).items():
-        space.slab(dtype).expect(count)
+        store.slab(dtype).expect(count)
     written: list[Piece] = []
-    for key in image.keys:
-        if key.name not in space.shards:
-            _place(space, key)
-        shard = space.shards[key.name]
+    for key in snapshot.keys:
+        if key.name not in store.shards:
+            _place(store, key)
+        shard = store.shards[key.name]
         shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), {}
-        _fill(space, chunks, shard, key)
+        _fill(store, chunks, shard, key)
         written += shard.pieces
-    for table in image.tables:
-        written.append(capture_tables.revive(space, table, server, servers))
+    for table in snapshot.tables:
+        written.append(capture_tables.revive(store, table, chunks.server, chunks.servers))
     return written
 
 
-def _check(space: ServerStore, key: KeySnapshot) -> None:
+def _check(store: ServerStore, key: KeySnapshot) -> None:
     rests = [one.state[REST] for one in key.portions if REST in one.state]
     if any(key.spec.dtype != "float32" or one.dtype != torch.float32 for one in rests):
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: the checkpoint has rests for it ({REST}), which "
+            f"key {key.name!r} of store {store.name!r}: the checkpoint has rests for it ({REST}), which "
             "only float32 values have. The image was not written by kvps"
         )
-    shard = space.shards.get(key.name)
+    shard = store.shards.get(key.name)
     if shard is None:
         return
     if shard.spec != key.spec:
         raise Mismatch(
-            f"key {key.name!r} of store {space.name!r} is {shard.spec}, and {key.spec} in the "
+            f"key {key.name!r} of store {store.name!r} is {shard.spec}, and {key.spec} in the "
             "checkpoint; restore into the model that was saved"
         )
     first = key.portions[0].start if key.portions else shard.start
     if (first, _count(key)) != (shard.start, shard.count):
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: the checkpoint has {_count(key)} elements "
+            f"key {key.name!r} of store {store.name!r}: the checkpoint has {_count(key)} elements "
             f"from {first} for this server, which holds {shard.count} from {shard.start}; open the "
             "store with the bigarray_bound that it had"
         )
     if len(_runs(key)) > 1:
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: its parts have had different pushes; "
+            f"key {key.name!r} of store {store.name!r}: its parts have had different pushes; "
             "restore before you initialise it"
         )
 
 
-def _optimize(space: ServerStore, image: StoreSnapshot) -> None:
-    assert image.hyper is not None
-    if space.hyper is None:
-        space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
-        space.optimize_calls, space.optimize_after = image.optimize_calls, image.optimize_after
-        space.rate_calls, space.rate_after = image.rate_calls, image.rate_after
-        space.updater = create(image.hyper)
-    elif space.hyper.name != image.hyper.name:
+def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
+    assert snapshot.hyper is not None
+    if store.hyper is None:
+        store.hyper, store.sent_hyper = snapshot.hyper, snapshot.sent_hyper
+        store.sent_lr = snapshot.sent_lr
+        store.optimize_calls = snapshot.optimize_calls
+        store.optimize_after = snapshot.optimize_after
+        store.rate_calls, store.rate_after = snapshot.rate_calls, snapshot.rate_after
+        store.updater = create(snapshot.hyper)
+    elif store.hyper.name != snapshot.hyper.name:
         raise Mismatch(
-            f"store {space.name!r} has optimizer {space.hyper.name!r}, and the checkpoint "
-            f"{image.hyper.name!r}; set that one, or none, before you restore"
+            f"store {store.name!r} has optimizer {store.hyper.name!r}, and the checkpoint "
+            f"{snapshot.hyper.name!r}; set that one, or none, before you restore"
         )
 
 
-def _place(space: ServerStore, key: KeySnapshot) -> None:
+def _place(store: ServerStore, key: KeySnapshot) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
     sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
-    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
+    pieces = store.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
     first = key.portions[0].start if key.portions else 0
-    space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
+    store.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
 
 
-def _fill(space: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
+def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
     offset = shard.start
     for piece in shard.pieces:
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
@@ -179,14 +179,14 @@ def _fill(space: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
         chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
         chunk.fill(piece.start)
         chunk.forget_changes(piece.start)
-        space.forget_state(chunk, piece.start, stop)
+        store.forget_state(chunk, piece.start, stop)
         rows, rest = _states(cuts), _rest(cuts)
         if rest is not None:
             back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
             assert back is not None, "only float32 values have rests"
             back.revive(piece.start, rest)
-        if space.updater is not None and rows:
-            space.restore(chunk, piece.start, stop, history.step, rows)
+        if store.updater is not None and rows:
+            store.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):
             span.rounds.clear()  # what was pushed to other values is void
             span.due.clear()

@@ -27,7 +27,7 @@ def history_of(span: Span) -> SpanHistory:
     return SpanHistory(span.version, span.step, dict(span.pushed), dict(span.head_start))
 
 
-def image_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
+def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
     """Return a table as :meth:`~kvps.core.server.chunks.slab.Chunk.keep` has kept it."""
     rows, kept = embedding_rows.embedding_of(chunk), chunk.kept
     assert kept is not None, "the chunk of an image is kept"
@@ -62,30 +62,30 @@ def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> Embedding
     return rows
 
 
-def check(space: ServerStore, table: TableSnapshot) -> None:
+def check(store: ServerStore, table: TableSnapshot) -> None:
     """Check that a store can take a table.
 
     Raises:
         Mismatch: if it has one of this name by another recipe.
     """
-    shard = space.shards.get(table.key)
+    shard = store.shards.get(table.key)
     if shard is None:
         return
-    recipe = space.embedding_at(shard.pieces[0]).recipe
+    recipe = store.embedding_at(shard.pieces[0]).recipe
     if difference := recipe.difference(table.recipe):
         raise Mismatch(
-            f"table {embedding_rows.name_of(table.key)!r} of store {space.name!r} has another {difference} in "
+            f"table {embedding_rows.name_of(table.key)!r} of store {store.name!r} has another {difference} in "
             "the checkpoint; make it as it was made then"
         )
 
 
-def revive(space: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
+def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
     """Give a store a table as it was, in place of what it has; return its piece."""
-    piece = embedding_rows.embed(space, table.key, table.recipe, server, servers)
-    chunk = space.chunk_at(piece)
+    piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
+    chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))
     chunk.embedding = rows = filled(table, server, servers)
-    space.grow((len(rows) - before) * rows.row_bytes)
+    store.grow((len(rows) - before) * rows.row_bytes)
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
     span.rounds.clear()  # what was pushed to other rows is void

@@ -65,7 +65,7 @@ def recipe_of(message: Embed) -> EmbeddingSpec:
     ).check()
 
 
-def embed(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
+def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     """Make a table on this server, or find the one that is there; return where it is.
 
     Raises:
@@ -74,34 +74,34 @@ def embed(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     """
     if not key.startswith(EMBEDDING):
         raise ProtocolError(f"key {key!r:.60}: the key of a table begins with {EMBEDDING!r}")
-    if space.drops is not None:
+    if store.drops is not None:
         raise ConfigError(
-            f"store {space.name!r} looks whether gradients are finite, which tables do not; create "
+            f"store {store.name!r} looks whether gradients are finite, which tables do not; create "
             "one with on_nonfinite='apply' for tables"
         )
-    shard = space.shards.get(key)
+    shard = store.shards.get(key)
     if shard is None:
-        return _make(space, key, recipe, server, servers)
+        return _make(store, key, recipe, server, servers)
     (piece,) = shard.pieces
-    there = space.embedding_at(piece).recipe
+    there = store.embedding_at(piece).recipe
     if difference := there.difference(recipe):
         raise Mismatch(
-            f"table {name_of(key)!r} of store {space.name!r} has {difference} "
+            f"table {name_of(key)!r} of store {store.name!r} has {difference} "
             f"{getattr(there, difference)!s:.100}, asked for was "
             f"{getattr(recipe, difference)!s:.100}; give the same arguments on every worker"
         )
     return piece
 
 
-def _make(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
+def _make(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     rows = EmbeddingRows(recipe, servers)  # if it cannot be made, nothing was
-    space.check_room({key: BY_NAME["int64"].itemsize})
-    (piece,) = space.slab("int64").place(key, 1, (1,))
-    chunk = space.chunk_at(piece)
+    store.check_room({key: BY_NAME["int64"].itemsize})
+    (piece,) = store.slab("int64").place(key, 1, (1,))
+    chunk = store.chunk_at(piece)
     chunk.embedding = rows
     chunk.writable().zero_()
     chunk.fill(piece.start)
-    space.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
+    store.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
     return piece
 
 

@@ -40,16 +40,16 @@ class KeyRows:
     """The number behind the last."""
 
     @classmethod
-    def of(cls, space: ServerStore, key: str) -> KeyRows:
+    def of(cls, store: ServerStore, key: str) -> KeyRows:
         """Return a key's rows.
 
         Raises:
             KeyNotFound: if it has no value.
             ProtocolError: if it does not lie here by rows.
         """
-        shard = space.shards.get(key)
+        shard = store.shards.get(key)
         if shard is None or not shard.ready:
-            raise KeyNotFound(f"key {key!r} of store {space.name!r} has no value yet")
+            raise KeyNotFound(f"key {key!r} of store {store.name!r} has no value yet")
         offsets: list[tuple[int, int]] = []
         at = shard.start
         for piece in shard.pieces:
@@ -57,7 +57,7 @@ class KeyRows:
             at += piece.size
         if not offsets or not lies_by_rows(shard.spec, offsets):
             raise ProtocolError(
-                f"key {key!r} of store {space.name!r} is {shard.spec} and does not lie here by rows; "
+                f"key {key!r} of store {store.name!r} is {shard.spec} and does not lie here by rows; "
                 "push and pull it as a whole"
             )
         width = shard.spec.width
@@ -164,14 +164,14 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
 
 
 def update(
-    space: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
+    store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
 ) -> None:
     """Update the rows of ``span``, which is one piece, that ``total`` has. Its values are used up."""
-    assert space.updater is not None
-    assert space.hyper is not None
+    assert store.updater is not None
+    assert store.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)
-    lr, weight_decay = space.hyper.for_key(key)
-    state = space.state_of(chunk)
+    lr, weight_decay = store.hyper.for_key(key)
+    state = store.state_of(chunk)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[span.start : span.stop].view(-1, total.width)
@@ -181,7 +181,7 @@ def update(
         {name: rows(tensor) for name, tensor in state.items()},
         total.ids,
         total.rows,
-        space.updater,
+        store.updater,
         step=span.step,
         lr=lr,
         weight_decay=weight_decay,
