@@ -275,10 +275,10 @@ def segments(
     store: ServerStore, chunk: Chunk, span: Span
 ) -> Iterator[tuple[int, int, float, float]]:
     """Yield (start, stop, lr, weight decay) of the parts of ``span`` that have them equal."""
-    hyper = store.hyper
-    assert hyper is not None
+    assert store.updater is not None
+    hyper = store.updater.hyper
     if not hyper.lr_mult and not hyper.wd_mult:
-        yield span.start, span.stop, *hyper.for_key("")
+        yield span.start, span.stop, *store.updater.rates
         return
     pieces = chunk.pieces(span.start, span.stop)
     for (lr, weight_decay), group in groupby(pieces, lambda piece: hyper.for_key(piece[0])):
