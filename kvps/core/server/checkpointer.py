@@ -85,7 +85,10 @@ class Checkpointer:
         self._outbox = outbox
         self._every_s = every_s
         """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
-        self._taking = SnapshotInProgress(0)
+        self.taking = SnapshotInProgress(0, taken=True)
+        """The newest cut that was asked for; taken if none was."""
+        self.is_returning = False
+        """What is held here is not what is to be held."""
         self.epoch = 0
         """Of what is held here."""
         self._returning: Restore | None = None
@@ -119,7 +122,7 @@ class Checkpointer:
             case SnapshotWritten():
                 self._written(answer)
             case Completed():
-                taking = self._taking
+                taking = self.taking
                 if taking.cut == answer.cut:
                     taking.is_committing = False
                     taking.committed = Committed(answer.cut, _text(answer.error))
@@ -137,8 +140,8 @@ class Checkpointer:
 
     def look(self, control: Control) -> None:
         """Take the image that is wanted, if what waited to be applied is."""
-        taking = self._taking
-        if not taking.cut or taking.taken or not control.is_settled:
+        taking = self.taking
+        if taking.taken or not control.is_settled:
             return
         image, taking.release = control.snapshot()
         taking.taken, taking.stores = True, _sums(image)
@@ -146,10 +149,10 @@ class Checkpointer:
         self._order(Write(taking.cut, image))
 
     def _take(self, cut: int, control: Control) -> None:
-        if cut > self._taking.cut:
-            self._give_up(self._taking.cut)
-            self._taking = SnapshotInProgress(cut)
-        taking = self._taking
+        if cut > self.taking.cut:
+            self._give_up(self.taking.cut)
+            self.taking = SnapshotInProgress(cut)
+        taking = self.taking
         if taking.cut == cut and taking.kept is not None:
             self._say(taking.kept)
         elif taking.cut == cut and taking.taken:
@@ -157,7 +160,7 @@ class Checkpointer:
         self.look(control)
 
     def _written(self, written: SnapshotWritten) -> None:
-        taking = self._taking
+        taking = self.taking
         if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
         self._let_go()
@@ -169,7 +172,7 @@ class Checkpointer:
         self._say(taking.kept)
 
     def _commit(self, commit: Commit) -> None:
-        taking = self._taking
+        taking = self.taking
         if commit.cut != taking.cut:
             self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
         elif taking.committed is not None:
@@ -181,18 +184,18 @@ class Checkpointer:
             self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
 
     def _give_up(self, cut: int) -> None:
-        taking = self._taking
+        taking = self.taking
         if cut and taking.cut == cut and taking.committed is None:
             self._let_go()
             if taking.taken:
                 self._order(Remove(cut, self._member.rank))
-            self._taking = replace(taking, taken=True, kept=None, release=None)
-            self._taking.kept = ImageKept(cut, 0, "", (), "it was given up")
+            self.taking = replace(taking, taken=True, kept=None, release=None)
+            self.taking.kept = ImageKept(cut, 0, "", (), "it was given up")
 
     def _let_go(self) -> None:
-        if self._taking.release is not None:
-            self._taking.release()
-            self._taking.release = None
+        if self.taking.release is not None:
+            self.taking.release()
+            self.taking.release = None
 
     def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> FindCuts:
         welcome = self._member.welcome
@@ -220,17 +223,18 @@ class Checkpointer:
 
     def begin(self) -> None:
         """A job begins: nothing is held of any other."""
-        self._give_up(self._taking.cut)
-        self.epoch, self._returning, self._restored = 0, None, None
-        self._taking = SnapshotInProgress(0)
+        self._give_up(self.taking.cut)
+        self.epoch, self.is_returning = 0, False
+        self._returning = self._restored = None
+        self.taking = SnapshotInProgress(0, taken=True)
 
     def _restore(self, order: Restore) -> None:
         if self._returning == order:
             if self._restored is not None:
                 self._say(self._restored)
             return
-        self._give_up(self._taking.cut)
-        self._returning, self._restored = order, None
+        self._give_up(self.taking.cut)
+        self.is_returning, self._returning, self._restored = True, order, None
         welcome = self._member.welcome
         assert welcome is not None
         self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
@@ -243,17 +247,11 @@ class Checkpointer:
         """What was read is held now, or cannot be."""
         assert self._returning is not None
         if error is None:
-            self.epoch = self._returning.epoch
+            self.epoch, self.is_returning = self._returning.epoch, False
         else:
             self._outbox.append(Note("error", str(error)))
         self._restored = Restored(self._returning.epoch, self._returning.cut, _text(error))
         self._say(self._restored)
-
-    @property
-    def is_returning(self) -> bool:
-        """Whether what is held here is not what is to be held."""
-        has_returned = self._restored is not None and not self._restored.error
-        return self._returning is not None and not has_returned
 
     # --- small things -------------------------------------------------------------------------
 

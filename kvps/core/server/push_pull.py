@@ -322,8 +322,10 @@ class PushPull:
 
     def tell_norms(self) -> None:
         """Tell the sums that were just completed here, and the log of updates that were dropped."""
-        for norm in self.aggregator.norms.take_untold():
+        norms = self.aggregator.norms
+        for norm in norms.untold:
             self._tell(norm, norm.holders)
+        norms.untold.clear()
         for store in self._context.stores.values():
             if store.drops is not None:
                 self._context.outbox.extend(store.drops.report())

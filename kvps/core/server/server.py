@@ -162,7 +162,8 @@ class Server:
                 self._on_peer(route, packet, now)
             except KvpsError as error:
                 self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
-            self.checkpointer.look(self.control)
+            if not self.checkpointer.taking.taken:
+                self.checkpointer.look(self.control)
         return self.take_effects()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:

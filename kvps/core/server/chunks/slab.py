@@ -72,6 +72,8 @@ class Chunk:
         self.number = number
         self.store = store
         self.dtype = dtype
+        self.summed_in = TORCH[summed_in(dtype)]
+        """The type in which gradients of its elements are summed."""
         self.capacity = capacity
         """Elements that fit in."""
         self.buffer = Buffer(memory.empty(capacity, dtype))
@@ -104,11 +106,6 @@ class Chunk:
         self._waiting: dict[int, list[PendingRead]] = {}
         self._waited_at: list[int] = []
         """The elements at which readings wait, in order: the keys of ``_waiting``."""
-
-    @property
-    def summed_in(self) -> torch.dtype:
-        """The type in which gradients of its elements are summed."""
-        return TORCH[summed_in(self.dtype)]
 
     @property
     def used(self) -> int:

@@ -38,7 +38,7 @@ from kvps.core.server.update.apply import Updates, Wake
 from kvps.core.server.update.embedding_rows import TableGradient
 from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums
 from kvps.core.server.update.key_rows import KeyRows
-from kvps.dtypes import BY_ID, BY_NAME, summed_in
+from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.values import Push, PushIds, PushRows
 from kvps.tensors import TORCH
@@ -119,7 +119,7 @@ class Aggregator:
                 f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
             )
         dtype = BY_ID[message.dtype].name
-        if dtype not in (chunk.dtype, summed_in(chunk.dtype)):
+        if TORCH[dtype] not in (TORCH[chunk.dtype], chunk.summed_in):
             raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, pushed was {dtype}")
         self._admit(store, chunk.dtype, message.ranks)
         chunk.validate(message.runs)

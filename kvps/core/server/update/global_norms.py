@@ -155,7 +155,8 @@ class GlobalNorms:
         self.closed: dict[NormId, PartialSums] = {}
         """This server's sums for updates that are made, for one who has missed them: the last
         WINDOW of each (store, key, rank)."""
-        self._untold: list[PartialNorms] = []
+        self.untold: list[PartialNorms] = []
+        """Norms whose local sums are complete, and whose holders have not been told."""
 
     # --- this server's part -----------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class GlobalNorms:
         culprits = () if flaw is None else flaw.ranks
         norm.measure(sums, len(shard.pieces), self.holders(shard), culprits)
         if norm.mine and norm.holders:
-            self._untold.append(norm)
+            self.untold.append(norm)
         self.settle(store, norm)
 
     def _norm(self, store: ServerStore, number: NormId) -> PartialNorms:
@@ -202,11 +203,6 @@ class GlobalNorms:
     def is_apart(self, shard: Shard) -> bool:
         """Return whether a key is more than one piece, here or over all servers."""
         return len(shard.pieces) > 1 or bool(self.holders(shard))
-
-    def take_untold(self) -> list[PartialNorms]:
-        """Return the norms whose local sums were completed since the last call."""
-        untold, self._untold = self._untold, []
-        return untold
 
     # --- the others' parts ------------------------------------------------------------------
 
@@ -309,4 +305,4 @@ class GlobalNorms:
 
     def check(self) -> None:
         """Assert that what was measured was told."""
-        assert not self._untold
+        assert not self.untold
