@@ -46,10 +46,10 @@ MASTER = "master"
 _HALF = (torch.float16, torch.bfloat16)
 _TRIED_STEPS = 1, 2, 1000
 _TRIED_COUNT = 3
-"""Of one element torch does not always look at the numbers."""
+"""Elements that are tried: with a single one torch does not always check the numbers."""
 _LARGE = 1000.0
 _EXACT = 2**53
-"""Above this a float no longer names one whole number."""
+"""Largest magnitude up to which a float64 represents every whole number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Updater(abc.ABC):
         self.rates = hyper.for_key("")
         """(learning rate, weight decay) of a key without multipliers of its own."""
         self._tried: set[torch.dtype] = set()
-        """The types of weights that it is known to update with these numbers."""
+        """Weight types that these hyper-parameters were tried on."""
 
     def new_state(self, weight: Tensor) -> State:
         """Return the state of a chunk that has had no update.
@@ -235,7 +235,7 @@ class Updater(abc.ABC):
         return torch.zeros(0, dtype=torch.float64)
 
     def _is_lazy(self, name: str) -> bool:
-        """Return whether ``name`` is a state entry that appears on the way."""
+        """Return whether ``name`` is a state entry that is created later than the state."""
         return False
 
     def _prepare(self, gradient: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
@@ -286,7 +286,7 @@ class Updater(abc.ABC):
         self._tried.add(dtype)
 
     def take_over(self, other: Updater) -> None:
-        """Believe what ``other`` has tried, whose numbers are not smaller than these."""
+        """Skip trials that ``other``, whose hyper-parameters are not smaller, has passed."""
         self._tried |= other._tried
 
     def _numbers(self) -> str:

@@ -115,12 +115,12 @@ class HyperParams:
         return cast("float | None", self.values[name])
 
 
-def resolve(name: object, given: Mapping[str, object]) -> HyperParams:
+def resolve(name: object, params: Mapping[str, object]) -> HyperParams:
     """Return the complete, checked hyper-parameters of an optimizer.
 
     Args:
         name: an optimizer's name, in any case.
-        given: parameter -> value, as a user wrote or a peer sent them. Aliases
+        params: parameter -> value, as a user wrote or a peer sent them. Aliases
             (``learning_rate``, ``wd``, ``epsilon``) and ``betas=(b1, b2)`` are understood.
 
     Raises:
@@ -133,7 +133,7 @@ def resolve(name: object, given: Mapping[str, object]) -> HyperParams:
         0.8
     """
     schema = schema_of(name)
-    plain = _unaliased(schema, given)
+    plain = _unaliased(schema, params)
     maps = {which: _multipliers(schema.name, which, plain.pop(which, {})) for which in MULTIPLIERS}
     parameters = schema.by_name()
     unknown = [spelling for spelling in plain if spelling not in parameters]
@@ -166,11 +166,11 @@ def schema_of(name: object) -> Schema:
     return schema
 
 
-def _unaliased(schema: Schema, given: Mapping[str, object]) -> dict[str, object]:
-    """Return ``given`` under real names; one parameter under two spellings is an error."""
+def _unaliased(schema: Schema, params: Mapping[str, object]) -> dict[str, object]:
+    """Return ``params`` under real names; one parameter under two spellings is an error."""
     plain: dict[str, object] = {}
     spelled: dict[str, str] = {}
-    for spelling, value in given.items():
+    for spelling, value in params.items():
         for real, part in _expand(schema, spelling, value):
             if real in plain:
                 raise ConfigError(
@@ -193,15 +193,15 @@ def _expand(schema: Schema, spelling: str, value: object) -> list[tuple[str, obj
     return list(zip(schema.pairs[spelling], value, strict=True))
 
 
-def _multipliers(optimizer: str, which: str, given: object) -> dict[str, float]:
+def _multipliers(optimizer: str, which: str, factors: object) -> dict[str, float]:
     """Return key -> factor, checked; an int key is its decimal name, as everywhere in kvps."""
-    if not isinstance(given, Mapping):
+    if not isinstance(factors, Mapping):
         raise ConfigError(
-            f"optimizer '{optimizer}': {which}={reprlib.repr(given)} is not a map; "
+            f"optimizer '{optimizer}': {which}={reprlib.repr(factors)} is not a map; "
             "give {key: factor}"
         )
     checked: dict[str, float] = {}
-    for key, factor in given.items():
+    for key, factor in factors.items():
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise ConfigError(
                 f"optimizer '{optimizer}': {which} has the key {reprlib.repr(key)}; "

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-The scheduler sees to it that no worker changes anything while images are taken
-(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the keeper waits for. Taking an
-image takes no copy: the values are held, and an update that comes before they are on the disk goes
+The scheduler sees to it that no worker changes anything while snapshots are taken
+(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the checkpointer waits for. Taking an
+snapshot takes no copy: the values are held, and an update that comes before they are on the disk goes
 to another buffer. Orders of the scheduler may come twice, and answers may be lost, so each order is
 answered with all that is known of its cut::
 
@@ -56,18 +56,18 @@ from kvps.protocol.checkpoint import (
 from kvps.protocol.envelope import Message
 
 ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
-"""What the scheduler may want of a keeper."""
+"""The orders of the scheduler."""
 TEXT_MAX = 500
-"""Characters of an error that is told: others put it into texts of their own."""
+"""Maximum characters of an error that is reported: others embed it in their texts."""
 
 
 @dataclass(slots=True)
 class SnapshotInProgress:
-    """One cut, as far as it has come here."""
+    """The progress of one cut on this server."""
 
     cut: int
     release: Callable[[], None] | None = None
-    """Lets go of the image; None where none is held."""
+    """Releases the snapshot; None while none is held."""
     taken: bool = False
     stores: tuple[StoreSum, ...] = ()
     kept: ImageKept | None = None
@@ -76,7 +76,7 @@ class SnapshotInProgress:
 
 
 class Checkpointer:
-    """What one server does for cuts, and which one it returned to."""
+    """One server's part in cuts and rollbacks."""
 
     def __init__(
         self, member: MembershipClient, outbox: list[Effect], every_s: float | None
@@ -84,20 +84,20 @@ class Checkpointer:
         self._member = member
         self._outbox = outbox
         self._every_s = every_s
-        """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
+        """Seconds between automatic cuts, 0 for none; None without a directory for them."""
         self.taking = SnapshotInProgress(0, taken=True)
-        """The newest cut that was asked for; taken if none was."""
+        """The newest cut that was ordered; its ``taken`` is true if there was none."""
         self.is_returning = False
-        """What is held here is not what is to be held."""
+        """A rollback was ordered and is not complete: this server serves nobody."""
         self.epoch = 0
-        """Of what is held here."""
+        """The epoch of the values held here: how often the job was rolled back."""
         self._returning: Restore | None = None
-        """What is being read, or was read last."""
+        """The newest rollback that was ordered."""
         self._restored: Restored | None = None
         self._recall = 0
 
     def on_order(self, message: Message, control: Control) -> None:
-        """The scheduler wants something."""
+        """Carry out an order of the scheduler."""
         match message:
             case TakeImage():
                 self._take(message.cut, control)
@@ -117,7 +117,7 @@ class Checkpointer:
                 raise AssertionError(f"{type(message).__name__} is no order")
 
     def on_disk(self, answer: Answer) -> None:
-        """Files were written, or looked for."""
+        """Note the answer to a storage order."""
         match answer:
             case SnapshotWritten():
                 self._written(answer)
@@ -139,14 +139,14 @@ class Checkpointer:
     # --- taking -------------------------------------------------------------------------------
 
     def look(self, control: Control) -> None:
-        """Take the image that is wanted, if what waited to be applied is."""
+        """Take the snapshot that is wanted, if no gradient still waits to be applied."""
         taking = self.taking
         if taking.taken or not control.is_settled:
             return
-        image, taking.release = control.snapshot()
-        taking.taken, taking.stores = True, _sums(image)
+        snapshot, taking.release = control.snapshot()
+        taking.taken, taking.stores = True, _sums(snapshot)
         self._say(ImageTaken(taking.cut))
-        self._order(Write(taking.cut, image))
+        self._order(Write(taking.cut, snapshot))
 
     def _take(self, cut: int, control: Control) -> None:
         if cut > self.taking.cut:
@@ -203,7 +203,7 @@ class Checkpointer:
         return FindCuts(welcome.rank, welcome.servers, job, tag, for_whom)
 
     def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
-        """Return the order to read a cut for one store of this job, or to say which there are.
+        """Return the order that reads a cut for one store of this job, or lists the cuts.
 
         Raises:
             ConfigError: if this server has no place for cuts.
@@ -222,7 +222,7 @@ class Checkpointer:
     # --- returning ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A job begins: nothing is held of any other."""
+        """Forget the cuts of the last job: another begins."""
         self._give_up(self.taking.cut)
         self.epoch, self.is_returning = 0, False
         self._returning = self._restored = None
@@ -240,11 +240,11 @@ class Checkpointer:
         self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
 
     def is_for_us(self, loaded: Loaded) -> bool:
-        """Whether it is what this server returns to."""
+        """Return whether ``loaded`` is the snapshot of the rollback that was ordered last."""
         return loaded.for_whom is not None and loaded.for_whom is self._returning
 
     def restored(self, error: KvpsError | None) -> None:
-        """What was read is held now, or cannot be."""
+        """Report the end of a rollback; ``error`` if it failed."""
         assert self._returning is not None
         if error is None:
             self.epoch, self.is_returning = self._returning.epoch, False
@@ -262,15 +262,15 @@ class Checkpointer:
         self._outbox.append(Send(SCHEDULER, self._member.packet(message)))
 
 
-def _sums(image: Snapshot) -> tuple[StoreSum, ...]:
-    """Return what to say of each store; a key counts where its first element is."""
+def _sums(snapshot: Snapshot) -> tuple[StoreSum, ...]:
+    """Return a summary of each store; a key is counted by the server of its first element."""
     return tuple(
         StoreSum(
             store.name,
             sum([not key.portions or key.portions[0].start == 0 for key in store.keys]),
             *store.versions,
         )
-        for store in image.stores
+        for store in snapshot.stores
     )
 
 

@@ -71,7 +71,7 @@ from kvps.tensors import dtype_of, from_frame, to_frame
 
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
-"""How many keys, and how many counts of ranks, one STATUS answer names."""
+"""Maximum keys, and maximum push counts of ranks, in one STATUS answer."""
 
 
 class Control:
@@ -94,14 +94,14 @@ class Control:
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
-        found: dict[str, tuple[float, Chunk, Span]] = {}
+        oldest: dict[str, tuple[float, Chunk, Span]] = {}
         for chunk in self._chunks.by_number.values():
             for span in chunk.spans:
                 if span.rounds:
                     at = span.rounds[0].opened_at
-                    if chunk.store not in found or at < found[chunk.store][0]:
-                        found[chunk.store] = at, chunk, span
-        for store, (at, chunk, span) in found.items():
+                    if chunk.store not in oldest or at < oldest[chunk.store][0]:
+                        oldest[chunk.store] = at, chunk, span
+        for store, (at, chunk, span) in oldest.items():
             required = self._context.required(self._context.stores[store])
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             missing = span.missing(required)
@@ -118,7 +118,7 @@ class Control:
         )
 
     def snapshot(self) -> tuple[Snapshot, Callable[[], None]]:
-        """Return what all stores hold, and what is to be called when nobody needs it any more."""
+        """Return the contents of all stores, and a function that releases them."""
         chunks = self._chunks
         releases = [chunk.keep() for chunk in chunks.by_number.values()]
         stores = tuple(
@@ -132,7 +132,7 @@ class Control:
         return Snapshot(chunks.server, chunks.servers, stores), release
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Hold what ``snapshot`` says. Nothing is held yet.
+        """Take over the contents of ``snapshot``; there are no stores yet.
 
         Raises:
             KvpsError: if that cannot be.
@@ -145,7 +145,7 @@ class Control:
             store.joins = JoinTracker(over, dict(last), dict(made))
 
     def revive(self, name: str, snapshot: Snapshot) -> None:
-        """Give one store, which is open, the values that it has in a snapshot.
+        """Give one open store the values that it has in a snapshot.
 
         Raises:
             KvpsError: if that cannot be; nothing is changed.
@@ -168,13 +168,13 @@ class Control:
     # --- members --------------------------------------------------------------------------------
 
     def look_again(self) -> None:
-        """The view changed: close what can be closed now, and try all that is pending."""
+        """After a new view: close rounds that are complete now, and try all pending requests."""
         for store in list(self._context.stores.values()):
             self._look_at(store)
             self._judge(store)
 
     def _look_at(self, store: ServerStore, is_all: bool = False) -> None:
-        """Close what can be closed now in a store, or all that is open, and try what is pending."""
+        """Close the complete rounds of a store, or all open ones, and try its pending reads."""
         quorum = self._context.quorum(store)
         for chunk in self._chunks.of_store(store.name):
             for span in list(chunk.spans):
@@ -216,21 +216,21 @@ class Control:
             self._context.send(session, Declared(seq, places))
             self._context.retry()  # a key without elements needs no LOAD
             return
-        found: list[Place] = []
+        known: list[Place] = []
 
         def retry() -> Message | None:
             for entry in message.entries:
                 store.refusals.check(entry.key, attempt)
-            while len(found) < len(message.entries):
-                entry = message.entries[len(found)]
+            while len(known) < len(message.entries):
+                entry = message.entries[len(known)]
                 place = store.find(entry, message.call, early=message.early)
                 if place is None:
                     return None
-                found.append(place)
-            return Declared(seq, tuple(found), store.stamp(message.entries))
+                known.append(place)
+            return Declared(seq, tuple(known), store.stamp(message.entries))
 
         def why(describe: Describe) -> str:
-            key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
+            key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
             more = f" and {left} more" if left else ""
             return (
                 f"key {key[:64]!r}{more}: {_of(message.creator, 'has not given a value')(describe)}"
@@ -344,12 +344,12 @@ class Control:
         self._context.attempt(session, seq, PendingRequest(retry, why))
 
     def _judge(self, store: ServerStore) -> None:
-        """Say that a join is over, if that is up to this server."""
+        """End a join that is complete, if this server is the judge."""
         if self._chunks.server == JUDGE:
             self.end_join(store, store.joins.judge(self._context.members(store)))
 
     def end_join(self, store: ServerStore, call: int) -> None:
-        """A join is over: what is open can get no more pushes, and what comes waits for all."""
+        """End a join: open rounds get no more pushes, and later ones wait for all ranks."""
         if not store.joins.end(call):
             return
         self._look_at(store, is_all=True)
@@ -389,14 +389,14 @@ class Control:
     def find(self, seq: int, message: Find) -> Message:
         """Return the types and shapes of keys."""
         shards = self._context.store(message.store).shards
-        found = []
+        answers = []
         for key in message.keys:
             shard = shards.get(key)
             if shard is None or not shard.ready:
-                found.append(Found(0, ()))
+                answers.append(Found(0, ()))
             else:
-                found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
-        return FoundAll(seq, tuple(found))
+                answers.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
+        return FoundAll(seq, tuple(answers))
 
     def probe(self, session: Session, message: Probe, now: float) -> None:
         """Say which requests were not heard of, and what the others wait for."""
@@ -470,5 +470,5 @@ class Control:
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:
-    """Return what says that a rank has not done something, and how it stands."""
+    """Return a function that says in words that a rank has not done something."""
     return lambda describe: f"{ranks_in_words([rank], describe)} {what}"

@@ -228,7 +228,7 @@ class PushPull:
     # --- reads ------------------------------------------------------------------------------
 
     def wake(self, woken: Iterable[PendingRead]) -> None:
-        """Look again at those who waited for what has moved."""
+        """Try reads again that waited for what has moved."""
         for reading in woken:
             if self._context.is_pending(reading):
                 self._read(reading)
@@ -285,9 +285,9 @@ class PushPull:
             self._chunks.by_number[reading.chunk].wait(reading)
             return
         del session.pending[reading.seq]
-        answer, found = row_reads.read(store, self._chunks, reading)
+        answer, tensors = row_reads.read(store, self._chunks, reading)
         each = rows_in_frame(answer.dtype, answer.width) * answer.width
-        frames = (*found[:-1], *(torch.split(found[-1], each) if found else ()))
+        frames = (*tensors[:-1], *(torch.split(tensors[-1], each) if tensors else ()))
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
 
     def _answer_ids(self, store: ServerStore, chunk: Chunk, reading: PendingTableRead) -> None:
@@ -321,7 +321,7 @@ class PushPull:
         self.tell_norms()
 
     def tell_norms(self) -> None:
-        """Tell the sums that were just completed here, and the log of updates that were dropped."""
+        """Send the sums that were just completed here, and log updates that were dropped."""
         norms = self.aggregator.norms
         for norm in norms.untold:
             self._tell(norm, norm.holders)
@@ -331,13 +331,13 @@ class PushPull:
                 self._context.outbox.extend(store.drops.report())
 
     def look_at_drops(self) -> None:
-        """Say which updates were dropped since the last line about that; called now and then."""
+        """Log the updates that were dropped since the last line about that; called periodically."""
         for store in self._context.stores.values():
             if store.drops is not None:
                 self._context.outbox.extend(store.drops.look())
 
     def tell_again(self) -> None:
-        """Tell the sums again to those who may have missed them, and ask for theirs."""
+        """Send the sums again to servers that may have missed them, and ask for theirs."""
         for norm in self.aggregator.norms.open.values():
             self._tell(norm, norm.unheard)
 
@@ -346,7 +346,7 @@ class PushPull:
             self._send_norms(norm.id, norm.told, server, reply=server in norm.unheard)
 
     def _send_norms(self, number: NormId, told: PartialSums, server: int, *, reply: bool) -> None:
-        """Tell one server; not before a view has named it, as there is no way to it."""
+        """Send sums to one server; nothing before the first view, which names the servers."""
         member = self._context.member
         if member.view is None:
             return

@@ -24,7 +24,7 @@ from kvps.protocol.values import Ask, Dropped, Run, Stand, Steps
 
 
 def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
-    """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
+    """Return whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
 
     Raises:
         ProtocolError: if a key was replaced while it waited.
@@ -43,7 +43,7 @@ def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum
 
 
 def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
-    """Whether the value of ``call`` has reached all that ``reading`` asks for.
+    """Return whether the value of ``call`` is loaded in all that ``reading`` asks for.
 
     All is looked at each time: the value may have been begun anew, by another life of its creator.
     """
@@ -110,7 +110,7 @@ def lack(
 
 
 def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
-    """Return which updates of the asked elements were not made, for one who makes errors of them."""
+    """Return the updates of the asked elements that were dropped, for workers that raise them."""
     if store.drops is None or not reading.values:
         return ()
     rank = None if store.ordered else reading.session.rank
@@ -139,7 +139,7 @@ def read(
         state = store.state_of(chunk)
         for ask in reading.asks:
             updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
-    if all(one.start + one.size == other.start for one, other in pairwise(reading.asks)):
+    if all(ask.start + ask.size == other.start for ask, other in pairwise(reading.asks)):
         first, last = reading.asks[0], reading.asks[-1]
         return tuple(stands), weight[first.start : last.start + last.size], chunk.buffer.hold()
     parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
@@ -159,26 +159,26 @@ def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None
 def lead(
     chunk: Chunk, reading: PendingRead, stands: tuple[Stand, ...]
 ) -> tuple[tuple[Steps, ...], torch.Tensor]:
-    """Return how the asked values are written for one who has some versions of them, and the octets.
+    """Return the steps from the versions that the worker holds to the asked values, and their bytes.
 
     As they are, where there are no steps from those, or a span ends within what was asked for.
     Nothing is returned if that is so of all.
     """
     steps: list[Steps] = []
     octets: list[torch.Tensor] = []
-    held = dict(zip([(one.start, one.size) for one in reading.asks], reading.held, strict=True))
+    held = dict(zip([(ask.start, ask.size) for ask in reading.asks], reading.held, strict=True))
     for stand in stands:
-        found = None
+        missing = None
         if chunk.back is not None and (stand.start, stand.size) in held:
             version = held[stand.start, stand.size]
-            found = chunk.back.lead(stand.start, stand.size, stand.version, version)
-        if found is None:
+            missing = chunk.back.lead(stand.start, stand.size, stand.version, version)
+        if missing is None:
             weight = chunk.buffer.tensor[stand.start : stand.start + stand.size]
             steps.append(Steps(True, ()))
             octets.append(weight.view(torch.uint8))
         else:
-            steps.append(Steps(False, tuple([code for code, _ in found])))
-            octets += [one for _, one in found]
-    if all(one.whole for one in steps):
+            steps.append(Steps(False, tuple([code for code, _ in missing])))
+            octets += [encoded for _, encoded in missing]
+    if all(step.whole for step in steps):
         return (), torch.empty(0)
     return tuple(steps), torch.cat([*octets, torch.empty(0, dtype=torch.uint8)])

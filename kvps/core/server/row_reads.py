@@ -38,9 +38,9 @@ class PendingRowRead(PendingRead):
 
     table: KeyRows
     ids: torch.Tensor | None
-    """Which rows, counted from the first on this server; None for those that changed."""
+    """Rows, counted from the first on this server; None for those that changed."""
     since: int = 0
-    """Since which version."""
+    """The version since which changed rows are asked for."""
 
     @classmethod
     def of(
@@ -53,7 +53,9 @@ class PendingRowRead(PendingRead):
     ) -> PendingRowRead:
         """Return what ``message`` asks for; ``ids`` are those of PULL-ROWS."""
         pieces = table.shard.pieces
-        asks = tuple([Ask(one.start, one.size, message.after, message.least) for one in pieces])
+        asks = tuple(
+            [Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
+        )
         since = message.since if isinstance(message, PullChanged) else 0
         first = pieces[0].chunk
         return cls(
@@ -62,7 +64,7 @@ class PendingRowRead(PendingRead):
 
 
 def holds(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
-    """Whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
+    """Return whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
     while reading.index < len(reading.asks):
         ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
         reading.chunk, reading.at = piece.chunk, piece.start
@@ -109,7 +111,7 @@ def read(
 
 
 def _note(store: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
-    """Tell a rule what is being read, if it wants to know."""
+    """Report the rows that are read to a rule that tracks pulls."""
     updater, table = store.updater, reading.table
     if updater is None or not updater.tracks_pulls:
         return

@@ -85,17 +85,17 @@ from kvps.tensors import PRIVATE, Memory
 TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 TELL_AFTER_S = 1.0
-"""How long a round must have been open for the scheduler to be told of it."""
+"""Seconds that a round must have been open for the scheduler to be told of it."""
 TELL_MAX = 256
-"""How many stores, and how many ranks of each, it is told of."""
+"""Maximum stores, and maximum ranks of each, that the scheduler is told of."""
 EXIT_TORN = 1
-"""The exit code of a server that ends as its values were changed by half."""
+"""Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
-"""A server ends when everybody has been silent for so many times the scheduler's silence limit."""
+"""A server exits when everybody has been silent for so many times the scheduler's silence limit."""
 
 
 class Reviving(NamedTuple):
-    """Who wants a store restored, and how."""
+    """A request to restore a store, while its snapshot is read."""
 
     session: Session
     seq: int
@@ -126,7 +126,7 @@ class Server:
                 without a place for them.
         """
         self._outbox: list[Effect] = []
-        """What the door that was called last has still to return."""
+        """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now)
         self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s)
         self._memory = memory
@@ -134,15 +134,15 @@ class Server:
         self._memory_limit = memory_limit
         self._hold_nothing(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
-        """Where each other server is connected to, and which life of it."""
+        """Server rank -> (endpoint, incarnation) that this server is connected to."""
         self._heard_at = now
-        """When a worker of this job last spoke."""
+        """Time at which a worker of this job last spoke."""
         self._rang_at = now
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = StragglerLog()
         self._has_told = False
-        """The scheduler knows of open rounds."""
+        """The scheduler was told of open rounds."""
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -223,13 +223,13 @@ class Server:
         return None if beat is None else min(beat, self._next_tell, self._next_look)
 
     def take_effects(self) -> Effects:
-        """Return what this server has to say; nobody has taken it yet."""
+        """Return the effects that were not taken yet; a door ends with this."""
         effects = self._outbox.copy()
         self._outbox.clear()
         return iter(effects)
 
     def _look(self, now: float) -> None:
-        """Say in the log which rounds wait for whom, and tell the scheduler, for those who look."""
+        """Log the rounds that wait and for whom, and tell the scheduler, for ``kvps status``."""
         oldest = list(self.control.oldest(now))
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
@@ -271,12 +271,12 @@ class Server:
             self._on_view()
 
     def _begin(self) -> None:
-        """Hold nothing of any job."""
+        """Start a job with no stores."""
         self.checkpointer.begin()
         self._begin_anew({})
 
     def _begin_anew(self, lives: dict[int, int]) -> None:
-        """Hold nothing of this job; ``lives`` are the incarnations of its workers."""
+        """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
         welcome = self.member.welcome
         assert welcome is not None
         self._hold_nothing(self.member.rank, welcome.servers, welcome.workers, lives)
@@ -288,12 +288,12 @@ class Server:
         self.control = Control(self.context, self.push_pull, self._memory_limit)
 
     def _return(self, loaded: Loaded) -> None:
-        """Hold what was read, and nothing else."""
+        """Replace all stores by those of a snapshot."""
         self._begin_anew(self.context.lives)
         error = loaded.error
-        if loaded.image is not None:
+        if loaded.snapshot is not None:
             try:
-                self.control.restore(loaded.image)
+                self.control.restore(loaded.snapshot)
             except KvpsError as raised:
                 error = raised
             except Exception as raised:  # nobody is served before another cut is held, or none
@@ -301,7 +301,7 @@ class Server:
         self.checkpointer.restored(error)
 
     def _serves(self, packet: Packet) -> bool:
-        """Whether what is held here is what the sender of ``packet`` may ask for."""
+        """Return whether the sender of ``packet`` has seen the rollbacks that this server has."""
         view = self.member.view
         if self.checkpointer.is_returning:
             return False
@@ -420,7 +420,7 @@ class Server:
         self._outbox.append(order)
 
     def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:
-        """Say which cuts there are, or give a store what was read."""
+        """Answer with the list of cuts, or restore a store from what was read."""
         session, seq, message = reviving
         if session.pending.pop(seq, None) is None:
             return  # its rank was replaced, or this server returned to a cut
@@ -431,8 +431,8 @@ class Server:
             if isinstance(answer, FoundCuts):
                 reply = Revived(seq, answer.cuts)
             else:
-                assert answer.image is not None
-                self.control.revive(message.store, answer.image)
+                assert answer.snapshot is not None
+                self.control.revive(message.store, answer.snapshot)
                 self.context.stores[message.store].restored = message.cut
                 reply = Revived(seq, (message.cut,))
         except KvpsError as error:

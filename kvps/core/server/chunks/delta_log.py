@@ -26,7 +26,7 @@ from kvps.compression.spec import BIT1, BIT2, RANDOMK, CodecSpec, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
-"""How many octets of steps are kept, in those of the values."""
+"""Maximum bytes of steps that are kept, as a share of the bytes of the values."""
 
 Step = tuple[CodecSpec, torch.Tensor]
 
@@ -37,11 +37,11 @@ class DeltaLog:
 
     size: int
     version: int
-    """To which the last one led."""
+    """The version that the newest step led to."""
     adds: bool
-    """They add up; else the last is the values."""
+    """Whether steps are added to the values; else the newest step is the values."""
     steps: deque[Step] = field(default_factory=deque)
-    """The oldest first."""
+    """Encoded steps, oldest first."""
 
     def lead(self, held: int) -> list[Step] | None:
         """Return the steps to the values from those of version ``held``; None if they are gone.
@@ -61,26 +61,26 @@ class DeltaLog:
 
 
 class CompressedHistory:
-    """What a chunk knows of the way back: the residuals, and the last steps of each piece."""
+    """The compressed side of a chunk: residuals, and the last steps of each piece."""
 
     def __init__(self, capacity: int) -> None:
         self.residual = torch.zeros(capacity)
-        """What the values lack, of each element."""
+        """Difference of exact and published values, float32 [capacity]."""
         self.trails: dict[int, DeltaLog] = {}
-        """By where a piece begins."""
+        """Start of a piece -> its steps."""
         self._owing: set[int] = set()
-        """Where pieces begin whose values lack something."""
+        """Starts of pieces with a residual."""
         self._kept: torch.Tensor | None = None
-        """The residuals as an image has them: nobody writes to these."""
+        """The residuals that a snapshot refers to: they are not written to."""
 
     def own_residual(self) -> torch.Tensor:
-        """Return the residuals for writing; a copy if an image has them."""
+        """Return the residuals for writing; a copy if a snapshot refers to them."""
         if self.residual is self._kept:
             self.residual = self.residual.clone()
         return self.residual
 
     def keep(self) -> Callable[[], None]:
-        """Let nobody write to the present residuals until what is returned was called."""
+        """Freeze the present residuals; return a function that releases them."""
         self._kept = self.residual
 
         def release() -> None:
@@ -89,23 +89,23 @@ class CompressedHistory:
         return release
 
     def forget(self, start: int, stop: int) -> None:
-        """The values from ``start`` to ``stop`` are new: they lack nothing, and no step leads there."""
+        """Drop the residuals and steps from ``start`` to ``stop``: the values there are new."""
         self.own_residual()[start:stop] = 0
-        for begin in [one for one in self._owing if start <= one < stop]:
+        for begin in [piece for piece in self._owing if start <= piece < stop]:
             self._owing.remove(begin)
             self.trails.pop(begin, None)
 
     def settle(self, values: torch.Tensor, start: int, stop: int) -> None:
-        """Let the values from ``start`` to ``stop`` lack nothing: add to them what they do."""
+        """Add the residuals from ``start`` to ``stop`` to the values, and drop them."""
         values[start:stop] += self.residual[start:stop]
         self.forget(start, stop)
 
     def owes(self, start: int, stop: int) -> bool:
-        """Whether values from ``start`` to ``stop`` lack something."""
-        return any(start <= one < stop for one in self._owing)
+        """Return whether values from ``start`` to ``stop`` have residuals."""
+        return any(start <= piece < stop for piece in self._owing)
 
     def revive(self, start: int, residual: torch.Tensor) -> None:
-        """Let the values of a piece that begins at ``start`` lack this."""
+        """Restore the residual of the piece that begins at ``start``."""
         self.own_residual()[start : start + len(residual)] = residual
         self._owing.add(start)
 
@@ -119,7 +119,7 @@ class CompressedHistory:
         *,
         adds: bool,
     ) -> None:
-        """Move the values of one piece to ``version`` by what can be written of their residuals.
+        """Move the values of one piece to ``version`` by what the codec can express of their residuals.
 
         Args:
             values: of the whole chunk, for writing.
@@ -147,8 +147,8 @@ class CompressedHistory:
         self._trim(trail)
 
     def _trim(self, trail: DeltaLog) -> None:
-        """Drop the oldest steps, as many as are too many."""
-        octets = sum([len(one) for _, one in trail.steps])
+        """Drop the oldest steps beyond the limits."""
+        octets = sum([len(encoded) for _, encoded in trail.steps])
         most = STEPS_MAX if trail.adds else 1
         while len(trail.steps) > 1 and (len(trail.steps) > most or octets > _KEPT * 4 * trail.size):
             octets -= len(trail.steps.popleft()[1])
@@ -169,7 +169,7 @@ class CompressedHistory:
 
 
 def code_of(code: CodecSpec | None, version: int, lr: float | None) -> CodecSpec | None:
-    """Return how the step to ``version`` is written; None for as it is.
+    """Return the codec of the step to ``version``; None for none.
 
     Args:
         code: what the pushes ask for.

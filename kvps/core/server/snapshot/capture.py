@@ -30,13 +30,13 @@ from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
 
 REST = "kvps.rest"
-"""Beside the optimizer's states: what values lack that are compressed for those who pull."""
+"""Residuals of values that are published compressed, beside the optimizer's states."""
 
 
 def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
-    """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
+    """Return the contents of a store; the caller freezes its tensors."""
     histories: dict[int, SpanHistory] = {}
-    """By the identity of a span: one for all of its keys."""
+    """id(span) -> its history, shared by all of its keys."""
     keys = [
         KeySnapshot(name, shard.spec, shard.call, _portions(shard, chunks, histories))
         for name, shard in store.shards.items()
@@ -118,8 +118,10 @@ def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[
 
 
 def _check(store: ServerStore, key: KeySnapshot) -> None:
-    rests = [one.state[REST] for one in key.portions if REST in one.state]
-    if any(key.spec.dtype != "float32" or one.dtype != torch.float32 for one in rests):
+    residuals = [part.state[REST] for part in key.portions if REST in part.state]
+    if any(
+        key.spec.dtype != "float32" or residual.dtype != torch.float32 for residual in residuals
+    ):
         raise StorageError(
             f"key {key.name!r} of store {store.name!r}: the checkpoint has rests for it ({REST}), which "
             "only float32 values have. The image was not written by kvps"
@@ -164,7 +166,7 @@ def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
 
 def _place(store: ServerStore, key: KeySnapshot) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
-    sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
+    sizes = [len(part.weight) for part in key.portions] if len(_runs(key)) > 1 else []
     pieces = store.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
     first = key.portions[0].start if key.portions else 0
     store.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
@@ -176,15 +178,15 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
         cuts = _cuts(key, offset, offset + piece.size)
         history = cuts[0].history
-        chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
+        chunk.writable()[piece.start : stop] = _joined([part.weight for part in cuts])
         chunk.fill(piece.start)
         chunk.forget_changes(piece.start)
         store.forget_state(chunk, piece.start, stop)
-        rows, rest = _states(cuts), _rest(cuts)
-        if rest is not None:
+        rows, residual = _states(cuts), _residual(cuts)
+        if residual is not None:
             back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
-            assert back is not None, "only float32 values have rests"
-            back.revive(piece.start, rest)
+            assert back is not None, "only float32 values have residuals"
+            back.revive(piece.start, residual)
         if store.updater is not None and rows:
             store.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):
@@ -196,14 +198,14 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
 
 
 def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:
-    """Return what the portions of ``key`` hold of its elements from ``start`` to ``stop``."""
+    """Return the parts of ``key`` from element ``start`` to ``stop``."""
     cuts = []
-    for one in key.portions:
-        low, high = max(start, one.start) - one.start, min(stop, one.start + len(one.weight))
-        high -= one.start
+    for part in key.portions:
+        low, high = max(start, part.start) - part.start, min(stop, part.start + len(part.weight))
+        high -= part.start
         if low < high:
-            state = {name: row[low:high] for name, row in one.state.items()}
-            cuts.append(SnapshotPart(one.start + low, one.history, one.weight[low:high], state))
+            state = {name: row[low:high] for name, row in part.state.items()}
+            cuts.append(SnapshotPart(part.start + low, part.history, part.weight[low:high], state))
     return cuts
 
 
@@ -214,16 +216,16 @@ def _states(cuts: list[SnapshotPart]) -> dict[str, torch.Tensor]:
     one may have some; they are as new, then.
     """
     names = cuts[0].state.keys() - {REST}
-    if any(one.state.keys() - {REST} != names for one in cuts):
+    if any(part.state.keys() - {REST} != names for part in cuts):
         return {}
-    return {name: _joined([one.state[name] for one in cuts]) for name in names}
+    return {name: _joined([part.state[name] for part in cuts]) for name in names}
 
 
-def _rest(cuts: list[SnapshotPart]) -> torch.Tensor | None:
-    """Return what neighbours lack; None if that is nothing."""
-    if not any(REST in one.state for one in cuts):
+def _residual(cuts: list[SnapshotPart]) -> torch.Tensor | None:
+    """Return the residuals of neighbouring parts; None if they have none."""
+    if not any(REST in part.state for part in cuts):
         return None
-    return _joined([one.state.get(REST, torch.zeros(len(one.weight))) for one in cuts])
+    return _joined([part.state.get(REST, torch.zeros(len(part.weight))) for part in cuts])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -232,11 +234,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _runs(key: KeySnapshot) -> list[SpanHistory]:
     """Return the histories of a key's parts, each once where neighbours have the same."""
-    return [history for history, _ in groupby(key.portions, lambda one: one.history)]
+    return [history for history, _ in groupby(key.portions, lambda part: part.history)]
 
 
 def _count(key: KeySnapshot) -> int:
-    return sum([len(one.weight) for one in key.portions])
+    return sum([len(part.weight) for part in key.portions])
 
 
 def _counts(keys: list[KeySnapshot]) -> Counter[str]:

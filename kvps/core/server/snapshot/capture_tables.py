@@ -1,6 +1,6 @@
 """Capture of an embedding table into a snapshot, and its restoration.
 
-A server takes the rows whose ids are its own from whatever images hold them: those of as many servers,
+A server takes the rows whose ids are its own from whatever snapshots hold them: those of as many servers,
 or of any other number. Rows come back in blocks, so that the memory for them is needed once.
 """
 
@@ -19,11 +19,11 @@ from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 
 BLOCK_ROWS = 1 << 16
-"""How many rows are put back at once."""
+"""Rows that are restored at once."""
 
 
 def history_of(span: Span) -> SpanHistory:
-    """Return what was done to the elements of a span."""
+    """Return the history of a span."""
     return SpanHistory(span.version, span.step, dict(span.pushed), dict(span.head_start))
 
 
@@ -36,7 +36,7 @@ def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
 
 
 def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
-    """Return the rows that were kept."""
+    """Return the rows of a frozen table."""
     used = len(kept.ids)
     nothing = torch.empty((0, 0), dtype=torch.uint8)
     return RowsSnapshot(
@@ -44,7 +44,11 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
         torch.from_numpy(kept.stamps),
         {
             name: tuple(
-                [one.columns[name][: used - one.start] for one in kept.arenas if one.start < used]
+                [
+                    arena.columns[name][: used - arena.start]
+                    for arena in kept.arenas
+                    if arena.start < used
+                ]
             )
             for name in rows.columns
         },
@@ -54,7 +58,7 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
 
 
 def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> EmbeddingRows:
-    """Return the rows of an image that belong on one server."""
+    """Return the rows of a snapshot that belong on one server."""
     rows = EmbeddingRows(table.recipe, servers)
     rows.set_rate(table.lr)
     for part in table.parts:
@@ -80,7 +84,7 @@ def check(store: ServerStore, table: TableSnapshot) -> None:
 
 
 def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
-    """Give a store a table as it was, in place of what it has; return its piece."""
+    """Replace or make a table of a store by that of a snapshot; return its piece."""
     piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
     chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))
@@ -110,10 +114,10 @@ def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> 
 
 def _within(column: tuple[torch.Tensor, ...], start: int, stop: int) -> torch.Tensor:
     """Return the rows from ``start`` to ``stop`` of tensors that lie end to end."""
-    found, at = [], 0
-    for one in column:
-        low, high = max(start - at, 0), min(stop - at, len(one))
+    parts, at = [], 0
+    for tensor in column:
+        low, high = max(start - at, 0), min(stop - at, len(tensor))
         if low < high:
-            found.append(one[low:high])
-        at += len(one)
-    return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(tensor[low:high])
+        at += len(tensor)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -44,7 +44,7 @@ from kvps.protocol.values import Push, PushIds, PushRows
 from kvps.tensors import TORCH
 
 BLOCK_COUNT = 256 << 10
-"""Elements that one thread adds up and updates at once: between, they stay in its core's cache."""
+"""Elements that one thread sums and updates at once, so that they stay in its core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class PushedRange:
     start: int
     stop: int
     number: int
-    """Of the push, for these elements."""
+    """Number of the push, for these elements."""
     gradient: Part
 
     def part(self, span: Span) -> PushedRange:
-        """Return the elements that lie in ``span``, too."""
+        """Return the part of this range that lies in ``span``."""
         start, stop = max(span.start, self.start), min(span.stop, self.stop)
         if (start, stop) == (self.start, self.stop):
             return self
@@ -69,7 +69,7 @@ class PushedRange:
 
 @dataclass(frozen=True, slots=True)
 class JudgedPush:
-    """What becomes of a push that is not refused; valid until anything else is applied."""
+    """The decision about a push that is not refused; valid until another push is applied."""
 
     store: ServerStore
     verdict: Verdict
@@ -77,11 +77,11 @@ class JudgedPush:
     ranks: tuple[int, ...]
     """The ranks that the push speaks for."""
     back: CodecSpec | None
-    """How they want what comes of it to be written."""
+    """The codec in which they want the update; None for none."""
     is_lent: bool
     """The gradient is its sender's memory, and must not be written to."""
     ranges: tuple[PushedRange, ...]
-    """What is to be taken in: the elements that were not counted before. Empty unless COUNTED."""
+    """The elements that were not counted before; empty unless the verdict is COUNTED."""
 
 
 class Aggregator:
@@ -91,7 +91,7 @@ class Aggregator:
         self.chunks = chunks
         self._workers = workers
         self.is_torn = False
-        """Something failed while values were changed: some of them are of no version."""
+        """An update failed half-way: some values are of no version."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """Chunk -> (keys looked at so far, [(start, stop)] of pieces that hold only part of a key)."""
         self._updates = Updates(BLOCK_COUNT * threads, wake)
@@ -238,7 +238,7 @@ class Aggregator:
         return [span for begin, end in pairwise(edges) for span in chunk.cut(begin, end)]
 
     def _pieces_apart(self, store: ServerStore, chunk: Chunk) -> list[tuple[int, int]]:
-        """Return where pieces lie in ``chunk`` that are not all of their key, in order."""
+        """Return (start, stop) of the pieces in ``chunk`` that are only part of their key, in order."""
         known, apart = self._apart.get(chunk.number, (0, []))
         if known < len(chunk.keys):
             apart = apart + [
@@ -292,7 +292,7 @@ class Aggregator:
                 self.close_all(store, chunk, part)
 
     def _close_first(self, store: ServerStore, chunk: Chunk, span: Span) -> list[Span]:
-        """Close the oldest round of ``span``; return what was cut off from it on the way."""
+        """Close the oldest round of ``span``; return the spans that were split off from it."""
         closed, stop = span.rounds.popleft(), span.stop
         total = closed.mean() if store.opened.average else closed.sum()
         due = PendingUpdate(closed.number, (), total, closed.whose(), back=closed.back)
@@ -339,7 +339,7 @@ class Aggregator:
             self.norms.forget(store.name)
 
     def replace(self, store: ServerStore, shard: Shard) -> list[PendingRead]:
-        """Give back the place of a key that has another one now; return who waited there."""
+        """Free the old place of a key that was placed anew; return the reads that waited there."""
         self.forget(store, [shard])
         return self.chunks.retire(shard.pieces)
 

@@ -31,7 +31,7 @@ from kvps.dtypes import BY_NAME
 from kvps.tensors import TORCH
 
 Wake = Callable[[list[PendingRead]], None]
-"""Called with the reads that waited for what has just moved, before anything moves on."""
+"""Called with the reads that waited for values that have just moved, before they move again."""
 
 
 class Updates:
@@ -73,7 +73,7 @@ class Updates:
         self._wake(chunk.woken(span.start, span.stop))
 
     def skip(self, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
-        """Leave ``span`` as it is: a round is closed by that, a push just taken in."""
+        """Drop an update: a round is closed without it, a push is just taken in."""
         if due.rank is None:
             span.version += 1
         self._wake(chunk.woken(span.start, span.stop))
@@ -213,7 +213,7 @@ class Updates:
             self.skip(chunk, part, update)
 
     def _flaw(self, store: ServerStore, chunk: Chunk, due: PendingUpdate) -> Flaw | None:
-        """Return what is not finite in a gradient. If all is, it is added up by that."""
+        """Return the flaw of a gradient; None if it is finite, and then ``due`` has the sum."""
         if due.sum.is_sparse:
             flaw, rows = _gathered(store, chunk, due)
             if flaw is None:
@@ -234,7 +234,7 @@ class Updates:
     def add_up(
         self, store: ServerStore, chunk: Chunk, due: PendingUpdate, *, by_rows: bool
     ) -> None:
-        """Add a gradient up in memory of its own, and note what is not finite, if the store looks.
+        """Sum a gradient in memory of its own, and note its flaw, if the store checks.
 
         One of which only rows are there stays so, if it may be applied ``by_rows``.
         """
@@ -260,7 +260,7 @@ class Updates:
         *,
         is_sum: bool = False,
     ) -> Flaw | None:
-        """Add a gradient up in ``whole``, unless it is the sum; return what is not finite in it."""
+        """Sum a gradient into ``whole``, unless that is the sum already; return its flaw."""
         kept_as = _kept_as(store, chunk)
         count = 0
         for begin in range(0, len(whole), self._block_count):
@@ -287,7 +287,7 @@ def segments(
 
 
 def _densify(due: PendingUpdate) -> None:
-    """Make of a sum that is all rows one of all elements, for a rule that wants these."""
+    """Make a sum of rows dense, for a rule that needs all elements."""
     if due.sum.is_sparse:
         due.sum, due.is_own = GradientSum((DenseGradient([due.sum.whole()]),)), True
 
@@ -295,7 +295,7 @@ def _densify(due: PendingUpdate) -> None:
 def _gathered(
     store: ServerStore, chunk: Chunk, due: PendingUpdate
 ) -> tuple[Flaw | None, RowGradient]:
-    """Add a gradient up of which only rows are there; return what is not finite, and the sum."""
+    """Sum row gradients; return the flaw and the sum."""
     rows = due.sum.gathered()
     return _flaw_of(due, count_nonfinite(rows.joined().to(_kept_as(store, chunk)))), rows
 

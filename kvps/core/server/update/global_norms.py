@@ -33,20 +33,20 @@ from kvps.protocol.envelope import WINDOW
 NormId = tuple[str, str, int | None, int]
 """(store, key, rank or None, number)."""
 NO_NUMBER = -1.0
-"""How a sum of squares travels that is NaN or infinity; no sum of squares is negative."""
+"""Stands for a sum of squares that is NaN or infinity; none is negative."""
 
 
 class PartialSums(NamedTuple):
-    """What one server tells of its part of a tensor."""
+    """One server's sums over its part of a tensor."""
 
     sums: tuple[float, ...]
     """Empty while they are unknown."""
     culprits: tuple[int, ...] = ()
-    """The ranks among whose pushes the values are that are not finite."""
+    """Ranks that pushed values that are not finite."""
 
 
 class PartialNorms:
-    """What is known of one tensor's sums for one update.
+    """The sums over one tensor for one update, as far as they are known.
 
     Args:
         number: which update.
@@ -57,7 +57,7 @@ class PartialNorms:
         self.id = number
         self.counts = counts
         self.holders: frozenset[int] = frozenset()
-        """The other servers that hold pieces; known when a piece here was measured."""
+        """The other servers with pieces of it; known once a piece here was measured."""
         self._pieces_left: int | None = None
         self._local: torch.Tensor | None = None
         self._remote: dict[int, torch.Tensor] = {}
@@ -86,7 +86,7 @@ class PartialNorms:
                 del self._remote[server]
 
     def hear(self, server: int, sums: tuple[float, ...], culprits: Iterable[int] = ()) -> None:
-        """Take in another server's sums; again and again is fine.
+        """Take in another server's sums; repetitions are fine.
 
         Raises:
             Mismatch: if they are not as many as this server's.
@@ -102,19 +102,19 @@ class PartialNorms:
 
     @property
     def mine(self) -> tuple[float, ...]:
-        """This server's sums, as they are told; empty while a piece is missing."""
+        """This server's sums, as they are sent; empty while a piece is missing."""
         if self._pieces_left != 0 or self._local is None:
             return ()
         return tuple(self._local.nan_to_num(NO_NUMBER).tolist())
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The ranks among whose pushes the values are that are not finite, as far as is known."""
+        """Ranks that pushed values that are not finite, as far as is known."""
         return tuple(sorted(self._culprits))
 
     @property
     def told(self) -> PartialSums:
-        """What this server tells."""
+        """This server's sums and culprits."""
         return PartialSums(self.mine, self.culprits)
 
     @property
@@ -137,10 +137,10 @@ class PartialNorms:
         return reduce(_plus, [known[server] for server in sorted({me, *self.holders})])
 
 
-def _plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add sums; of those that were measured under two rules, what they have in common."""
-    width = min(len(one), len(other))
-    return one[:width] + other[:width]
+def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add sums; of sums measured under two rules, the ones that both have."""
+    width = min(len(left), len(right))
+    return left[:width] + right[:width]
 
 
 class GlobalNorms:
@@ -151,9 +151,9 @@ class GlobalNorms:
         self._updates = updates
         self._workers = workers
         self.open: dict[NormId, PartialNorms] = {}
-        """Of the updates that are not made yet."""
+        """Sums for updates that are not made yet."""
         self.closed: dict[NormId, PartialSums] = {}
-        """This server's sums for updates that are made, for one who has missed them: the last
+        """This server's sums for updates that are made, for servers that missed them: the last
         WINDOW of each (store, key, rank)."""
         self.untold: list[PartialNorms] = []
         """Norms whose local sums are complete, and whose holders have not been told."""
@@ -187,7 +187,7 @@ class GlobalNorms:
         self.settle(store, norm)
 
     def _norm(self, store: ServerStore, number: NormId) -> PartialNorms:
-        """Return what is known for an update, from nothing on."""
+        """Return the sums for an update, made if there are none."""
         norm = self.open.get(number)
         if norm is None:
             norm = PartialNorms(number, store.may_drop(store.shards[number[1]].spec.dtype))
@@ -209,7 +209,7 @@ class GlobalNorms:
     def hear(
         self, store: ServerStore, number: NormId, server: int, told: PartialSums
     ) -> PartialNorms | None:
-        """Take in what another server told of an update; return what is to be settled by it.
+        """Take in another server's sums for an update; return the norms to settle, if any.
 
         Raises:
             KeyNotFound, Mismatch, ProtocolError: if that cannot be; nothing is changed.
@@ -299,9 +299,9 @@ class GlobalNorms:
     def forget(self, store: str, keys: Collection[str] | None = None) -> None:
         """Forget the norms of one store, or of some keys of it."""
         for norms in (self.open, self.closed):
-            for number in [number for number in norms if number[0] == store]:
-                if keys is None or number[1] in keys:
-                    del norms[number]
+            ours = [number for number in norms if number[0] == store]
+            for number in [number for number in ours if keys is None or number[1] in keys]:
+                del norms[number]
 
     def check(self) -> None:
         """Assert that what was measured was told."""

@@ -70,7 +70,7 @@ def done(one: ServerStage, answer: object) -> list[Message]:
 def values(order: Order) -> list[list[float]]:
     """What the image that is to be written holds."""
     assert isinstance(order, Write)
-    return [tensor.tolist() for tensor in order.image.tensors()]
+    return [tensor.tolist() for tensor in order.snapshot.tensors()]
 
 
 def kept(cut: int = 5, begins: int = 1, versions: tuple[int, int] = (0, 0)) -> ImageKept:
