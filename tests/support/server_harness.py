@@ -343,10 +343,8 @@ class ServerStage:
                 store.opened,
                 {k: repr(v) for k, v in store.shards.items()},
                 store.hyper,
-                store.sent_hyper,
-                store.sent_lr,
-                store.optimize_calls,
-                store.rate_calls,
+                repr(store.sent_optimizer),
+                repr(store.sent_rate),
             )
             for name, store in context.stores.items()
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from kvps.core.liveness import ranks_in_words
 from kvps.core.optim.hyperparams import HyperParams
@@ -23,7 +24,7 @@ from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
-from kvps.core.server.store import ServerStore
+from kvps.core.server.store import ServerStore, Setting
 from kvps.core.server.stragglers import Stall
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import (
@@ -72,6 +73,8 @@ from kvps.tensors import dtype_of, from_frame, to_frame
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
 """Maximum keys, and maximum push counts of ranks, in one STATUS answer."""
+
+T = TypeVar("T")
 
 
 class Control:
@@ -240,88 +243,92 @@ class Control:
 
     def optimize(self, session: Session, seq: int, message: Optimize) -> None:
         """Set the optimizer, or wait until rank 0 has."""
-        store, attempt = self._context.store(message.store), Attempt(message.call, message.refused)
+        store = self._context.store(message.store)
         numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
+
+        def install() -> HyperParams:
+            hyper = HyperParams.from_wire(message.name, numbers)
+            if message.call > store.sent_optimizer.calls:
+                self._aggregator.optimize(store, hyper)
+            return hyper
+
         if message.create:
-            self._context.demand_rank_0(session, "set the optimizer")
-            try:
-                hyper = HyperParams.from_wire(message.name, numbers)
-                if message.call > store.optimize_calls:
-                    self._aggregator.optimize(store, hyper)
-                    store.optimize_calls, store.sent_hyper = message.call, hyper
-                    store.optimize_after = message.after
-            except KvpsError as error:
-                store.refusals.keep(Optimize, attempt, error)
-                self._context.retry()
-                raise
-            self._context.send(session, Done(seq))
-            self._context.retry()
-            return
-        hyper = HyperParams.from_wire(message.name, numbers)
-
-        def retry() -> Message | None:
-            if not message.resumed:
-                store.refusals.check(Optimize, attempt)
-            if message.resumed:
-                is_past = message.after <= store.optimize_after or store.sent_hyper == hyper
-                return Done(seq) if is_past and store.optimize_calls else None
-            if store.optimize_calls < message.call:
-                return None
-            is_same = (store.optimize_calls, store.optimize_after) == (message.call, message.after)
-            if is_same and store.sent_hyper != hyper:
-                error = Mismatch(
-                    f"rank {session.rank} set optimizer {hyper}, rank 0 set {store.sent_hyper}; "
-                    "rank 0's counts, so give the same on every rank"
-                )
-                store.refusals.keep(Optimize, attempt, error)
-                raise error
-            return Done(seq)
-
-        self._context.attempt(
-            session, seq, PendingRequest(retry, _of(0, "has not set the optimizer"))
-        )
+            self._set(session, seq, message, store.sent_optimizer, "optimizer", install)
+        else:
+            hyper = HyperParams.from_wire(message.name, numbers)
+            self._agree(session, seq, message, store.sent_optimizer, "optimizer", hyper)
 
     def rate(self, session: Session, seq: int, message: Rate) -> None:
         """Set the learning rate, or wait until rank 0 has."""
-        store, attempt = self._context.store(message.store), Attempt(message.call, message.refused)
+        store = self._context.store(message.store)
         if store.hyper is None:
             raise ConfigError(f"store {store.name!r} has no optimizer; call set_optimizer() first")
+
+        def install() -> float:
+            if message.call > store.sent_rate.calls:
+                store.set_rate(message.lr)
+            return message.lr
+
         if message.create:
-            self._context.demand_rank_0(session, "set the learning rate")
-            if message.call > store.rate_calls:
-                try:
-                    store.set_rate(message.lr)
-                except KvpsError as error:
-                    store.refusals.keep(Rate, attempt, error)
-                    self._context.retry()
-                    raise
-                store.rate_calls, store.sent_lr = message.call, message.lr
-                store.rate_after = message.after
-            self._context.send(session, Done(seq))
+            self._set(session, seq, message, store.sent_rate, "learning rate", install)
+        else:
+            self._agree(session, seq, message, store.sent_rate, "learning rate", message.lr)
+
+    def _set(
+        self,
+        session: Session,
+        seq: int,
+        message: Optimize | Rate,
+        setting: Setting[T],
+        title: str,
+        install: Callable[[], T],
+    ) -> None:
+        """Let rank 0 set something; what it is refused, all are refused."""
+        self._context.demand_rank_0(session, f"set the {title}")
+        try:
+            value = install()
+        except KvpsError as error:
+            refusals = self._context.store(message.store).refusals
+            refusals.keep((title,), Attempt(message.call, message.refused), error)
             self._context.retry()
-            return
+            raise
+        if message.call > setting.calls:
+            setting.value, setting.calls, setting.after = value, message.call, message.after
+        self._context.send(session, Done(seq))
+        self._context.retry()
+
+    def _agree(
+        self,
+        session: Session,
+        seq: int,
+        message: Optimize | Rate,
+        setting: Setting[T],
+        title: str,
+        value: T,
+    ) -> None:
+        """Answer another rank once rank 0 has made the same call, with the same value."""
+        refusals = self._context.store(message.store).refusals
+        attempt = Attempt(message.call, message.refused)
 
         def retry() -> Message | None:
-            if not message.resumed:
-                store.refusals.check(Rate, attempt)
             if message.resumed:
-                is_past = message.after <= store.rate_after or store.sent_lr == message.lr
-                return Done(seq) if is_past and store.rate_calls else None
-            if store.rate_calls < message.call:
+                is_past = message.after <= setting.after or setting.value == value
+                return Done(seq) if is_past and setting.calls else None
+            refusals.check((title,), attempt)
+            if setting.calls < message.call:
                 return None
-            is_same = (store.rate_calls, store.rate_after) == (message.call, message.after)
-            if is_same and store.sent_lr != message.lr:
+            is_same_call = (setting.calls, setting.after) == (message.call, message.after)
+            if is_same_call and setting.value != value:
                 error = Mismatch(
-                    f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
-                    f"{store.sent_lr}; rank 0's counts, so give the same on every rank"
+                    f"rank {session.rank} set {title} {value}, rank 0 set {setting.value}; "
+                    "rank 0's counts, so give the same on every rank"
                 )
-                store.refusals.keep(Rate, attempt, error)
+                refusals.keep((title,), attempt, error)
                 raise error
             return Done(seq)
 
-        self._context.attempt(
-            session, seq, PendingRequest(retry, _of(0, "has not set the learning rate"))
-        )
+        why = _of(0, f"has not set the {title}")
+        self._context.attempt(session, seq, PendingRequest(retry, why))
 
     # --- those who have run out of batches ----------------------------------------------------------
 
@@ -376,11 +383,11 @@ class Control:
         store = self._context.store(message.store)
         return HistoryIs(
             seq,
-            store.optimize_calls,
-            store.optimize_after,
-            store.rate_calls,
-            store.rate_after,
-            store.sent_lr,
+            store.sent_optimizer.calls,
+            store.sent_optimizer.after,
+            store.sent_rate.calls,
+            store.sent_rate.after,
+            store.sent_rate.value,
             store.joins.over,
             session.rank in store.joins.away,
             store.restored,

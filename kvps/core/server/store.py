@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -46,6 +47,8 @@ STEP_MAX = 2**53
 """Maximum updates of a state: beyond it float64 does not represent every whole number."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Shard:
@@ -73,21 +76,29 @@ class Shard:
         return self.call >= 0
 
 
+@dataclass(slots=True)
+class Setting(Generic[T]):
+    """What rank 0 set last by a collective call."""
+
+    value: T
+    calls: int = 0
+    """Number of the call, from 1; 0 before the first."""
+    after: int = 0
+    """Rounds that rank 0 had pushed before the call."""
+
+
 class ServerStore:
     """A store's keys, slabs and optimizer on one server."""
 
     def __init__(self, opened: Open, chunks: Chunks, limit_bytes: int | None) -> None:
-        if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
-            raise ConfigError(
-                f"store {opened.store!r}: mode {opened.mode!r:.40} and on_worker_lost "
-                f"{opened.on_worker_lost!r:.40} must be of {', '.join(MODES)} and of "
-                f"{', '.join(POLICIES)}"
-            )
-        if opened.on_nonfinite not in ACTIONS:
-            raise ConfigError(
-                f"store {opened.store!r}: on_nonfinite {opened.on_nonfinite!r:.40} must be one of "
-                f"{', '.join(ACTIONS)}"
-            )
+        options = {"mode": MODES, "on_worker_lost": POLICIES, "on_nonfinite": ACTIONS}
+        for option, choices in options.items():
+            choice = getattr(opened, option)
+            if choice not in choices:
+                raise ConfigError(
+                    f"store {opened.store!r}: {option} {choice!r:.40} must be one of "
+                    f"{', '.join(choices)}"
+                )
         if opened.average and opened.mode != "sync":
             raise ConfigError(
                 f"store {opened.store!r}: average is for sync stores; in an {opened.mode} one each "
@@ -109,14 +120,10 @@ class ServerStore:
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
         self.hyper: HyperParams | None = None
-        self.sent_hyper: HyperParams | None = None
+        self.sent_optimizer: Setting[HyperParams | None] = Setting(None)
         """Rank 0's last set_optimizer; ``hyper`` also follows set_learning_rate."""
-        self.sent_lr = 0.0
+        self.sent_rate = Setting(0.0)
         """Rank 0's last set_learning_rate."""
-        self.optimize_after = self.rate_after = 0
-        """Rounds that rank 0 had pushed before these calls."""
-        self.optimize_calls = 0
-        self.rate_calls = 0
         self.refusals = Refusals()
         """Errors of rank 0, or of the creator of keys, kept as the answer for all."""
         self.joins = JoinTracker()

@@ -24,7 +24,7 @@ from kvps.core.server.snapshot.model import (
     SpanHistory,
     StoreSnapshot,
 )
-from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.store import ServerStore, Setting, Shard
 from kvps.dtypes import BY_NAME
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
@@ -45,13 +45,13 @@ def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
     return StoreSnapshot(
         store.opened,
         store.hyper,
-        store.sent_hyper,
-        store.sent_lr,
-        store.optimize_calls,
-        store.rate_calls,
+        store.sent_optimizer.value,
+        store.sent_rate.value,
+        store.sent_optimizer.calls,
+        store.sent_rate.calls,
         tuple(keys),
-        store.optimize_after,
-        store.rate_after,
+        store.sent_optimizer.after,
+        store.sent_rate.after,
         JoinsSnapshot(store.joins.over, dict(store.joins.last), dict(store.joins.made)),
         tuple(
             [
@@ -151,11 +151,11 @@ def _check(store: ServerStore, key: KeySnapshot) -> None:
 def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
     assert snapshot.hyper is not None
     if store.hyper is None:
-        store.hyper, store.sent_hyper = snapshot.hyper, snapshot.sent_hyper
-        store.sent_lr = snapshot.sent_lr
-        store.optimize_calls = snapshot.optimize_calls
-        store.optimize_after = snapshot.optimize_after
-        store.rate_calls, store.rate_after = snapshot.rate_calls, snapshot.rate_after
+        store.hyper = snapshot.hyper
+        store.sent_optimizer = Setting(
+            snapshot.sent_hyper, snapshot.optimize_calls, snapshot.optimize_after
+        )
+        store.sent_rate = Setting(snapshot.sent_lr, snapshot.rate_calls, snapshot.rate_after)
         store.updater = create(snapshot.hyper)
     elif store.hyper.name != snapshot.hyper.name:
         raise Mismatch(
