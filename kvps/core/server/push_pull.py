@@ -15,11 +15,11 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.effects import Send
 from kvps.core.gradients import DenseGradient
-from kvps.core.server import reads, row_reads
+from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Verdict
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.row_reads import PendingRowRead
+from kvps.core.server.reads import PendingRowRead
 from kvps.core.server.sessions import PendingRead, PendingTableRead, Session
 from kvps.core.server.store import ServerStore
 from kvps.core.server.update import embedding_rows
@@ -281,11 +281,11 @@ class PushPull:
     def _read_rows(self, reading: PendingRowRead) -> None:
         """Answer a request for rows, or let it wait at the first piece that lacks something."""
         store, session = self._context.stores[reading.store], reading.session
-        if not row_reads.holds(store, self._chunks, reading, self._context.quorum(store)):
+        if not reads.holds_rows(store, self._chunks, reading, self._context.quorum(store)):
             self._chunks.by_number[reading.chunk].wait(reading)
             return
         del session.pending[reading.seq]
-        answer, tensors = row_reads.read(store, self._chunks, reading)
+        answer, tensors = reads.read_rows(store, self._chunks, reading)
         each = rows_in_frame(answer.dtype, answer.width) * answer.width
         frames = (*tensors[:-1], *(torch.split(tensors[-1], each) if tensors else ()))
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
