@@ -131,8 +131,8 @@ class ServerStage:
 
     def orders(self) -> list[Order]:
         """What the disk is asked for, since the last time."""
-        orders = [one.order for one in self.notes if isinstance(one, Disk)]
-        self.notes = [one for one in self.notes if not isinstance(one, Disk)]
+        orders = [effect.order for effect in self.notes if isinstance(effect, Disk)]
+        self.notes = [effect for effect in self.notes if not isinstance(effect, Disk)]
         return orders
 
     def disk(self, answer: Answer) -> list[Said]:
@@ -190,7 +190,7 @@ class ServerStage:
             if not isinstance(effect, Send):
                 self.notes.append(effect)
                 continue
-            packet = wire.decode([bytes(one) for one in wire.encode(effect.packet)])
+            packet = wire.decode([bytes(frame) for frame in wire.encode(effect.packet)])
             assert packet.message == effect.packet.message
             hold: Buffer | None = effect.hold  # type: ignore[assignment]
             said.append(Said(effect.to, packet.message, packet.payload, hold))
@@ -301,8 +301,8 @@ class ServerStage:
     def values(self, key: str) -> list[float]:
         """What the server holds of ``key``."""
         rows = [
-            self.chunk(one.chunk).buffer.tensor[one.start : one.start + one.size]
-            for one in self.pieces[key]
+            self.chunk(piece.chunk).buffer.tensor[piece.start : piece.start + piece.size]
+            for piece in self.pieces[key]
         ]
         return torch.cat(rows).tolist()
 
@@ -314,14 +314,14 @@ class ServerStage:
         context = self.server.context
         chunks = [
             (
-                one.number,
-                one.keys,
-                one.bounds,
-                str(one.buffer.tensor[: one.used].tolist()),
-                {n: str(t[: one.used].tolist()) for n, t in (one.state or {}).items()},
-                None if one.back is None else str(one.back.residual[: one.used].tolist()),
-                sorted(one._blank),
-                one._retired,
+                chunk.number,
+                chunk.keys,
+                chunk.bounds,
+                str(chunk.buffer.tensor[: chunk.used].tolist()),
+                {n: str(t[: chunk.used].tolist()) for n, t in (chunk.state or {}).items()},
+                None if chunk.back is None else str(chunk.back.residual[: chunk.used].tolist()),
+                sorted(chunk._blank),
+                chunk._retired,
                 # How spans are cut means nothing; what they say of each key does.
                 [
                     (
@@ -332,11 +332,11 @@ class ServerStage:
                         [(r.number, r.ranks) for r in span.rounds],
                         [(d.number, d.ranks) for d in span.due],
                     )
-                    for begin in one.bounds[:-1]
-                    for span in one.spans_in(begin, begin + 1)
+                    for begin in chunk.bounds[:-1]
+                    for span in chunk.spans_in(begin, begin + 1)
                 ],
             )
-            for one in context.chunks.by_number.values()
+            for chunk in context.chunks.by_number.values()
         ]
         stores = {
             name: (
@@ -348,7 +348,7 @@ class ServerStage:
             )
             for name, store in context.stores.items()
         }
-        pending = {rank: sorted(one.pending) for rank, one in context.sessions.items()}
+        pending = {rank: sorted(session.pending) for rank, session in context.sessions.items()}
         norms = sorted(self.server.push_pull.aggregator.norms.open, key=repr)
         return copy.deepcopy((chunks, stores, pending, context.chunks.weight_bytes, norms))
 
@@ -358,16 +358,16 @@ class ServerStage:
 
 def over(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
     """Return the packet as its receiver gets it."""
-    frames = wire.encode(Packet(envelope, message, tuple(to_frame(one) for one in payload)))
-    return wire.decode([memoryview(bytearray(one)) for one in frames])
+    frames = wire.encode(Packet(envelope, message, tuple(to_frame(tensor) for tensor in payload)))
+    return wire.decode([memoryview(bytearray(frame)) for frame in frames])
 
 
 def lending(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
     """Return the packet as its receiver gets it if ``payload`` is lent to it."""
-    frames = tuple(to_frame(one) for one in payload)
+    frames = tuple(to_frame(tensor) for tensor in payload)
     loans = tuple(Loan(1, 1, 0, frame.nbytes) for frame in frames)
     head = wire.encode(Packet(envelope, message, (), loans))
-    return replace(wire.decode([bytes(one) for one in head]), payload=frames)
+    return replace(wire.decode([bytes(frame) for frame in head]), payload=frames)
 
 
 def greeting(**fields: object) -> Hello:
@@ -415,23 +415,25 @@ def zeros(count: int, dtype: str = "float32") -> torch.Tensor:
 
 def heard(said: Iterable[Said], cls: type[M], to: str | bytes | None = None) -> list[M]:
     """The messages of one class (to one route)."""
-    return [one.message for one in said if isinstance(one.message, cls) and to in (None, one.to)]
+    return [
+        item.message for item in said if isinstance(item.message, cls) and to in (None, item.to)
+    ]
 
 
 def pulled(said: Iterable[Said]) -> dict[int, list[float]]:
     """The values that were answered, by the number of the request."""
-    return {one.message.seq: one.values() for one in said if isinstance(one.message, Pulled)}
+    return {item.message.seq: item.values() for item in said if isinstance(item.message, Pulled)}
 
 
 def refusal(said: Sequence[Said]) -> str:
     """The one answer, which must be an ERROR, as ``Class: text``."""
-    (one,) = said
-    assert isinstance(one.message, Error), one
+    (answer,) = said
+    assert isinstance(answer.message, Error), answer
     from kvps.errors import BY_CODE
 
-    return f"{BY_CODE[one.message.code].__name__}: {one.message.text}"
+    return f"{BY_CODE[answer.message.code].__name__}: {answer.message.text}"
 
 
 def acked(said: Iterable[Said]) -> list[int]:
     """The requests that were acknowledged."""
-    return [receipt.seq for one in heard(said, Ack) for receipt in one.receipts]
+    return [receipt.seq for ack in heard(said, Ack) for receipt in ack.receipts]

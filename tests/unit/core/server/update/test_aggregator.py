@@ -12,12 +12,12 @@ import torch
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.update import aggregator, apply
 from kvps.dtypes import BY_NAME
-from kvps.protocol.envelope import WINDOW
+from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import GetState, StateIs
 from kvps.protocol.values import Ack, Pulled, Push, Run
 from kvps.tensors import TORCH
-from tests.support.server_harness import ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import ServerStage, acked, heard, over, pulled, refusal
 
 
 def stage(workers: int = 2, mode: str = "sync", optimizer: str = "", **options: object):
@@ -46,6 +46,15 @@ def test_a_round_closes_when_every_rank_has_pushed_and_the_sum_is_assigned() -> 
         one.push(rank, "a", [1, 10], 0)
     assert one.values("a") == [3, 30]
     assert one.span("a").version == 1
+
+
+def test_a_push_is_applied_before_anybody_takes_its_effects() -> None:
+    one = stage(1)
+    envelope = Envelope(one.job, one.view, Role.WORKER, 0, one.seats[0].incarnation, 99)
+    packet = over(envelope, Push(1, 1, (0,), 1.0, False, (Run(0, 2, 0),)), torch.ones(2))
+    effects = one.server.on_packet(b"w0", packet, one.now)
+    assert one.values("a") == [1, 1]
+    assert acked(one.take(effects)) == [99]
 
 
 @pytest.mark.spec("R50", "R51", "R52")
