@@ -48,14 +48,15 @@ class CompressionPolicy:
     default: KeyCompression | None
     patterns: tuple[tuple[str, KeyCompression | None], ...] = ()
     """The first that matches a key decides."""
+    are_off: bool = field(init=False, repr=False, compare=False)
+    """Nothing is compressed, whatever its key."""
     _known: dict[tuple[str, Spec], KeyCompression | None] = field(
         default_factory=dict, repr=False, compare=False
     )
 
-    @property
-    def are_off(self) -> bool:
-        """Whether nothing is compressed, whatever its key."""
-        return self.default is None and all(one is None for _, one in self.patterns)
+    def __post_init__(self) -> None:
+        settings = [self.default, *[setting for _, setting in self.patterns]]
+        object.__setattr__(self, "are_off", not any(settings))
 
     def setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         """Return how a key travels; None for as it is."""

@@ -5,7 +5,7 @@ several pieces, one for each run of tensors that happen to be neighbours in memo
 done with gradients (:class:`GradientSum`) goes from edge to edge.
 
 A gradient of a table may also be :class:`~kvps.core.row_gradients.RowGradient`. A sum of such ones alone stays so;
-one of both kinds is taken as if all were strips.
+a sum of both kinds is taken as if all were dense.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DenseGradient:
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = tuple(pieces)
-        self._stops = tuple(accumulate([one.numel() for one in pieces]))
+        self._stops = tuple(accumulate([piece.numel() for piece in pieces]))
 
     @classmethod
     def of(cls, payload: Sequence[memoryview], dtype: int) -> DenseGradient:
@@ -43,7 +43,7 @@ class DenseGradient:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where its pieces end."""
+        """The element at which each piece ends."""
         return self._stops
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class DenseGradient:
         return piece[start - begin : stop - begin]
 
     def part(self, start: int, stop: int) -> DenseGradient:
-        """Return the elements from ``start`` to ``stop`` as a strip."""
+        """Return the elements from ``start`` to ``stop`` as a gradient."""
         if start == 0 and stop == len(self):
             return self
         edges = [start, *[edge for edge in self._stops if start < edge < stop], stop]
@@ -78,7 +78,7 @@ Part = DenseGradient | RowGradient
 class GradientSum:
     """Gradients that are to be added up, in this order, and divided by a number if it is not 1.
 
-    Where both kinds are among them, the strips come first.
+    Dense gradients come before row gradients.
     """
 
     parts: tuple[Part, ...]
@@ -86,11 +86,11 @@ class GradientSum:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether only some rows of all parts together are there."""
+        """Whether every part has only some of its rows."""
         return all(isinstance(part, RowGradient) for part in self.parts)
 
     def gathered(self) -> RowGradient:
-        """Return a sum that is sparse as one part, in memory of its own."""
+        """Return a sparse sum as one row gradient, in memory of its own."""
         return added([part for part in self.parts if isinstance(part, RowGradient)], self.divisor)
 
     def __len__(self) -> int:
@@ -101,11 +101,11 @@ class GradientSum:
 
         ``out`` is of the type that sums are taken in.
         """
-        strips = [part for part in self.parts if isinstance(part, DenseGradient)]
-        edges = {edge for part in strips for edge in part.edges if start < edge < stop}
+        dense = [part for part in self.parts if isinstance(part, DenseGradient)]
+        edges = {edge for part in dense for edge in part.edges if start < edge < stop}
         begin = start
         for end in (*sorted(edges), stop):
-            _add([part.within(begin, end) for part in strips], out[begin - start : end - start])
+            _add([part.within(begin, end) for part in dense], out[begin - start : end - start])
             begin = end
         for part in self.parts:
             if isinstance(part, RowGradient):

@@ -8,11 +8,10 @@ one of these and read its view. A member that has to wait is told so; one that h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
-from kvps.core.quorum import Quorum
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, from_code
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
@@ -35,6 +34,37 @@ STILL_S = 5.0
 JOIN_MAX_S = 60.0
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """The worker ranks that rounds may have to wait for."""
+
+    held: frozenset[int]
+    """Held by a live worker (or not yet taken for the first time)."""
+    lost: frozenset[int]
+    """Lost: it did not leave, so its gradient is missing until a replacement brings it."""
+    away: frozenset[int] = frozenset()
+    """Of a store: those that have joined, as they have run out of batches."""
+
+    def required(self, on_worker_lost: str) -> frozenset[int]:
+        """The ranks that a round of a store with this policy waits for."""
+        members = self.members(on_worker_lost)
+        return members - self.away if self.away else members
+
+    def members(self, on_worker_lost: str) -> frozenset[int]:
+        """The ranks that take part in a store with this policy, those that are away among them."""
+        # Asked for each push, so that nothing is made where nobody is lost.
+        return self.held | self.lost if self.lost and on_worker_lost != "shrink" else self.held
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The ranks whose clocks count."""
+        return self.held - self.away if self.away else self.held
+
+    def without(self, away: frozenset[int]) -> Quorum:
+        """Return this quorum in a store that these ranks have joined."""
+        return replace(self, away=away) if away else self
 
 
 @dataclass(frozen=True, slots=True)

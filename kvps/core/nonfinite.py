@@ -13,7 +13,7 @@ import torch
 ACTIONS = ("apply", "skip", "error")
 """What becomes of an update whose gradient is not finite."""
 RANKS_MAX = 20
-"""Ranks that a text names."""
+"""Maximum ranks that a text names."""
 
 
 def count_nonfinite(values: torch.Tensor) -> int:
@@ -39,9 +39,9 @@ class Flaw(NamedTuple):
     """What is not finite in a gradient."""
 
     values: int
-    """How many."""
+    """Number of values that are not finite."""
     ranks: tuple[int, ...]
-    """Among whose pushes they are; empty where all pushes are finite and their sum is not."""
+    """Ranks that pushed them; empty if every push was finite and only the sum was not."""
 
 
 def describe(key: str, flaw: Flaw) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvps.tensors import accumulator
 
 Edges = tuple[int, ...]
-"""Where rows are cut: numbers of rows, ascending."""
+"""Row numbers at which rows are cut, ascending."""
 
 
 class RowGradient:
@@ -34,14 +34,14 @@ class RowGradient:
         place: tuple[RowGradient, Edges, int] | None = None,
     ) -> None:
         self.ids = ids
-        """Which rows, int64 [k], ascending, each in [0, count)."""
+        """Row numbers, int64 [k], ascending, each in [0, count)."""
         self.rows = rows
-        """Their elements, [k, width]."""
+        """Elements of these rows, [k, width]."""
         self._count = count
         self._place = place
-        """What it was cut from, at which edges, and which of the parts it is."""
+        """(the gradient it was cut from, the edges, its index among the parts); None if it was not cut."""
         self._sums: dict[tuple[object, ...], tuple[list[RowGradient], list[RowGradient]]] = {}
-        """The parts of sums of what this and others were cut from; and these others."""
+        """Cached sums of this gradient with others: (divisor, edges, ids of the others) -> (parts, others)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +57,7 @@ class RowGradient:
         return self._count * self.width
 
     def joined(self) -> Tensor:
-        """Return all elements that are there, in one piece."""
+        """Return the elements of its rows, flat."""
         return self.rows.reshape(-1)
 
     def part(self, start: int, stop: int) -> RowGradient:
@@ -98,17 +98,17 @@ class RowGradient:
         if low < high:
             inner = out[first * width - start : last * width - start].view(-1, width)
             add_rows(inner, self.ids[low:high] - first, self.rows[low:high])
-        rest = stop - last * width
-        self._add_within(out[len(out) - rest :], last, 0, rest)
+        tail = stop - last * width
+        self._add_within(out[len(out) - tail :], last, 0, tail)
 
     def _add_within(self, out: Tensor, row: int, start: int, stop: int) -> None:
-        """Add the elements ``start`` to ``stop`` of one row, if it is there, to the first of ``out``."""
+        """Add elements ``start`` to ``stop`` of one row, if there is such a row, to the beginning of ``out``."""
         low, high = self._between(row, row + 1) if start < stop else (0, 0)
         if low < high:
             out[: stop - start].add_(self.rows[low, start:stop])
 
     def _between(self, first: int, last: int) -> tuple[int, int]:
-        """Return where the rows from ``first`` to ``last`` are."""
+        """Return the range of ``ids`` that are from ``first`` up to, not including, ``last``."""
         if first <= 0 and last >= self._count:
             return 0, len(self.ids)
         low, high = torch.searchsorted(self.ids, torch.tensor([first, last])).tolist()
@@ -120,7 +120,7 @@ def added(parts: Sequence[RowGradient], divisor: int = 1) -> RowGradient:
 
     Half types are summed in float32.
     """
-    places = [one._place for one in parts if one._place is not None]
+    places = [part._place for part in parts if part._place is not None]
     if len(places) < len(parts) or len({place[1:] for place in places}) > 1:
         return _added(parts, divisor)
     (first, edges, at), *_ = places
@@ -143,19 +143,19 @@ def _added(parts: Sequence[RowGradient], divisor: int) -> RowGradient:
         if rows is first.rows:
             rows = rows.clone()
     else:
-        ids, places = numbered(torch.cat([one.ids for one in parts]), are_runs=True)
+        ids, places = numbered(torch.cat([part.ids for part in parts]), are_runs=True)
         rows = accumulator(first.rows[:0]).new_zeros(len(ids), first.width)
-        for one, at in zip(
-            parts, torch.split(places, [len(one.ids) for one in parts]), strict=True
+        for part, at in zip(
+            parts, torch.split(places, [len(part.ids) for part in parts]), strict=True
         ):
-            add_rows(rows, at, one.rows)
+            add_rows(rows, at, part.rows)
     if divisor != 1:
         rows.div_(divisor)
     return RowGradient(ids, rows, len(first) // first.width)
 
 
 def numbered(ids: Tensor, *, are_runs: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the different ``ids``, ascending, and where each of ``ids`` is among them.
+    """Return the distinct ``ids``, ascending, and the index of each of ``ids`` among them.
 
     It is what torch.unique does, in a third of its time; with ``are_runs``, if they are a few sorted
     ones behind each other, in a sixth.
@@ -166,7 +166,7 @@ def numbered(ids: Tensor, *, are_runs: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def _order(ids: Tensor, kind: Literal["stable", "quicksort"] = "quicksort") -> Tensor:
-    """Return what sorts ``ids``, by numpy, which is four times as fast."""
+    """Return the permutation that sorts ``ids``; by numpy, which is four times as fast."""
     return torch.from_numpy(np.argsort(ids.numpy(), kind=kind))
 
 
@@ -176,7 +176,7 @@ def add_rows(out: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers in order, each once; of each, where its row is; and rows.
+    """Return (distinct ids in order, the index of each one's row, the rows).
 
     Rows of one number are summed, half types in float32, and rounded once. Where every number is there
     once, ``rows`` are returned as they are: who copies them puts them in order by that.

@@ -219,18 +219,18 @@ def test_without_a_copy_there_is_nothing_to_write_to(name):
 def test_nothing_is_copied_on_the_way(servers, monkeypatch):
     """The server reads the worker's memory, and the worker the servers', side by side."""
     lent = []
-    take = Aggregator.push
+    judge = Aggregator.judge
 
-    def note(self, space, message, gradient, *more, **options):
-        lent.append((options["lent"], len(gradient.edges)))
-        return take(self, space, message, gradient, *more, **options)
+    def note(self, store, message, gradient, **options):
+        lent.append((options["is_lent"], len(gradient.edges)))
+        return judge(self, store, message, gradient, **options)
 
     def work(rank):
         kv = kvps.create("dist_sync")
         names = ["a", "b", "c"]
         kv.init(names, [torch.zeros(300, 1024), torch.zeros(30, 100), torch.zeros(5000)])
         mine = kv.empty_like(names)
-        monkeypatch.setattr(Aggregator, "push", note)
+        monkeypatch.setattr(Aggregator, "judge", note)
         for turn in range(3):
             views = kv.pushpull(names, [one.fill_(turn) for one in mine], copy=False)
             assert all(view.eq(turn).all() for view in views)

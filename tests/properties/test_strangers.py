@@ -152,7 +152,7 @@ def test_a_server_answers_or_drops_whatever_comes(data: st.DataObject) -> None:
         packet = packed(envelope, message, octet)
         if packet is not None:
             stage.take(stage.server.on_packet(b"x", packet, stage.now))
-        assert not stage.server.requests.engine.is_torn
+        assert not stage.server.push_pull.aggregator.is_torn
     stage.take(stage.server.on_timer(stage.now + 6))
 
 

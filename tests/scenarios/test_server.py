@@ -66,38 +66,38 @@ def run(command: str, stage: list[ServerStage]) -> list[str]:
     return [line_of(each) for each in perform_one(stage[0], words, options)]
 
 
-def perform_one(one: ServerStage, words: list[str], options: dict[str, object]) -> list[Said]:
+def perform_one(stage: ServerStage, words: list[str], options: dict[str, object]) -> list[Said]:
     match words:
         case ["open", mode]:
-            one.open(mode, **options)
+            stage.open(mode, **options)
         case ["init", key, *values]:
-            one.init(key, [float(value) for value in values])
+            stage.init(key, [float(value) for value in values])
         case ["broadcast", call, key, *values]:
             row = as_row([float(value) for value in values])
-            return one.declare(key, row, call=int(call)) + one.load(key, row, call=int(call))
+            return stage.declare(key, row, call=int(call)) + stage.load(key, row, call=int(call))
         case ["optimizer", name]:
-            one.optimizer(name, **options)
+            stage.optimizer(name, **options)
         case ["view"]:
-            return one.show(**options)  # type: ignore[arg-type]
+            return stage.show(**options)  # type: ignore[arg-type]
         case ["push", who, keys, number, *values]:
             numbers = [float(value) for value in values if value != "pull"]
-            return one.push(
+            return stage.push(
                 rank_of(who), keys.split(","), numbers, int(number), pull="pull" in values
             )
         case ["old", who, keys, number, *values]:
             rank = rank_of(who)
-            (place,) = one.places(keys)
+            (place,) = stage.places(keys)
             runs = (Run(place.start, place.size, int(number)),)
             message = Push(place.chunk, 1, (rank,), 1.0, False, runs)
             row = as_row([float(value) for value in values])
-            life = one.seats[rank].incarnation - 100
-            return one.say(rank, message, row, incarnation=life, route=b"w%d (old)" % rank)
+            life = stage.seats[rank].incarnation - 100
+            return stage.say(rank, message, row, incarnation=life, route=b"w%d (old)" % rank)
         case ["pull", who, keys]:
-            return one.pull(rank_of(who), keys.split(","), **options)  # type: ignore[arg-type]
+            return stage.pull(rank_of(who), keys.split(","), **options)  # type: ignore[arg-type]
         case ["replace", who]:
-            return one.replace(rank_of(who))
+            return stage.replace(rank_of(who))
         case ["probe", who, *seqs]:
-            return one.say(rank_of(who), Probe(tuple(map(int, seqs))), seq=0)
+            return stage.say(rank_of(who), Probe(tuple(map(int, seqs))), seq=0)
         case _:
             raise AssertionError(f"no command {' '.join(words)!r}")
     return []

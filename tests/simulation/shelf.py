@@ -115,14 +115,14 @@ class Shelves:
         begins = max(network.now, self._free_at.get(process, 0.0))
         ends = begins + self.takes_s * (0.5 + network.random.random())
         self._free_at[process] = ends
-        former = copy_of(order.image) if isinstance(order, Write) else None
+        former = copy_of(order.snapshot) if isinstance(order, Write) else None
 
         def end() -> None:
             if not process.alive:
                 return  # what it was writing is nothing
             if isinstance(order, Write):
                 assert former is not None
-                pairs = zip(order.image.tensors(), former.tensors(), strict=True)
+                pairs = zip(order.snapshot.tensors(), former.tensors(), strict=True)
                 if not all(torch.equal(now, then) for now, then in pairs):
                     self._changed.add((server, order.cut))
             answer = self._answer(server, order, former)

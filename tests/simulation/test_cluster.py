@@ -239,7 +239,7 @@ def bounded(job: Job, rank: int, cluster: list[Cluster]) -> Script:
 
 def spans(cluster: Cluster) -> Iterator[Any]:
     for server in cluster.servers:
-        for chunk in server.core.requests.engine.chunks.by_number.values():  # type: ignore[attr-defined]
+        for chunk in server.core.context.chunks.by_number.values():  # type: ignore[attr-defined]
             yield from chunk.spans
 
 

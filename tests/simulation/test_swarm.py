@@ -73,7 +73,7 @@ def judge(cluster: Cluster, usurped: list[Client], trouble: Trouble) -> None:
     for old in usurped:
         see_that_it_was_fenced(cluster, old)
     for server in cluster.servers:
-        chunks = server.core.requests.engine.chunks.by_number.values()  # type: ignore[attr-defined]
+        chunks = server.core.context.chunks.by_number.values()  # type: ignore[attr-defined]
         is_open = [span for chunk in chunks for span in chunk.spans if span.is_open]
         assert not is_open, f"I7: {server.name} keeps gradients of rounds that are over"
     if "usurp" not in trouble.kinds:

@@ -69,9 +69,9 @@ class Cluster:
 
     def hand_over(self, server: int, said: list[Said]) -> list[Said]:
         assert not heard(said, Error), said
-        to_servers = [one for one in said if isinstance(one.message, Norms)]
-        self.post.extend((server, one) for one in to_servers)
-        return [one for one in said if one not in to_servers]
+        to_servers = [item for item in said if isinstance(item.message, Norms)]
+        self.post.extend((server, item) for item in to_servers)
+        return [item for item in said if item not in to_servers]
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> list[Said]:
         """Deliver one letter."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvps.core.server.chunks.rounds import Span
     from kvps.core.server.chunks.slab import Buffer, Chunk
+    from kvps.core.server.snapshot.model import Snapshot
     from kvps.core.server.snapshot.storage import Answer, Order
 
 JOB = bytes(range(16))
@@ -130,13 +131,18 @@ class ServerStage:
 
     def orders(self) -> list[Order]:
         """What the disk is asked for, since the last time."""
-        orders = [one.order for one in self.notes if isinstance(one, Disk)]
-        self.notes = [one for one in self.notes if not isinstance(one, Disk)]
+        orders = [effect.order for effect in self.notes if isinstance(effect, Disk)]
+        self.notes = [effect for effect in self.notes if not isinstance(effect, Disk)]
         return orders
 
     def disk(self, answer: Answer) -> list[Said]:
         """The disk has done something."""
         return self.take(self.server.on_disk(answer, self.now))
+
+    def revive(self, snapshot: Snapshot, store: str = "kv") -> list[Said]:
+        """A store takes the values that it has in ``snapshot``."""
+        self.server.control.revive(store, snapshot)
+        return self.take(self.server.take_effects())
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -184,7 +190,7 @@ class ServerStage:
             if not isinstance(effect, Send):
                 self.notes.append(effect)
                 continue
-            packet = wire.decode([bytes(one) for one in wire.encode(effect.packet)])
+            packet = wire.decode([bytes(frame) for frame in wire.encode(effect.packet)])
             assert packet.message == effect.packet.message
             hold: Buffer | None = effect.hold  # type: ignore[assignment]
             said.append(Said(effect.to, packet.message, packet.payload, hold))
@@ -286,7 +292,7 @@ class ServerStage:
     def chunk(self, number: int | None = None) -> Chunk:
         """Return a chunk; the first one made, unless another is meant."""
         first = self.servers + self.rank
-        return self.server.requests.engine.chunk(first if number is None else number)
+        return self.server.context.chunks.at(first if number is None else number)
 
     def span(self, key: str) -> Span:
         piece = self.pieces[key][0]
@@ -295,8 +301,8 @@ class ServerStage:
     def values(self, key: str) -> list[float]:
         """What the server holds of ``key``."""
         rows = [
-            self.chunk(one.chunk).buffer.tensor[one.start : one.start + one.size]
-            for one in self.pieces[key]
+            self.chunk(piece.chunk).buffer.tensor[piece.start : piece.start + piece.size]
+            for piece in self.pieces[key]
         ]
         return torch.cat(rows).tolist()
 
@@ -305,17 +311,17 @@ class ServerStage:
 
         Values are told as text: memory that nobody has loaded yet may hold NaN, which equals nothing.
         """
-        requests = self.server.requests
+        context = self.server.context
         chunks = [
             (
-                one.number,
-                one.keys,
-                one.bounds,
-                str(one.buffer.tensor[: one.used].tolist()),
-                {n: str(t[: one.used].tolist()) for n, t in (one.state or {}).items()},
-                None if one.back is None else str(one.back.rest[: one.used].tolist()),
-                sorted(one._blank),
-                one._retired,
+                chunk.number,
+                chunk.keys,
+                chunk.bounds,
+                str(chunk.buffer.tensor[: chunk.used].tolist()),
+                {n: str(t[: chunk.used].tolist()) for n, t in (chunk.state or {}).items()},
+                None if chunk.back is None else str(chunk.back.residual[: chunk.used].tolist()),
+                sorted(chunk._blank),
+                chunk._retired,
                 # How spans are cut means nothing; what they say of each key does.
                 [
                     (
@@ -326,29 +332,25 @@ class ServerStage:
                         [(r.number, r.ranks) for r in span.rounds],
                         [(d.number, d.ranks) for d in span.due],
                     )
-                    for begin in one.bounds[:-1]
-                    for span in one.spans_in(begin, begin + 1)
+                    for begin in chunk.bounds[:-1]
+                    for span in chunk.spans_in(begin, begin + 1)
                 ],
             )
-            for one in requests.engine.chunks.by_number.values()
+            for chunk in context.chunks.by_number.values()
         ]
-        spaces = {
+        stores = {
             name: (
-                space.opened,
-                {k: repr(v) for k, v in space.shards.items()},
-                space.hyper,
-                space.sent_hyper,
-                space.sent_lr,
-                space.optimize_calls,
-                space.rate_calls,
+                store.opened,
+                {k: repr(v) for k, v in store.shards.items()},
+                store.hyper,
+                repr(store.sent_optimizer),
+                repr(store.sent_rate),
             )
-            for name, space in requests.spaces.items()
+            for name, store in context.stores.items()
         }
-        pending = {rank: sorted(one.pending) for rank, one in requests.sessions.items()}
-        engine = requests.engine
-        return copy.deepcopy(
-            (chunks, spaces, pending, engine.chunks.weight_bytes, sorted(engine.norms, key=repr))
-        )
+        pending = {rank: sorted(session.pending) for rank, session in context.sessions.items()}
+        norms = sorted(self.server.push_pull.aggregator.norms.open, key=repr)
+        return copy.deepcopy((chunks, stores, pending, context.chunks.weight_bytes, norms))
 
 
 # --- words ------------------------------------------------------------------------------------------
@@ -356,16 +358,16 @@ class ServerStage:
 
 def over(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
     """Return the packet as its receiver gets it."""
-    frames = wire.encode(Packet(envelope, message, tuple(to_frame(one) for one in payload)))
-    return wire.decode([memoryview(bytearray(one)) for one in frames])
+    frames = wire.encode(Packet(envelope, message, tuple(to_frame(tensor) for tensor in payload)))
+    return wire.decode([memoryview(bytearray(frame)) for frame in frames])
 
 
 def lending(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Packet:
     """Return the packet as its receiver gets it if ``payload`` is lent to it."""
-    frames = tuple(to_frame(one) for one in payload)
+    frames = tuple(to_frame(tensor) for tensor in payload)
     loans = tuple(Loan(1, 1, 0, frame.nbytes) for frame in frames)
     head = wire.encode(Packet(envelope, message, (), loans))
-    return replace(wire.decode([bytes(one) for one in head]), payload=frames)
+    return replace(wire.decode([bytes(frame) for frame in head]), payload=frames)
 
 
 def greeting(**fields: object) -> Hello:
@@ -413,23 +415,25 @@ def zeros(count: int, dtype: str = "float32") -> torch.Tensor:
 
 def heard(said: Iterable[Said], cls: type[M], to: str | bytes | None = None) -> list[M]:
     """The messages of one class (to one route)."""
-    return [one.message for one in said if isinstance(one.message, cls) and to in (None, one.to)]
+    return [
+        item.message for item in said if isinstance(item.message, cls) and to in (None, item.to)
+    ]
 
 
 def pulled(said: Iterable[Said]) -> dict[int, list[float]]:
     """The values that were answered, by the number of the request."""
-    return {one.message.seq: one.values() for one in said if isinstance(one.message, Pulled)}
+    return {item.message.seq: item.values() for item in said if isinstance(item.message, Pulled)}
 
 
 def refusal(said: Sequence[Said]) -> str:
     """The one answer, which must be an ERROR, as ``Class: text``."""
-    (one,) = said
-    assert isinstance(one.message, Error), one
+    (answer,) = said
+    assert isinstance(answer.message, Error), answer
     from kvps.errors import BY_CODE
 
-    return f"{BY_CODE[one.message.code].__name__}: {one.message.text}"
+    return f"{BY_CODE[answer.message.code].__name__}: {answer.message.text}"
 
 
 def acked(said: Iterable[Said]) -> list[int]:
     """The requests that were acknowledged."""
-    return [receipt.seq for one in heard(said, Ack) for receipt in one.receipts]
+    return [receipt.seq for ack in heard(said, Ack) for receipt in ack.receipts]

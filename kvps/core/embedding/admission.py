@@ -21,7 +21,7 @@ WIDTH = 1 << 20
 """Counters in each of DEPTH rows: 4 MiB together. An id that was never counted is taken for one
 that was in about one case in forty, just before the counts are halved, and less often otherwise."""
 ADMIT_MAX = 255
-"""What a counter can count to."""
+"""Largest value of a counter."""
 
 
 class Admission:
@@ -36,7 +36,7 @@ class Admission:
         self._admit = admit
         self.counts = np.zeros((DEPTH, width), np.uint8)
         self.counted = 0
-        """Since the counts were halved last."""
+        """Pushes counted since the counts were last halved."""
 
     def count(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Count one push of each id, named once each; return which of them are admitted by it."""
@@ -57,6 +57,6 @@ class Admission:
         return np.asarray(counts_now >= self._admit)
 
     def merge(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
-        """Take in the counts of another sketch of this width: of no id less than it has there."""
+        """Merge another sketch of this width: no id has a smaller count afterwards than it had there."""
         np.maximum(self.counts, counts, out=self.counts)
         self.counted = max(self.counted, counted)

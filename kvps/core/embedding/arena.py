@@ -38,7 +38,7 @@ class Arena:
     columns: Columns
     """Each [rows, dim]."""
     holds: int = 0
-    """How many images need it as it is."""
+    """Number of snapshots that need it unchanged."""
 
 
 class Arenas:
@@ -56,7 +56,7 @@ class Arenas:
         self._arenas: list[Arena] = []
         self._starts: list[int] = []
         self.room = 0
-        """How many rows fit in."""
+        """Rows that fit in."""
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._arenas)
@@ -79,7 +79,7 @@ class Arenas:
         """Return copies of the rows at ``slots``: of each column one tensor [len(slots), dim]."""
         if not len(slots):
             return {
-                name: torch.empty((0, self.dim), dtype=one) for name, one in self.dtypes.items()
+                name: torch.empty((0, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
             }
         parts = [
             (places, {name: column[at] for name, column in arena.columns.items()})
@@ -110,20 +110,20 @@ class Arenas:
                 column[at] = columns[name][places]
 
     def cut_to_write(self, slots: Slots) -> Iterator[tuple[Arena, torch.Tensor, torch.Tensor]]:
-        """Yield what :meth:`_cut` does, with arenas that may be written to."""
+        """Yield the same as :meth:`_cut`, with arenas that may be written to."""
         for arena, places, at in self._cut(slots):
             yield self._writable(arena), places, at
 
     def keep(self) -> tuple[list[Arena], Callable[[], None]]:
-        """Return the arenas as they are now, and what is to be called when nobody needs that."""
-        kept = [Arena(one.start, one.rows, dict(one.columns)) for one in self._arenas]
+        """Return the arenas as they are now, and a function that releases them."""
+        kept = [Arena(arena.start, arena.rows, dict(arena.columns)) for arena in self._arenas]
         holders = list(self._arenas)
-        for one in holders:
-            one.holds += 1
+        for arena in holders:
+            arena.holds += 1
 
         def release() -> None:
-            for one in holders:
-                one.holds -= 1
+            for arena in holders:
+                arena.holds -= 1
 
         return kept, release
 
@@ -131,13 +131,15 @@ class Arenas:
         if not arena.holds:
             return arena
         mine = Arena(
-            arena.start, arena.rows, {name: one.clone() for name, one in arena.columns.items()}
+            arena.start,
+            arena.rows,
+            {name: column.clone() for name, column in arena.columns.items()},
         )
         self._arenas[bisect_right(self._starts, arena.start) - 1] = mine
         return mine
 
     def _cut(self, slots: Slots) -> Iterator[tuple[Arena, torch.Tensor, torch.Tensor]]:
-        """Yield each arena that has some of ``slots``: which of them, and which of its rows."""
+        """Yield each arena that holds some of ``slots``, the positions in ``slots``, and the rows in it."""
         if len(self._arenas) == 1 and len(slots):
             yield self._arenas[0], torch.arange(len(slots)), torch.from_numpy(slots)
             return

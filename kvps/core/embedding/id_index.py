@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvps.core.embedding.id_hash import INDEX_SALT, Ids, hashes
 
 FULL = 0.6
-"""The greatest share of taken cells: above it, the longest chains of taken ones grow fast."""
+"""Maximum load factor: above it, the longest probe sequences grow fast."""
 CELLS_MIN = 1024
 SLOTS_MAX = 2**31 - 1
 _FREE = np.int32(-1)
@@ -34,7 +34,7 @@ class IdIndex:
         self._free: list[npt.NDArray[np.int64]] = []
         """Slots below ``used`` that have no id, in arrays; the last is given out first."""
         self.used = 0
-        """How many slots were ever given out."""
+        """Slots given out so far, freed ones included."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class IdIndex:
     @property
     def size_bytes(self) -> int:
         """Bytes of its arrays."""
-        return self._cells.nbytes + self._ids.nbytes + sum([one.nbytes for one in self._free])
+        return self._cells.nbytes + self._ids.nbytes + sum([slots.nbytes for slots in self._free])
 
     def ids_at(self, slots: Slots) -> Ids:
         """Return the ids of slots that are taken."""
@@ -76,7 +76,7 @@ class IdIndex:
         return slots
 
     def drop(self, slots: Slots) -> None:
-        """Forget the ids of these slots, each named once, which others may have then.
+        """Free these slots, each named once, for other ids.
 
         All cells are made anew: drop many at once.
         """
@@ -84,8 +84,8 @@ class IdIndex:
             return
         is_free = np.zeros(self.used, np.bool_)
         is_free[slots] = True
-        for one in self._free:
-            is_free[one] = True
+        for freed in self._free:
+            is_free[freed] = True
         self._free.append(np.sort(slots)[::-1].copy())
         self._count -= len(slots)
         self._rebuild(np.flatnonzero(~is_free))

@@ -27,7 +27,7 @@ WHOLE_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """What all agree on of one table."""
+    """The settings of one table, equal on all workers and servers."""
 
     dim: int
     """Elements of a row."""
@@ -35,13 +35,13 @@ class EmbeddingSpec:
     """Element type of the rows; sums of gradients are float32 where it is a half type."""
     first: Initializer
     seed: int
-    """Of the first values; 0 to 2**63 - 1."""
+    """Seed of the initial values; 0 to 2**63 - 1."""
     admit: int
-    """At which push an id gets its row; 1 for at once."""
+    """Number of pushes after which an id gets a row; 1 for at once."""
     max_age: int
-    """For how many versions a row stays without a push; 0 for ever."""
+    """Versions that a row is kept without a push; 0 for ever."""
     max_rows: int
-    """How many rows the whole table may have; 0 for any number."""
+    """Maximum rows of the whole table; 0 for any number."""
     hyper: HyperParams
 
     def check(self) -> EmbeddingSpec:
@@ -81,7 +81,7 @@ class EmbeddingSpec:
         return self
 
     def difference(self, other: EmbeddingSpec) -> str:
-        """Return the name of the first thing in which two recipes differ; "" where they agree."""
+        """Return the name of the first field in which two specifications differ; "" if they agree."""
         for name in ("dim", "dtype", "first", "seed", "admit", "max_age", "max_rows", "hyper"):
             if getattr(self, name) != getattr(other, name):
                 return name

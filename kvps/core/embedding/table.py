@@ -34,11 +34,11 @@ from kvps.dtypes import summed_in
 from kvps.tensors import TORCH
 
 SCAN_SLOTS = 1 << 20
-"""How many slots one block of an export looks at, at most."""
+"""Maximum slots that one block of an export scans."""
 AGE_STEPS = 16
-"""A row may become older than it should by a share of 1 / AGE_STEPS: that often it is looked for."""
+"""Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
 EVICTED = 8
-"""One row in so many goes when there are too many."""
+"""One row in so many is evicted when there are too many."""
 
 
 class ExportBatch(NamedTuple):
@@ -46,7 +46,7 @@ class ExportBatch(NamedTuple):
 
     ids: Ids
     stamps: npt.NDArray[np.int64]
-    """The version that each row's last push made."""
+    """int64 [len(ids)]: the version of each row's last push."""
     columns: Columns
     """``weight`` and, if asked for, the optimizer's states; each [len(ids), dim]."""
     next: int
@@ -57,7 +57,7 @@ class TableState(NamedTuple):
     """A table as it is at one moment."""
 
     ids: Ids
-    """By slot; trash where the stamp is 0."""
+    """Slot -> id; undefined where the stamp is 0."""
     stamps: npt.NDArray[np.int64]
     arenas: list[Arena]
     counts: npt.NDArray[np.uint8] | None
@@ -76,11 +76,13 @@ class EmbeddingRows:
     def __init__(self, recipe: EmbeddingSpec, servers: int = 1) -> None:
         self.recipe = recipe
         self._hyper = recipe.hyper
-        """With the learning rate that was set last."""
+        """The hyper-parameters, with the learning rate that was set last."""
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
         fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
-        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: one.dtype for name, one in fresh.items()}
+        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {
+            name: tensor.dtype for name, tensor in fresh.items()
+        }
         self._arenas = Arenas(recipe.dim, dtypes)
         self._index = IdIndex()
         self._stamps = np.zeros(0, np.int64)
@@ -96,7 +98,7 @@ class EmbeddingRows:
         return self._hyper.number("lr")
 
     def set_rate(self, lr: float) -> None:
-        """Update by another learning rate from here on.
+        """Set the learning rate of later updates.
 
         Raises:
             ConfigError: if it is out of the optimizer's range; nothing is changed.
@@ -110,12 +112,12 @@ class EmbeddingRows:
 
     @property
     def summed_in(self) -> torch.dtype:
-        """The type that gradients are added up in."""
+        """The type in which gradients are summed."""
         return TORCH[summed_in(self.recipe.dtype)]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of what each row has: ``weight``, and the optimizer's states."""
+        """Names of the columns: ``weight``, and the optimizer's states."""
         return tuple(self._arenas.dtypes)
 
     @property
@@ -125,7 +127,7 @@ class EmbeddingRows:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of everything, touched or not."""
+        """Bytes of all memory, touched or not."""
         counts = 0 if self._admission is None else self._admission.counts.nbytes
         return self._arenas.size_bytes + self._index.size_bytes + self._stamps.nbytes + counts
 
@@ -180,7 +182,7 @@ class EmbeddingRows:
         self._stamps = grown(self._stamps, len(self._stamps), self._index.used)
         weight = self._first(ids)
         state = self.updater.new_state(weight.view(-1))
-        shaped = {name: one.view(weight.shape) for name, one in state.items()}
+        shaped = {name: tensor.view(weight.shape) for name, tensor in state.items()}
         self._arenas.write(slots, {WEIGHT: weight} | shaped)
         return slots
 
@@ -251,7 +253,7 @@ class EmbeddingRows:
         return ExportBatch(self._index.ids_at(slots), self._stamps[slots], columns, following)
 
     def keep(self) -> tuple[TableState, Callable[[], None]]:
-        """Return the table as it is, and what is to be called when nobody needs that any more."""
+        """Return the table as it is now, and a function that releases it."""
         arenas, release = self._arenas.keep()
         used, admission = self._index.used, self._admission
         kept = TableState(

@@ -68,7 +68,7 @@ def describe(
     groups = [_options(group, optimizer.defaults) for group in optimizer.param_groups]
     factors: dict[str, object] = {}
     if key_of is not None:
-        keys = [[key_of[one] for one in group["params"]] for group in optimizer.param_groups]
+        keys = [[key_of[param] for param in group["params"]] for group in optimizer.param_groups]
         factors = {
             "lr_mult": _factors("lr", groups, keys),
             "wd_mult": _factors("weight_decay", groups, keys),
@@ -86,12 +86,12 @@ def _factors(
 ) -> dict[str, float]:
     """Give all groups one value of ``option``; return the factors that make up for it."""
     values = [cast("float", group[option]) for group in groups]
-    one = next((value for value in values if value), values[0])
+    common = next((value for value in values if value), values[0])
     factors: dict[str, float] = {}
     for group, value, names in zip(groups, values, keys, strict=True):
-        if value != one:
-            factors.update(dict.fromkeys(names, value / one))
-            group[option] = one
+        if value != common:
+            factors.update(dict.fromkeys(names, value / common))
+            group[option] = common
     return factors
 
 

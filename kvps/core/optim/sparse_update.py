@@ -70,7 +70,7 @@ def update_rows(
         >>> from kvps.core.optim.torch_rules import create
         >>> updater = create(resolve("sgd", {"lr": 0.5}))
         >>> table = torch.zeros(3, 2)
-        >>> state = {name: one.view(3, 2) for name, one in updater.new_state(table.view(-1)).items()}
+        >>> state = {name: tensor.view(3, 2) for name, tensor in updater.new_state(table.view(-1)).items()}
         >>> update_rows(
         ...     table, state, torch.tensor([1]), torch.ones(1, 2), updater,
         ...     step=1, lr=0.5, weight_decay=0.0,
@@ -86,19 +86,19 @@ def update_rows(
     for begin in range(0, len(ids), at_once):
         some = ids[begin : begin + at_once]
         weight = weights.index_select(0, some)
-        states = {name: one.index_select(0, some) for name, one in state.items()}
+        states = {name: tensor.index_select(0, some) for name, tensor in state.items()}
         updater.apply(
             weight.view(-1),
             rows[begin : begin + at_once].view(-1),
-            {name: one.view(-1) for name, one in states.items()},
+            {name: tensor.view(-1) for name, tensor in states.items()},
             step=step,
             lr=lr,
             weight_decay=weight_decay,
             rank=rank,
         )
         weights.index_copy_(0, some, weight)
-        for name, one in states.items():
-            state[name].index_copy_(0, some, one)
+        for name, tensor in states.items():
+            state[name].index_copy_(0, some, tensor)
 
 
 def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | None) -> None:

@@ -3,9 +3,11 @@
 Theory of operation
 -------------------
 Where torch has an optimizer, its own functional kernel does the arithmetic, so that training on
-servers equals training in one process. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` use the fused
-CPU kernels (one pass over memory) for float32 and float64 weights; all else uses the
-single-tensor form, which is what torch.optim itself chooses on a CPU.
+servers equals training in one process. A table says how each kernel is called
+(:data:`TORCH_RULES`); :class:`TorchUpdater` calls it. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` use
+the fused CPU kernels (one pass over memory) for float32 and float64 weights; all else uses the
+single-tensor form, which is what torch.optim itself chooses on a CPU. (Why not torch.optim's
+classes: docs/decisions/0021.)
 
 torch keeps a ``step`` tensor per parameter. Here the caller counts, per key, and a one-element
 tensor is made for each call: two keys of one chunk may have had different numbers of updates.
@@ -16,9 +18,11 @@ come from :func:`register`, called by a module that the server's operator loaded
 
 from __future__ import annotations
 
-import abc
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,21 +35,53 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from kvps.core.optim.base import RULES, State, Terms, Updater
+from kvps.core.optim.base import State, Terms, Updater
+from kvps.core.optim.extra_rules import RULES
 from kvps.core.optim.hyperparams import HyperParams, Schema, register_schema
 from kvps.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 PRODUCTS_MAX = 1 << 18
 """For how many steps NAdam's product of decays is followed one by one."""
 
 
-def _steps(terms: Terms) -> list[Tensor]:
-    """Return torch's step counter as it stands before this update; torch adds the 1."""
-    return [torch.tensor(float(terms.step - 1), dtype=torch.float32)]
+class TorchRule(NamedTuple):
+    """How one kernel of torch.optim is called.
+
+    After parameters and gradients it takes a list for each state, then one of step counters; by name
+    it takes the hyper-parameters that its optimizer declares.
+    """
+
+    kernel: Callable[..., None]
+    states: Mapping[str, str]
+    """State entry -> the hyper-parameter that has to be on for it, or "" for none, in the kernel's order."""
+    fuses: bool = False
+    """It has a fused form on a CPU."""
+    initial: str = ""
+    """The hyper-parameter at which states begin; "" for 0. The kernel does not take it."""
+    fixed: Mapping[str, object] = MappingProxyType({})
+    """What the kernel takes besides."""
+
+
+_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
+_ADAM = {**_MOMENTS, "max_exp_avg_sq": "amsgrad"}
+
+TORCH_RULES: Mapping[str, TorchRule] = {
+    "sgd": TorchRule(sgd, {"momentum_buffer": "momentum"}, fuses=True),
+    "adam": TorchRule(adam, _ADAM, fuses=True, fixed={"decoupled_weight_decay": False}),
+    "adamw": TorchRule(adam, _ADAM, fuses=True, fixed={"decoupled_weight_decay": True}),
+    "adagrad": TorchRule(adagrad, {"sum": ""}, fuses=True, initial="initial_accumulator_value"),
+    "adadelta": TorchRule(adadelta, {"square_avg": "", "acc_delta": ""}),
+    "rmsprop": TorchRule(
+        rmsprop, {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"}
+    ),
+    "nadam": TorchRule(nadam, _MOMENTS),
+    "radam": TorchRule(radam, _MOMENTS),
+    "adamax": TorchRule(adamax, {"exp_avg": "", "exp_inf": ""}),
+}
+"""Optimizer name -> rule, of torch.optim's that servers run."""
+
+_COMMON = {"lr", "weight_decay", "rescale_grad", "clip_gradient", "multi_precision"}
+"""Hyper-parameters that no kernel takes as they are set: they are of each key, or applied before."""
 
 
 def _may_fuse(weight: Tensor) -> bool:
@@ -60,211 +96,77 @@ def _may_fuse(weight: Tensor) -> bool:
 
 
 class TorchUpdater(Updater):
-    """What the rules of torch.optim share: ``maximize``, and state that starts at 0."""
+    """A rule of torch.optim, called as its row of :data:`TORCH_RULES` says."""
+
+    _absent: ClassVar[list[None]] = []
+    """What the kernel takes in place of a state that is off."""
 
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
-        self._maximize = hyper.flag("maximize")
-
-    @abc.abstractmethod
-    def _entries(self) -> Iterator[str]:
-        """Yield the names of the state entries."""
+        rule = self._rule = TORCH_RULES[hyper.name]
+        self._initial = hyper.number(rule.initial) if rule.initial else 0.0
+        self._states = [
+            name if not option or hyper.values[option] else None
+            for name, option in rule.states.items()
+        ]
+        own = {
+            name: value
+            for name, value in hyper.values.items()
+            if name not in _COMMON and name != rule.initial
+        }
+        self._kernel = partial(rule.kernel, foreach=False, **rule.fixed, **own)
 
     def _new_state(self, weight: Tensor) -> State:
-        return {name: torch.zeros_like(weight) for name in self._entries()}
+        return {name: torch.full_like(weight, self._initial) for name in self._states if name}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        states = [[state[name]] if name else self._absent for name in self._states]
+        fused = {"fused": _may_fuse(weight)} if self._rule.fuses else {}
+        self._kernel_at(terms.step)(
+            *([weight], [gradient], *states, *self._counters(terms.step)),
+            lr=terms.lr,
+            weight_decay=terms.weight_decay,
+            **fused,
+        )
+
+    def _kernel_at(self, step: int) -> Callable[..., None]:
+        """Return the kernel for update ``step``, with the hyper-parameters that it takes then."""
+        return self._kernel
+
+    def _counters(self, step: int) -> tuple[list[Tensor], ...]:
+        """Return torch's counters as they stand before update ``step``; torch adds the 1."""
+        return ([torch.tensor(float(step - 1), dtype=torch.float32)],)
 
 
 class Sgd(TorchUpdater):
-    """:class:`torch.optim.SGD`. State: ``momentum_buffer`` if momentum."""
+    """:class:`torch.optim.SGD`, which counts no steps."""
+
+    _absent: ClassVar[list[None]] = [None]
 
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
-        self._momentum = hyper.number("momentum")
-        self._dampening = hyper.number("dampening")
-        self._nesterov = hyper.flag("nesterov")
+        self._first = partial(self._kernel, dampening=0.0)
 
-    def _entries(self) -> Iterator[str]:
-        if self._momentum:
-            yield "momentum_buffer"
+    def _kernel_at(self, step: int) -> Callable[..., None]:
+        # torch's first buffer is the undamped gradient; ours is 0, so not damping once is it.
+        return self._first if step == 1 else self._kernel
 
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        sgd(
-            [weight],
-            [gradient],
-            [state["momentum_buffer"] if self._momentum else None],
-            fused=_may_fuse(weight),
-            foreach=False,
-            weight_decay=terms.weight_decay,
-            momentum=self._momentum,
-            lr=terms.lr,
-            # torch's first buffer is the undamped gradient; ours is 0, so not damping once is it.
-            dampening=0.0 if terms.step == 1 else self._dampening,
-            nesterov=self._nesterov,
-            maximize=self._maximize,
-        )
+    def _counters(self, step: int) -> tuple[list[Tensor], ...]:
+        return ()
 
 
-class _Moments(TorchUpdater):
-    """What Adam's family shares: two moments, their decays and ``eps``."""
+class NAdam(TorchUpdater):
+    """:class:`torch.optim.NAdam`, with its ``mu_product``.
+
+    torch keeps that as one number per parameter. It depends on the step and on ``beta1`` and
+    ``momentum_decay`` alone, so it is computed, not stored. (Changing these two on the way therefore
+    acts as if they had always been so; torch would keep the old factors.)
+    """
 
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._beta1 = hyper.number("beta1")
-        self._beta2 = hyper.number("beta2")
-        self._eps = hyper.number("eps")
-
-    def _entries(self) -> Iterator[str]:
-        yield from ("exp_avg", "exp_avg_sq")
-
-
-class Adam(_Moments):
-    """:class:`torch.optim.Adam` and, by the name ``adamw``, :class:`torch.optim.AdamW`.
-
-    State: ``exp_avg``, ``exp_avg_sq``, and ``max_exp_avg_sq`` if amsgrad.
-    """
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
-        self._amsgrad = hyper.flag("amsgrad")
-        self._decoupled = hyper.name == "adamw"
-
-    def _entries(self) -> Iterator[str]:
-        yield from super()._entries()
-        if self._amsgrad:
-            yield "max_exp_avg_sq"
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        adam(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [state["max_exp_avg_sq"]] if self._amsgrad else [],
-            _steps(terms),
-            fused=_may_fuse(weight),
-            foreach=False,
-            decoupled_weight_decay=self._decoupled,
-            amsgrad=self._amsgrad,
-            beta1=self._beta1,
-            beta2=self._beta2,
-            lr=terms.lr,
-            weight_decay=terms.weight_decay,
-            eps=self._eps,
-            maximize=self._maximize,
-        )
-
-
-class Adagrad(TorchUpdater):
-    """:class:`torch.optim.Adagrad`. State: ``sum``."""
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
-        self._lr_decay = hyper.number("lr_decay")
-        self._initial = hyper.number("initial_accumulator_value")
-        self._eps = hyper.number("eps")
-
-    def _entries(self) -> Iterator[str]:
-        yield "sum"
-
-    def _new_state(self, weight: Tensor) -> State:
-        state = super()._new_state(weight)
-        state["sum"].fill_(self._initial)
-        return state
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        adagrad(
-            [weight],
-            [gradient],
-            [state["sum"]],
-            _steps(terms),
-            fused=_may_fuse(weight),
-            foreach=False,
-            lr=terms.lr,
-            weight_decay=terms.weight_decay,
-            lr_decay=self._lr_decay,
-            eps=self._eps,
-            maximize=self._maximize,
-        )
-
-
-class Adadelta(TorchUpdater):
-    """:class:`torch.optim.Adadelta`. State: ``square_avg``, ``acc_delta``."""
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
-        self._rho = hyper.number("rho")
-        self._eps = hyper.number("eps")
-
-    def _entries(self) -> Iterator[str]:
-        yield from ("square_avg", "acc_delta")
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        adadelta(
-            [weight],
-            [gradient],
-            [state["square_avg"]],
-            [state["acc_delta"]],
-            _steps(terms),
-            foreach=False,
-            lr=terms.lr,
-            rho=self._rho,
-            eps=self._eps,
-            weight_decay=terms.weight_decay,
-            maximize=self._maximize,
-        )
-
-
-class RmsProp(TorchUpdater):
-    """:class:`torch.optim.RMSprop`.
-
-    State: ``square_avg``, ``grad_avg`` if centered, ``momentum_buffer`` if momentum.
-    """
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
-        self._alpha = hyper.number("alpha")
-        self._eps = hyper.number("eps")
-        self._momentum = hyper.number("momentum")
-        self._centered = hyper.flag("centered")
-
-    def _entries(self) -> Iterator[str]:
-        yield "square_avg"
-        if self._centered:
-            yield "grad_avg"
-        if self._momentum:
-            yield "momentum_buffer"
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        rmsprop(
-            [weight],
-            [gradient],
-            [state["square_avg"]],
-            [state["grad_avg"]] if self._centered else [],
-            [state["momentum_buffer"]] if self._momentum else [],
-            _steps(terms),
-            foreach=False,
-            maximize=self._maximize,
-            lr=terms.lr,
-            alpha=self._alpha,
-            eps=self._eps,
-            weight_decay=terms.weight_decay,
-            momentum=self._momentum,
-            centered=self._centered,
-        )
-
-
-class NAdam(_Moments):
-    """:class:`torch.optim.NAdam`. State: ``exp_avg``, ``exp_avg_sq``.
-
-    torch also keeps ``mu_product``, one number per parameter. It depends on the step and on
-    ``beta1`` and ``momentum_decay`` alone, so it is computed, not stored. (Changing these two on
-    the way therefore acts as if they had always been so; torch would keep the old factors.)
-    """
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
         self._momentum_decay = hyper.number("momentum_decay")
-        self._decoupled = hyper.flag("decoupled_weight_decay")
         # mu_product by number of steps; filled as steps come. float32, as torch's: so are the
         # roundings, and the results bit for bit.
         self._products = array("f", [1.0])
@@ -283,84 +185,15 @@ class NAdam(_Moments):
         known = products[min(steps, len(products) - 1)]
         return known if steps <= PRODUCTS_MAX else known * self._beta1 ** (steps - PRODUCTS_MAX)
 
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        nadam(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [torch.tensor(self.product(terms.step - 1), dtype=torch.float32)],
-            _steps(terms),
-            decoupled_weight_decay=self._decoupled,
-            foreach=False,
-            maximize=self._maximize,
-            beta1=self._beta1,
-            beta2=self._beta2,
-            lr=terms.lr,
-            weight_decay=terms.weight_decay,
-            momentum_decay=self._momentum_decay,
-            eps=self._eps,
-        )
-
-
-class RAdam(_Moments):
-    """:class:`torch.optim.RAdam`. State: ``exp_avg``, ``exp_avg_sq``."""
-
-    def __init__(self, hyper: HyperParams) -> None:
-        super().__init__(hyper)
-        self._decoupled = hyper.flag("decoupled_weight_decay")
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        radam(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            _steps(terms),
-            decoupled_weight_decay=self._decoupled,
-            foreach=False,
-            maximize=self._maximize,
-            beta1=self._beta1,
-            beta2=self._beta2,
-            lr=terms.lr,
-            weight_decay=terms.weight_decay,
-            eps=self._eps,
-        )
-
-
-class Adamax(_Moments):
-    """:class:`torch.optim.Adamax`. State: ``exp_avg``, ``exp_inf``."""
-
-    def _entries(self) -> Iterator[str]:
-        yield from ("exp_avg", "exp_inf")
-
-    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        adamax(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_inf"]],
-            _steps(terms),
-            foreach=False,
-            maximize=self._maximize,
-            eps=self._eps,
-            beta1=self._beta1,
-            beta2=self._beta2,
-            lr=terms.lr,
-            weight_decay=terms.weight_decay,
-        )
+    def _counters(self, step: int) -> tuple[list[Tensor], ...]:
+        product = torch.tensor(self.product(step - 1), dtype=torch.float32)
+        return [product], *super()._counters(step)
 
 
 UPDATERS: dict[str, type[Updater]] = {
+    **dict.fromkeys(TORCH_RULES, TorchUpdater),
     "sgd": Sgd,
-    "adam": Adam,
-    "adamw": Adam,
-    "adagrad": Adagrad,
-    "adadelta": Adadelta,
-    "rmsprop": RmsProp,
     "nadam": NAdam,
-    "radam": RAdam,
-    "adamax": Adamax,
     **RULES,
 }
 """Optimizer name -> class; :func:`register` adds to it."""

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-The scheduler sees to it that no worker changes anything while images are taken
-(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the keeper waits for. Taking an
-image takes no copy: the values are held, and an update that comes before they are on the disk goes
+The scheduler sees to it that no worker changes anything while snapshots are taken
+(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the checkpointer waits for. Taking an
+snapshot takes no copy: the values are held, and an update that comes before they are on the disk goes
 to another buffer. Orders of the scheduler may come twice, and answers may be lost, so each order is
 answered with all that is known of its cut::
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvps.core.effects import Disk, Effects, Note, Send
+from kvps.core.effects import Disk, Effect, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.server.control import Control
 from kvps.core.server.snapshot.model import Snapshot
@@ -56,18 +56,18 @@ from kvps.protocol.checkpoint import (
 from kvps.protocol.envelope import Message
 
 ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
-"""What the scheduler may want of a keeper."""
+"""The orders of the scheduler."""
 TEXT_MAX = 500
-"""Characters of an error that is told: others put it into texts of their own."""
+"""Maximum characters of an error that is reported: others embed it in their texts."""
 
 
 @dataclass(slots=True)
 class SnapshotInProgress:
-    """One cut, as far as it has come here."""
+    """The progress of one cut on this server."""
 
     cut: int
     release: Callable[[], None] | None = None
-    """Lets go of the image; None where none is held."""
+    """Releases the snapshot; None while none is held."""
     taken: bool = False
     stores: tuple[StoreSum, ...] = ()
     kept: ImageKept | None = None
@@ -76,120 +76,126 @@ class SnapshotInProgress:
 
 
 class Checkpointer:
-    """What one server does for cuts, and which one it returned to."""
+    """One server's part in cuts and rollbacks."""
 
-    def __init__(self, member: MembershipClient, every_s: float | None) -> None:
+    def __init__(
+        self, member: MembershipClient, outbox: list[Effect], every_s: float | None
+    ) -> None:
         self._member = member
+        self._outbox = outbox
         self._every_s = every_s
-        """How often cuts are wanted, 0 for never by themselves; None without a place for them."""
-        self._taking = SnapshotInProgress(0)
+        """Seconds between automatic cuts, 0 for none; None without a directory for them."""
+        self.taking = SnapshotInProgress(0, taken=True)
+        """The newest cut that was ordered; its ``taken`` is true if there was none."""
+        self.is_returning = False
+        """A rollback was ordered and is not complete: this server serves nobody."""
         self.epoch = 0
-        """Of what is held here."""
+        """The epoch of the values held here: how often the job was rolled back."""
         self._returning: Restore | None = None
-        """What is being read, or was read last."""
+        """The newest rollback that was ordered."""
         self._restored: Restored | None = None
         self._recall = 0
 
-    def on_order(self, message: Message, requests: Control) -> Effects:
-        """The scheduler wants something."""
+    def on_order(self, message: Message, control: Control) -> None:
+        """Carry out an order of the scheduler."""
         match message:
             case TakeImage():
-                yield from self._take(message.cut, requests)
+                self._take(message.cut, control)
             case Commit():
-                yield from self._commit(message)
+                self._commit(message)
             case GiveUp():
-                yield from self._give_up(message.cut)
+                self._give_up(message.cut)
             case Recall():
                 self._recall = message.epoch
                 if self._every_s is None:
-                    yield self._say(Shelf(message.epoch, False, 0.0, (), 0))
+                    self._say(Shelf(message.epoch, False, 0.0, (), 0))
                 else:
-                    yield self._order(self._look(self._member.job))
+                    self._order(self._look(self._member.job))
             case Restore():
-                yield from self._restore(message)
+                self._restore(message)
             case _:
                 raise AssertionError(f"{type(message).__name__} is no order")
 
-    def on_disk(self, answer: Answer) -> Effects:
-        """Files were written, or looked for."""
+    def on_disk(self, answer: Answer) -> None:
+        """Note the answer to a storage order."""
         match answer:
             case SnapshotWritten():
-                yield from self._written(answer)
+                self._written(answer)
             case Completed():
-                taking = self._taking
+                taking = self.taking
                 if taking.cut == answer.cut:
                     taking.is_committing = False
                     taking.committed = Committed(answer.cut, _text(answer.error))
-                    yield self._say(taking.committed)
+                    self._say(taking.committed)
             case FoundCuts() if answer.for_whom is None:
                 every_s = self._every_s or 0.0
                 if answer.error is not None:
-                    yield Note("warning", str(answer.error))
+                    self._outbox.append(Note("warning", str(answer.error)))
                 shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
-                yield self._say(shelf)
+                self._say(shelf)
             case _:
                 raise AssertionError("it is the server's")
 
     # --- taking -------------------------------------------------------------------------------
 
-    def look(self, requests: Control) -> Effects:
-        """Take the image that is wanted, if what waited to be applied is."""
-        taking = self._taking
-        if not taking.cut or taking.taken or not requests.is_settled:
+    def look(self, control: Control) -> None:
+        """Take the snapshot that is wanted, if no gradient still waits to be applied."""
+        taking = self.taking
+        if taking.taken or not control.is_settled:
             return
-        image, taking.release = requests.image()
-        taking.taken, taking.stores = True, _sums(image)
-        yield self._say(ImageTaken(taking.cut))
-        yield self._order(Write(taking.cut, image))
+        snapshot, taking.release = control.snapshot()
+        taking.taken, taking.stores = True, _sums(snapshot)
+        self._say(ImageTaken(taking.cut))
+        self._order(Write(taking.cut, snapshot))
 
-    def _take(self, cut: int, requests: Control) -> Effects:
-        if cut > self._taking.cut:
-            yield from self._give_up(self._taking.cut)
-            self._taking = SnapshotInProgress(cut)
-        taking = self._taking
+    def _take(self, cut: int, control: Control) -> None:
+        if cut > self.taking.cut:
+            self._give_up(self.taking.cut)
+            self.taking = SnapshotInProgress(cut)
+        taking = self.taking
         if taking.cut == cut and taking.kept is not None:
-            yield self._say(taking.kept)
+            self._say(taking.kept)
         elif taking.cut == cut and taking.taken:
-            yield self._say(ImageTaken(cut))
-        yield from self.look(requests)
+            self._say(ImageTaken(cut))
+        self.look(control)
 
-    def _written(self, written: SnapshotWritten) -> Effects:
-        taking = self._taking
+    def _written(self, written: SnapshotWritten) -> None:
+        taking = self.taking
         if taking.cut != written.cut or taking.kept is not None:
             return  # it was given up meanwhile
         self._let_go()
         if written.error is not None:
-            yield Note("error", str(written.error))
+            self._outbox.append(Note("error", str(written.error)))
         taking.kept = ImageKept(
             written.cut, written.size, written.sha256, taking.stores, _text(written.error)
         )
-        yield self._say(taking.kept)
+        self._say(taking.kept)
 
-    def _commit(self, commit: Commit) -> Effects:
-        taking = self._taking
+    def _commit(self, commit: Commit) -> None:
+        taking = self.taking
         if commit.cut != taking.cut:
-            yield self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
+            self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
         elif taking.committed is not None:
-            yield self._say(taking.committed)
+            self._say(taking.committed)
         elif not taking.is_committing:
             taking.is_committing = True
             welcome = self._member.welcome
             assert welcome is not None
-            yield self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
+            self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
 
-    def _give_up(self, cut: int) -> Effects:
-        taking = self._taking
+    def _give_up(self, cut: int) -> None:
+        taking = self.taking
         if cut and taking.cut == cut and taking.committed is None:
             self._let_go()
             if taking.taken:
-                yield self._order(Remove(cut, self._member.rank))
-            self._taking = replace(taking, taken=True, kept=None, release=None)
-            self._taking.kept = ImageKept(cut, 0, "", (), "it was given up")
+                self._order(Remove(cut, self._member.rank))
+            self.taking = replace(taking, taken=True, kept=None, release=None)
+            self.taking.kept = ImageKept(cut, 0, "", (), "it was given up")
 
     def _let_go(self) -> None:
-        if self._taking.release is not None:
-            self._taking.release()
-            self._taking.release = None
+        if self.taking.release is not None:
+            self.taking.release()
+            self.taking.release = None
 
     def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> FindCuts:
         welcome = self._member.welcome
@@ -197,7 +203,7 @@ class Checkpointer:
         return FindCuts(welcome.rank, welcome.servers, job, tag, for_whom)
 
     def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
-        """Return the order to read a cut for one store of this job, or to say which there are.
+        """Return the order that reads a cut for one store of this job, or lists the cuts.
 
         Raises:
             ConfigError: if this server has no place for cuts.
@@ -215,61 +221,56 @@ class Checkpointer:
 
     # --- returning ----------------------------------------------------------------------------
 
-    def begin(self) -> Effects:
-        """A job begins: nothing is held of any other."""
-        yield from self._give_up(self._taking.cut)
-        self.epoch, self._returning, self._restored = 0, None, None
-        self._taking = SnapshotInProgress(0)
+    def begin(self) -> None:
+        """Forget the cuts of the last job: another begins."""
+        self._give_up(self.taking.cut)
+        self.epoch, self.is_returning = 0, False
+        self._returning = self._restored = None
+        self.taking = SnapshotInProgress(0, taken=True)
 
-    def _restore(self, order: Restore) -> Effects:
+    def _restore(self, order: Restore) -> None:
         if self._returning == order:
             if self._restored is not None:
-                yield self._say(self._restored)
+                self._say(self._restored)
             return
-        yield from self._give_up(self._taking.cut)
-        self._returning, self._restored = order, None
+        self._give_up(self.taking.cut)
+        self.is_returning, self._returning, self._restored = True, order, None
         welcome = self._member.welcome
         assert welcome is not None
-        yield self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
+        self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
 
     def is_for_us(self, loaded: Loaded) -> bool:
-        """Whether it is what this server returns to."""
+        """Return whether ``loaded`` is the snapshot of the rollback that was ordered last."""
         return loaded.for_whom is not None and loaded.for_whom is self._returning
 
-    def restored(self, error: KvpsError | None) -> Effects:
-        """What was read is held now, or cannot be."""
+    def restored(self, error: KvpsError | None) -> None:
+        """Report the end of a rollback; ``error`` if it failed."""
         assert self._returning is not None
         if error is None:
-            self.epoch = self._returning.epoch
+            self.epoch, self.is_returning = self._returning.epoch, False
         else:
-            yield Note("error", str(error))
+            self._outbox.append(Note("error", str(error)))
         self._restored = Restored(self._returning.epoch, self._returning.cut, _text(error))
-        yield self._say(self._restored)
-
-    @property
-    def is_returning(self) -> bool:
-        """Whether what is held here is not what is to be held."""
-        has_returned = self._restored is not None and not self._restored.error
-        return self._returning is not None and not has_returned
+        self._say(self._restored)
 
     # --- small things -------------------------------------------------------------------------
 
-    def _order(self, order: AnyOrder) -> Disk:
-        return Disk(order)
+    def _order(self, order: AnyOrder) -> None:
+        self._outbox.append(Disk(order))
 
-    def _say(self, message: Message) -> Send:
-        return Send(SCHEDULER, self._member.packet(message))
+    def _say(self, message: Message) -> None:
+        self._outbox.append(Send(SCHEDULER, self._member.packet(message)))
 
 
-def _sums(image: Snapshot) -> tuple[StoreSum, ...]:
-    """Return what to say of each store; a key counts where its first element is."""
+def _sums(snapshot: Snapshot) -> tuple[StoreSum, ...]:
+    """Return a summary of each store; a key is counted by the server of its first element."""
     return tuple(
         StoreSum(
             store.name,
             sum([not key.portions or key.portions[0].start == 0 for key in store.keys]),
             *store.versions,
         )
-        for store in image.stores
+        for store in snapshot.stores
     )
 
 

@@ -6,46 +6,86 @@ session: it is tried again whenever something came into being.
 
 from __future__ import annotations
 
-from kvps.core.effects import Effects, Send
+from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.liveness import quiet_in_words
-from kvps.core.membership_client import MembershipClient
-from kvps.core.quorum import Quorum
-from kvps.core.server.sessions import Describe, PendingRequest, Session
+from kvps.core.membership_client import MembershipClient, Quorum
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
-from kvps.core.server.update.aggregator import Aggregator
-from kvps.errors import (
-    KvpsError,
-    ProtocolError,
-)
-from kvps.protocol.envelope import Message
+from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error
 
 
 class RequestContext:
-    """The stores of one job, and its workers' sessions."""
+    """The stores of one job, its workers' sessions, and what is to be said to them.
+
+    Args:
+        member: this server's place in the job.
+        chunks: the values of all stores.
+        outbox: what this server's door will return; whatever is said is appended.
+        lives: by rank, the newest incarnation that was heard of.
+    """
 
     def __init__(
         self,
         member: MembershipClient,
-        engine: Aggregator,
-        memory_limit: int | None,
+        chunks: Chunks,
+        outbox: list[Effect],
         lives: dict[int, int] | None = None,
     ) -> None:
         self.member = member
-        self.engine = engine
-        self.spaces: dict[str, ServerStore] = {}
+        self.chunks = chunks
+        self.outbox = outbox
+        self.stores: dict[str, ServerStore] = {}
         self.sessions: dict[int, Session] = {}
         """By rank: the newest incarnation that has spoken."""
         self.lives: dict[int, int] = dict(lives or {})
         """By rank: the newest incarnation that was heard of."""
-        self._memory_limit = memory_limit
+
+    # --- stores -----------------------------------------------------------------------------
+
+    def store(self, name: str) -> ServerStore:
+        """Return a store.
+
+        Raises:
+            ProtocolError: if it was not opened.
+        """
+        store = self.stores.get(name)
+        if store is None:
+            raise ProtocolError(f"server {self.chunks.server}: store {name!r} was not opened")
+        return store
+
+    def store_of(self, chunk: int) -> ServerStore:
+        """Return the store that a chunk belongs to.
+
+        Raises:
+            ProtocolError: if there is no such chunk.
+        """
+        return self.stores[self.chunks.at(chunk).store]
+
+    def quorum(self, store: ServerStore) -> Quorum:
+        """Return who counts in a store."""
+        return self.member.quorum().without(store.joins.away)
+
+    def required(self, store: ServerStore) -> frozenset[int]:
+        """Return the ranks that a round of a store waits for."""
+        return self.quorum(store).required(store.opened.on_worker_lost)
+
+    def members(self, store: ServerStore) -> frozenset[int]:
+        """Return the ranks that a join of a store waits for."""
+        return self.member.quorum().members(
+            store.opened.on_worker_lost if store.ordered else "shrink"
+        )
+
+    # --- sessions ---------------------------------------------------------------------------
 
     def life(self, rank: int) -> int:
-        """The newest incarnation of ``rank`` that was heard of; 0 before the first."""
+        """Return the newest incarnation of ``rank`` that was heard of; 0 before the first."""
         return self.lives.get(rank, 0)
 
     def begin(self, rank: int, incarnation: int) -> None:
-        """``rank`` has this incarnation: if it is newer, drop what an older one had pending."""
+        """Note the incarnation of ``rank``; if it is newer, drop what an older one had pending."""
         before = self.life(rank)
         if incarnation <= before:
             return
@@ -53,39 +93,97 @@ class RequestContext:
         old = self.sessions.pop(rank, None)
         if old is not None:
             old.pending.clear()
-        if before:
-            for space in self.spaces.values():
-                self.engine.replaced(space, rank, self._quorum(space))
+        for store in self.stores.values() if before else ():
+            live = self.quorum(store).live
+            for chunk in self.chunks.of_store(store.name):
+                for span in chunk.spans:
+                    span.replace(rank, live)
 
-    # --- what waits for something to exist ------------------------------------------------------------
+    def check_place(self, envelope: Envelope) -> None:
+        """Check that ``envelope`` names a place in this job.
 
-    def _attempt(self, session: Session, seq: int, waiting: PendingRequest) -> Effects:
-        """Answer ``waiting``, or let it wait on."""
-        try:
-            answer = waiting.retry()
-        except KvpsError as error:
-            yield self._refuse(session, seq, error)
-            return
-        if answer is None:
-            session.pending[seq] = waiting
-        else:
-            session.pending.pop(seq, None)
-            yield self._send(session, answer)
+        Raises:
+            Mismatch, ProtocolError: if it does not.
+        """
+        job, welcome = self.member.job, self.member.welcome
+        if envelope.job != job or welcome is None:
+            raise Mismatch(
+                f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; another "
+                "cluster listens here"
+            )
+        places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
+        if envelope.rank >= places.get(envelope.role, 0):
+            raise ProtocolError(
+                f"no {envelope.role} {envelope.rank} of this job talks to {self.me}"
+            )
 
-    def _retry(self) -> Effects:
-        """Something exists now: try all that waits for that."""
-        for session in self.sessions.values():
-            for seq, one in list(session.pending.items()):
-                if isinstance(one, PendingRequest):
-                    yield from self._attempt(session, seq, one)
+    def greet(self, route: Route, envelope: Envelope) -> None:
+        """Let in the worker that ``envelope`` names.
 
-    def _only_rank_0(self, session: Session, what: str) -> None:
+        Raises:
+            Fenced: for an older incarnation than the newest.
+        """
+        rank = envelope.rank
+        self._fence(envelope, self.life(rank))
+        self.begin(rank, envelope.incarnation)
+        if rank not in self.sessions:
+            self.sessions[rank] = Session(rank, route, envelope.incarnation)
+        self.sessions[rank].route = route
+
+    def session(self, route: Route, envelope: Envelope) -> Session:
+        """Return the session of the worker that ``envelope`` names, wherever it speaks from now.
+
+        Raises:
+            Fenced: for an older incarnation than the newest.
+            ProtocolError: for one that has not said HELLO.
+        """
+        self._fence(envelope, self.life(envelope.rank))
+        session = self.sessions.get(envelope.rank)
+        if session is None or session.incarnation != envelope.incarnation:
+            raise ProtocolError(f"{self.me} expects HELLO first on every connection")
+        session.route = route
+        return session
+
+    def check_server(self, envelope: Envelope, *, is_hello: bool = False) -> None:
+        """Check that another server is the one that the newest view names.
+
+        Raises:
+            Fenced: for an older incarnation.
+            ProtocolError: for one that no view has named yet, unless it says HELLO.
+        """
+        members = self.member.view.members if self.member.view else ()
+        lives = [
+            member.incarnation
+            for member in members
+            if (member.role, member.rank) == (Role.SERVER, envelope.rank)
+        ]
+        life = max(lives, default=0)
+        self._fence(envelope, life)
+        if envelope.incarnation != life and not is_hello:
+            raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
+
+    def _fence(self, envelope: Envelope, life: int) -> None:
+        if envelope.incarnation < life:
+            raise Fenced(
+                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
+                f"{life}; {self.me} takes nothing more from it. This process must stop"
+            )
+
+    @property
+    def me(self) -> str:
+        """This server, as it is called in texts."""
+        return f"server {self.member.rank}"
+
+    def demand_rank_0(self, session: Session, what: str) -> None:
+        """Check that rank 0 asks.
+
+        Raises:
+            ProtocolError: if another rank does.
+        """
         if session.rank != 0:
             raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
 
-    # --- small things ---------------------------------------------------------------------------------
-
-    def _description(self, now: float) -> Describe:
+    def description(self, now: float) -> Describe:
         """Return what says how a rank stands, as this server has heard."""
 
         def describe(rank: int) -> str:
@@ -98,33 +196,46 @@ class RequestContext:
 
         return describe
 
-    def _quorum(self, space: ServerStore) -> Quorum:
-        """Return who counts in a store."""
-        return self.member.quorum().without(space.joins.away)
+    # --- requests that wait for something to exist ------------------------------------------
 
-    def _required(self, space: ServerStore) -> frozenset[int]:
-        """Return which ranks a round of a store waits for."""
-        return self._quorum(space).required(space.opened.on_worker_lost)
+    def attempt(self, session: Session, seq: int, waiting: PendingRequest) -> None:
+        """Answer ``waiting``, or let it wait on."""
+        try:
+            answer = waiting.retry()
+        except KvpsError as error:
+            self.refuse(session, seq, error)
+            return
+        if answer is None:
+            session.pending[seq] = waiting
+        else:
+            session.pending.pop(seq, None)
+            self.send(session, answer)
 
-    def _members(self, space: ServerStore) -> frozenset[int]:
-        """Return which ranks a join of a store waits for."""
-        return self.member.quorum().members(
-            space.opened.on_worker_lost if space.ordered else "shrink"
-        )
+    def retry(self) -> None:
+        """Try all that waits for something to exist: something exists now."""
+        for session in self.sessions.values():
+            for seq, pending in list(session.pending.items()):
+                if isinstance(pending, PendingRequest):
+                    self.attempt(session, seq, pending)
 
-    def _space(self, name: str) -> ServerStore:
-        space = self.spaces.get(name)
-        if space is None:
-            raise ProtocolError(f"server {self.engine.server}: store {name!r} was not opened")
-        return space
+    # --- answers ----------------------------------------------------------------------------
 
-    def _space_of(self, chunk: int) -> ServerStore:
-        return self.spaces[self.engine.chunk(chunk).store]
+    def is_pending(self, reading: PendingRead) -> bool:
+        """Return whether a read is still to be answered."""
+        return reading.session.pending.get(reading.seq) is reading
 
-    def _refuse(self, session: Session, seq: int, error: KvpsError) -> Send:
+    def refuse(self, session: Session, seq: int, error: KvpsError) -> None:
         """Answer a request that was pending by an error."""
         session.pending.pop(seq, None)
-        return self._send(session, Error(seq, error.code, str(error)))
+        self.send(session, Error(seq, error.code, str(error)))
 
-    def _send(self, session: Session, message: Message) -> Send:
-        return Send(session.route, self.member.packet(message))
+    def send(
+        self,
+        session: Session,
+        message: Message,
+        payload: tuple[memoryview, ...] = (),
+        hold: Hold | None = None,
+    ) -> None:
+        """Say something to a worker; ``hold`` is released once ``payload`` has been read."""
+        packet = Packet(self.member.envelope(), message, payload)
+        self.outbox.append(Send(session.route, packet, hold))

@@ -1,16 +1,16 @@
 """Control requests of a worker: declare keys, set optimizers, join, probe, status, state.
 
-One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`. A request that can be answered at once is; one that cannot is *pending*
-in its session, as a :class:`~kvps.core.server.update.aggregator.Reading` (it wants values) or as a
-:class:`PendingRequest` (it wants something to exist), until something moves that it waits for.
+One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`.
+A request that can be answered at once is. One that wants something to exist is *pending* in its session, as a
+:class:`~kvps.core.server.sessions.PendingRequest`, until it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
-from kvps.core.effects import Effects, Send
 from kvps.core.liveness import ranks_in_words
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JUDGE
@@ -18,14 +18,14 @@ from kvps.core.refusals import Attempt
 from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.context import RequestContext
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
-from kvps.core.server.store import ServerStore
+from kvps.core.server.store import ServerStore, Setting
 from kvps.core.server.stragglers import Stall
-from kvps.core.server.update import embedding_rows
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import (
     ConfigError,
@@ -35,7 +35,7 @@ from kvps.errors import (
     ProtocolError,
     StorageError,
 )
-from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.envelope import Message
 from kvps.protocol.membership import (
     Done,
     History,
@@ -45,7 +45,6 @@ from kvps.protocol.membership import (
     Pending,
     Probe,
     Probed,
-    Return,
 )
 from kvps.protocol.stores import (
     Clock,
@@ -67,192 +66,134 @@ from kvps.protocol.stores import (
     StatusIs,
 )
 from kvps.protocol.values import (
-    Embed,
-    Export,
-    Load,
-    Pull,
-    PullChanged,
-    PullIds,
-    PullRows,
-    Push,
-    PushIds,
-    PushRows,
     Run,
-    TableRate,
 )
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
-"""How many keys, and how many counts of ranks, one STATUS answer names."""
+"""Maximum keys, and maximum push counts of ranks, in one STATUS answer."""
+
+T = TypeVar("T")
 
 
-class Control(PushPull):
-    """Answers the requests of one job's workers."""
+class Control:
+    """Answers the requests of one job's workers that carry no gradients and want no values.
 
-    def answer(self, session: Session, packet: Packet, now: float) -> Effects:
-        """Do what ``packet`` asks.
+    Args:
+        context: the job's stores and sessions.
+        push_pull: what answers the reads that are woken.
+        memory_limit: bytes of values that keys may have; None for any number.
+    """
 
-        Raises:
-            KvpsError: if it cannot be done; nothing was changed.
-        """
-        message, seq = packet.message, packet.envelope.seq
-        if not isinstance(message, Probe):
-            session.asked_at = now
-        match message:
-            case Push():
-                yield from self._push(session, seq, message, packet, now)
-            case Pull():
-                yield from self._pull(session, seq, message)
-            case PushIds():
-                yield from self._push_ids(session, seq, message, packet, now)
-            case PullIds():
-                yield from self._pull_ids(session, seq, message, packet)
-            case Embed():
-                yield self._send(session, self._embed(seq, message))
-                yield from self._retry()
-            case TableRate():
-                self._only_rank_0(session, "set the learning rate of a table")
-                embedding_rows.embedding_of(self.engine.chunk(message.chunk)).set_rate(message.lr)
-                yield self._send(session, Done(seq))
-            case Export():
-                yield self._export(session, seq, message)
-            case PushRows():
-                yield from self._push_rows(session, seq, message, packet, now)
-            case PullRows():
-                yield from self._pull_rows(session, seq, message, packet)
-            case PullChanged():
-                yield from self._pull_changed(session, seq, message)
-            case Load():
-                yield from self._load(session, seq, message, packet)
-            case Declare():
-                yield from self._declare(session, seq, message)
-            case Optimize():
-                yield from self._optimize(session, seq, message)
-            case Rate():
-                yield from self._rate(session, seq, message)
-            case Probe():
-                yield self._send(session, self._probe(session, message, now))
-            case Open():
-                yield self._send(session, self._open(seq, message))
-            case Find():
-                yield self._send(session, self._find(seq, message))
-            case Status():
-                yield self._send(session, self._status(seq, message, now))
-            case GetState():
-                yield self._get_state(session, seq, message)
-            case SetState():
-                yield self._send(session, self._set_state(seq, message, packet.payload))
-            case History():
-                yield self._send(session, self._history(session, seq, message))
-            case Join():
-                yield from self._join(session, seq, message)
-            case Return():
-                yield from self._end_join(self._space(message.store), message.call)
-                yield self._send(session, Done(seq))
-            case _:
-                raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
+    def __init__(
+        self, context: RequestContext, push_pull: PushPull, memory_limit: int | None
+    ) -> None:
+        self._context = context
+        self._chunks = context.chunks
+        self._push_pull = push_pull
+        self._aggregator = push_pull.aggregator
+        self._memory_limit = memory_limit
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
-        found: dict[str, tuple[float, Chunk, Span]] = {}
-        for chunk in self.engine.chunks.by_number.values():
+        oldest: dict[str, tuple[float, Chunk, Span]] = {}
+        for chunk in self._chunks.by_number.values():
             for span in chunk.spans:
                 if span.rounds:
                     at = span.rounds[0].opened_at
-                    if chunk.store not in found or at < found[chunk.store][0]:
-                        found[chunk.store] = at, chunk, span
-        for store, (at, chunk, span) in found.items():
-            required = self._required(self.spaces[store])
+                    if chunk.store not in oldest or at < oldest[chunk.store][0]:
+                        oldest[chunk.store] = at, chunk, span
+        for store, (at, chunk, span) in oldest.items():
+            required = self._context.required(self._context.stores[store])
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             missing = span.missing(required)
-            who = ranks_in_words(missing, self._description(now))
+            who = ranks_in_words(missing, self._context.description(now))
             yield Stall(store, key, span.rounds[0].number, now - at, missing, who)
 
-    # --- images ---------------------------------------------------------------------------------
+    # --- snapshots ------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
         """Whether no gradient waits here to be applied."""
         return not any(
-            span.is_open for chunk in self.engine.chunks.by_number.values() for span in chunk.spans
+            span.is_open for chunk in self._chunks.by_number.values() for span in chunk.spans
         )
 
-    def image(self) -> tuple[Snapshot, Callable[[], None]]:
-        """Return what all stores hold, and what is to be called when nobody needs it any more."""
-        chunks = self.engine.chunks
+    def snapshot(self) -> tuple[Snapshot, Callable[[], None]]:
+        """Return the contents of all stores, and a function that releases them."""
+        chunks = self._chunks
         releases = [chunk.keep() for chunk in chunks.by_number.values()]
-        stores = tuple([capture.image_of(space, chunks) for space in self.spaces.values()])
+        stores = tuple(
+            [capture.snapshot_of(store, chunks) for store in self._context.stores.values()]
+        )
 
         def release() -> None:
-            for one in releases:
-                one()
+            for let_go in releases:
+                let_go()
 
-        return Snapshot(self.engine.server, self.engine.servers, stores), release
+        return Snapshot(chunks.server, chunks.servers, stores), release
 
-    def restore(self, image: Snapshot) -> None:
-        """Hold what ``image`` says. Nothing is held yet.
+    def restore(self, snapshot: Snapshot) -> None:
+        """Take over the contents of ``snapshot``; there are no stores yet.
 
         Raises:
             KvpsError: if that cannot be.
         """
-        for store in image.stores:
-            self._open_store(store.opened)
-            space = self.spaces[store.name]
-            capture.revive(
-                space, self.engine.chunks, store, self.engine.server, self.engine.servers
-            )
-            over, last, made = store.joins
-            space.joins = JoinTracker(over, dict(last), dict(made))
+        for saved in snapshot.stores:
+            self._open_store(saved.opened)
+            store = self._context.stores[saved.name]
+            capture.revive(store, self._chunks, saved)
+            over, last, made = saved.joins
+            store.joins = JoinTracker(over, dict(last), dict(made))
 
-    def revive(self, store: str, whole: Snapshot) -> Effects:
-        """Give one store, which is open, the values that it has in an image.
+    def revive(self, name: str, snapshot: Snapshot) -> None:
+        """Give one open store the values that it has in a snapshot.
 
         Raises:
             KvpsError: if that cannot be; nothing is changed.
         """
-        image = next((one for one in whole.stores if one.name == store), None)
-        if image is None:
-            names = ", ".join(repr(one.name) for one in whole.stores) or "none"
+        saved = next((store for store in snapshot.stores if store.name == name), None)
+        if saved is None:
+            names = ", ".join(repr(store.name) for store in snapshot.stores) or "none"
             raise StorageError(
-                f"the checkpoint has no store {store!r}; it has {names}. Create the store with that "
+                f"the checkpoint has no store {name!r}; it has {names}. Create the store with that "
                 "name="
             )
-        space = self._space(image.name)
-        pieces = capture.revive(
-            space, self.engine.chunks, image, self.engine.server, self.engine.servers
-        )
-        self.engine.forget(space, [space.shards[key.name] for key in image.keys])
+        store = self._context.store(name)
+        pieces = capture.revive(store, self._chunks, saved)
+        self._aggregator.forget(store, [store.shards[key.name] for key in saved.keys])
         for piece in pieces:
-            chunk = self.engine.chunk(piece.chunk)
-            yield from self._wake(chunk.woken(piece.start, piece.start + piece.size))
-        yield from self._retry()
+            chunk = self._chunks.at(piece.chunk)
+            self._push_pull.wake(chunk.woken(piece.start, piece.start + piece.size))
+        self._context.retry()
 
     # --- members --------------------------------------------------------------------------------
 
-    def look_again(self) -> Effects:
-        """The view changed: close what can be closed now, and try all that is pending."""
-        for space in list(self.spaces.values()):
-            yield from self._look_at(space)
-            yield from self._judge(space)
+    def look_again(self) -> None:
+        """After a new view: close rounds that are complete now, and try all pending requests."""
+        for store in list(self._context.stores.values()):
+            self._look_at(store)
+            self._judge(store)
 
-    def _look_at(self, space: ServerStore, is_all: bool = False) -> Effects:
-        """Close what can be closed now in a store, or all that is open, and try what is pending."""
-        quorum = self._quorum(space)
-        for chunk in self.engine.chunks.of_store(space.name):
+    def _look_at(self, store: ServerStore, is_all: bool = False) -> None:
+        """Close the complete rounds of a store, or all open ones, and try its pending reads."""
+        quorum = self._context.quorum(store)
+        for chunk in self._chunks.of_store(store.name):
             for span in list(chunk.spans):
                 if is_all:
-                    yield from self._wake(self.engine.close_all(space, chunk, span))
+                    self._aggregator.close_all(store, chunk, span)
                 else:
-                    yield from self._wake(self.engine.close(space, chunk, span, quorum))
-        yield from self._tell_norms()
-        for chunk in self.engine.chunks.of_store(space.name):
-            yield from self._wake(chunk.woken(0, chunk.used))
+                    self._aggregator.close(store, chunk, span, quorum)
+        self._push_pull.tell_norms()
+        for chunk in self._chunks.of_store(store.name):
+            self._push_pull.wake(chunk.woken(0, chunk.used))
 
     # --- what waits for something to exist --------------------------------------------------------
 
-    def _declare(self, session: Session, seq: int, message: Declare) -> Effects:
-        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
+    def declare(self, session: Session, seq: int, message: Declare) -> None:
+        """Make keys, or wait for the values that another rank gives them."""
+        store, attempt = self._context.store(message.store), Attempt(message.call, message.refused)
         if message.create:
             if session.rank != message.creator:
                 raise ProtocolError(
@@ -260,222 +201,236 @@ class Control(PushPull):
                 )
             life = (session.rank, session.incarnation)
             try:
-                places, replaced = space.create(message.entries, message.call, life)
+                places, replaced = store.create(message.entries, message.call, life)
             except KvpsError as error:
-                for key in space.wanting(message.entries, message.call):
-                    space.refusals.keep(key, attempt, error)
-                yield from self._retry()
+                for key in store.wanting(message.entries, message.call):
+                    store.refusals.keep(key, attempt, error)
+                self._context.retry()
                 raise
             for entry in message.entries:
-                space.refusals.forget(entry.key)
+                store.refusals.forget(entry.key)
             for shard in replaced:
-                for reading in self.engine.replace(space, shard):
-                    if reading.is_pending:
+                for reading in self._aggregator.replace(store, shard):
+                    if self._context.is_pending(reading):
                         gone = KeyNotFound(
                             f"key {shard.key!r} was replaced by another shape; read it anew"
                         )
-                        yield self._refuse(reading.session, reading.seq, gone)
-            yield self._send(session, Declared(seq, places))
-            yield from self._retry()  # a key without elements needs no LOAD
+                        self._context.refuse(reading.session, reading.seq, gone)
+            self._context.send(session, Declared(seq, places))
+            self._context.retry()  # a key without elements needs no LOAD
             return
-        found: list[Place] = []
+        known: list[Place] = []
 
         def retry() -> Message | None:
             for entry in message.entries:
-                space.refusals.check(entry.key, attempt)
-            while len(found) < len(message.entries):
-                entry = message.entries[len(found)]
-                place = space.find(entry, message.call, early=message.early)
+                store.refusals.check(entry.key, attempt)
+            while len(known) < len(message.entries):
+                entry = message.entries[len(known)]
+                place = store.find(entry, message.call, early=message.early)
                 if place is None:
                     return None
-                found.append(place)
-            return Declared(seq, tuple(found), space.stamp(message.entries))
+                known.append(place)
+            return Declared(seq, tuple(known), store.stamp(message.entries))
 
         def why(describe: Describe) -> str:
-            key, left = message.entries[len(found)].key, len(message.entries) - len(found) - 1
+            key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
             more = f" and {left} more" if left else ""
             return (
                 f"key {key[:64]!r}{more}: {_of(message.creator, 'has not given a value')(describe)}"
             )
 
-        yield from self._attempt(session, seq, PendingRequest(retry, why))
+        self._context.attempt(session, seq, PendingRequest(retry, why))
 
-    def _optimize(self, session: Session, seq: int, message: Optimize) -> Effects:
-        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
+    def optimize(self, session: Session, seq: int, message: Optimize) -> None:
+        """Set the optimizer, or wait until rank 0 has."""
+        store = self._context.store(message.store)
         numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
+
+        def install() -> HyperParams:
+            hyper = HyperParams.from_wire(message.name, numbers)
+            if message.call > store.sent_optimizer.calls:
+                self._aggregator.optimize(store, hyper)
+            return hyper
+
         if message.create:
-            self._only_rank_0(session, "set the optimizer")
-            try:
-                hyper = HyperParams.from_wire(message.name, numbers)
-                if message.call > space.optimize_calls:
-                    yield from self._wake(self.engine.optimize(space, hyper))
-                    space.optimize_calls, space.sent_hyper = message.call, hyper
-                    space.optimize_after = message.after
-            except KvpsError as error:
-                space.refusals.keep(Optimize, attempt, error)
-                yield from self._retry()
-                raise
-            yield self._send(session, Done(seq))
-            yield from self._retry()
-            return
-        hyper = HyperParams.from_wire(message.name, numbers)
+            self._set(session, seq, message, store.sent_optimizer, "optimizer", install)
+        else:
+            hyper = HyperParams.from_wire(message.name, numbers)
+            self._agree(session, seq, message, store.sent_optimizer, "optimizer", hyper)
+
+    def rate(self, session: Session, seq: int, message: Rate) -> None:
+        """Set the learning rate, or wait until rank 0 has."""
+        store = self._context.store(message.store)
+        if store.hyper is None:
+            raise ConfigError(f"store {store.name!r} has no optimizer; call set_optimizer() first")
+
+        def install() -> float:
+            if message.call > store.sent_rate.calls:
+                store.set_rate(message.lr)
+            return message.lr
+
+        if message.create:
+            self._set(session, seq, message, store.sent_rate, "learning rate", install)
+        else:
+            self._agree(session, seq, message, store.sent_rate, "learning rate", message.lr)
+
+    def _set(
+        self,
+        session: Session,
+        seq: int,
+        message: Optimize | Rate,
+        setting: Setting[T],
+        title: str,
+        install: Callable[[], T],
+    ) -> None:
+        """Let rank 0 set something; what it is refused, all are refused."""
+        self._context.demand_rank_0(session, f"set the {title}")
+        try:
+            value = install()
+        except KvpsError as error:
+            refusals = self._context.store(message.store).refusals
+            refusals.keep((title,), Attempt(message.call, message.refused), error)
+            self._context.retry()
+            raise
+        if message.call > setting.calls:
+            setting.value, setting.calls, setting.after = value, message.call, message.after
+        self._context.send(session, Done(seq))
+        self._context.retry()
+
+    def _agree(
+        self,
+        session: Session,
+        seq: int,
+        message: Optimize | Rate,
+        setting: Setting[T],
+        title: str,
+        value: T,
+    ) -> None:
+        """Answer another rank once rank 0 has made the same call, with the same value."""
+        refusals = self._context.store(message.store).refusals
+        attempt = Attempt(message.call, message.refused)
 
         def retry() -> Message | None:
-            if not message.resumed:
-                space.refusals.check(Optimize, attempt)
             if message.resumed:
-                is_past = message.after <= space.optimize_after or space.sent_hyper == hyper
-                return Done(seq) if is_past and space.optimize_calls else None
-            if space.optimize_calls < message.call:
+                is_past = message.after <= setting.after or setting.value == value
+                return Done(seq) if is_past and setting.calls else None
+            refusals.check((title,), attempt)
+            if setting.calls < message.call:
                 return None
-            is_same = (space.optimize_calls, space.optimize_after) == (message.call, message.after)
-            if is_same and space.sent_hyper != hyper:
+            is_same_call = (setting.calls, setting.after) == (message.call, message.after)
+            if is_same_call and setting.value != value:
                 error = Mismatch(
-                    f"rank {session.rank} set optimizer {hyper}, rank 0 set {space.sent_hyper}; "
+                    f"rank {session.rank} set {title} {value}, rank 0 set {setting.value}; "
                     "rank 0's counts, so give the same on every rank"
                 )
-                space.refusals.keep(Optimize, attempt, error)
+                refusals.keep((title,), attempt, error)
                 raise error
             return Done(seq)
 
-        yield from self._attempt(
-            session, seq, PendingRequest(retry, _of(0, "has not set the optimizer"))
-        )
-
-    def _rate(self, session: Session, seq: int, message: Rate) -> Effects:
-        space, attempt = self._space(message.store), Attempt(message.call, message.refused)
-        if space.hyper is None:
-            raise ConfigError(f"store {space.name!r} has no optimizer; call set_optimizer() first")
-        if message.create:
-            self._only_rank_0(session, "set the learning rate")
-            if message.call > space.rate_calls:
-                try:
-                    space.set_rate(message.lr)
-                except KvpsError as error:
-                    space.refusals.keep(Rate, attempt, error)
-                    yield from self._retry()
-                    raise
-                space.rate_calls, space.sent_lr = message.call, message.lr
-                space.rate_after = message.after
-            yield self._send(session, Done(seq))
-            yield from self._retry()
-            return
-
-        def retry() -> Message | None:
-            if not message.resumed:
-                space.refusals.check(Rate, attempt)
-            if message.resumed:
-                is_past = message.after <= space.rate_after or space.sent_lr == message.lr
-                return Done(seq) if is_past and space.rate_calls else None
-            if space.rate_calls < message.call:
-                return None
-            is_same = (space.rate_calls, space.rate_after) == (message.call, message.after)
-            if is_same and space.sent_lr != message.lr:
-                error = Mismatch(
-                    f"rank {session.rank} set learning rate {message.lr}, rank 0 set "
-                    f"{space.sent_lr}; rank 0's counts, so give the same on every rank"
-                )
-                space.refusals.keep(Rate, attempt, error)
-                raise error
-            return Done(seq)
-
-        yield from self._attempt(
-            session, seq, PendingRequest(retry, _of(0, "has not set the learning rate"))
-        )
+        why = _of(0, f"has not set the {title}")
+        self._context.attempt(session, seq, PendingRequest(retry, why))
 
     # --- those who have run out of batches ----------------------------------------------------------
 
-    def _join(self, session: Session, seq: int, message: Join) -> Effects:
-        space = self._space(message.store)
-        space.joins.join(session.rank, message.call)
-        yield from self._look_at(space)
-        yield from self._judge(space)
+    def join(self, session: Session, seq: int, message: Join) -> None:
+        """Let rounds close without a rank; answer when all ranks have joined."""
+        store = self._context.store(message.store)
+        store.joins.join(session.rank, message.call)
+        self._look_at(store)
+        self._judge(store)
 
         def retry() -> Message | None:
-            if message.waits and space.joins.over < message.call:
+            if message.waits and store.joins.over < message.call:
                 return None
-            return Joined(seq, space.joins.last.get(message.call, 0))
+            return Joined(seq, store.joins.last.get(message.call, 0))
 
         def why(describe: Describe) -> str:
-            missing = space.joins.missing(self._members(space))
+            missing = store.joins.missing(self._context.members(store))
             return f"{ranks_in_words(missing, describe)} has not joined"
 
-        yield from self._attempt(session, seq, PendingRequest(retry, why))
+        self._context.attempt(session, seq, PendingRequest(retry, why))
 
-    def _judge(self, space: ServerStore) -> Effects:
-        """Say that a join is over, if that is up to this server."""
-        if self.engine.server == JUDGE:
-            yield from self._end_join(space, space.joins.judge(self._members(space)))
+    def _judge(self, store: ServerStore) -> None:
+        """End a join that is complete, if this server is the judge."""
+        if self._chunks.server == JUDGE:
+            self.end_join(store, store.joins.judge(self._context.members(store)))
 
-    def _end_join(self, space: ServerStore, call: int) -> Effects:
-        """A join is over: what is open can get no more pushes, and what comes waits for all."""
-        if not space.joins.end(call):
+    def end_join(self, store: ServerStore, call: int) -> None:
+        """End a join: open rounds get no more pushes, and later ones wait for all ranks."""
+        if not store.joins.end(call):
             return
-        yield from self._look_at(space, is_all=True)
-        yield from self._retry()
+        self._look_at(store, is_all=True)
+        self._context.retry()
 
     # --- answered at once ---------------------------------------------------------------------------
 
-    def _open(self, seq: int, message: Open) -> Message:
+    def open(self, seq: int, message: Open) -> Message:
+        """Open a store, or check that it was opened alike."""
         self._open_store(message)
         return Done(seq)
 
     def _open_store(self, opened: Open) -> None:
-        space = self.spaces.get(opened.store)
-        if space is None:
-            self.spaces[opened.store] = ServerStore(opened, self.engine.chunks, self._memory_limit)
+        store = self._context.stores.get(opened.store)
+        if store is None:
+            self._context.stores[opened.store] = ServerStore(
+                opened, self._chunks, self._memory_limit
+            )
         else:
-            space.agree(opened)
+            store.agree(opened)
 
-    def _history(self, session: Session, seq: int, message: History) -> Message:
-        space = self._space(message.store)
+    def history(self, session: Session, seq: int, message: History) -> Message:
+        """Return what was set in a store so far."""
+        store = self._context.store(message.store)
         return HistoryIs(
             seq,
-            space.optimize_calls,
-            space.optimize_after,
-            space.rate_calls,
-            space.rate_after,
-            space.sent_lr,
-            space.joins.over,
-            session.rank in space.joins.away,
-            space.restored,
+            store.sent_optimizer.calls,
+            store.sent_optimizer.after,
+            store.sent_rate.calls,
+            store.sent_rate.after,
+            store.sent_rate.value,
+            store.joins.over,
+            session.rank in store.joins.away,
+            store.restored,
         )
 
-    def _find(self, seq: int, message: Find) -> Message:
-        shards = self._space(message.store).shards
-        found = []
+    def find(self, seq: int, message: Find) -> Message:
+        """Return the types and shapes of keys."""
+        shards = self._context.store(message.store).shards
+        answers = []
         for key in message.keys:
             shard = shards.get(key)
             if shard is None or not shard.ready:
-                found.append(Found(0, ()))
+                answers.append(Found(0, ()))
             else:
-                found.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
-        return FoundAll(seq, tuple(found))
+                answers.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
+        return FoundAll(seq, tuple(answers))
 
-    def _probe(self, session: Session, message: Probe, now: float) -> Message:
+    def probe(self, session: Session, message: Probe, now: float) -> None:
+        """Say which requests were not heard of, and what the others wait for."""
+        describe = self._context.description(now)
         missing, pending = [], []
         for seq in message.seqs:
-            one = session.pending.get(seq)
-            if one is None:
+            request = session.pending.get(seq)
+            if request is None:
                 missing.append(seq)
-            elif isinstance(one, PendingRead):
-                space, chunk = self.spaces[one.store], self.engine.chunk(one.chunk)
-                describe = self._description(now)
-                why = reads.why(space, chunk, one, self._quorum(space), describe)
+            elif isinstance(request, PendingRead):
+                store, chunk = self._context.stores[request.store], self._chunks.at(request.chunk)
+                why = reads.why(store, chunk, request, self._context.quorum(store), describe)
                 pending.append(Pending(seq, why))
             else:
-                pending.append(Pending(seq, one.why(self._description(now))))
-        return Probed(tuple(missing), tuple(pending))
+                pending.append(Pending(seq, request.why(describe)))
+        self._context.send(session, Probed(tuple(missing), tuple(pending)))
 
-    def _status(self, seq: int, message: Status, now: float) -> Message:
-        space = self._space(message.store)
-        required = self._required(space)
+    def status(self, seq: int, message: Status, now: float) -> Message:
+        """Return the open rounds, clocks and dropped updates of a store."""
+        store = self._context.store(message.store)
+        required = self._context.required(store)
         rounds: list[OpenRound] = []
         clocks: list[Clock] = []
         counts = 0
-        for key, shard in space.shards.items():
+        for key, shard in store.shards.items():
             for piece in shard.pieces[:1]:
-                chunk = self.engine.chunk(piece.chunk)
+                chunk = self._chunks.at(piece.chunk)
                 span = next(chunk.spans_in(piece.start, piece.start + piece.size))
                 counts += len(span.pushed)
                 if len(clocks) < STATUS_MAX and counts <= COUNTS_MAX:
@@ -485,15 +440,16 @@ class Control(PushPull):
                     missing = span.missing(required)
                     age_s = max(0.0, now - oldest.opened_at)
                     rounds.append(OpenRound(key, oldest.number, missing, age_s))
-        dropped = {} if space.drops is None else space.drops.counts
+        dropped = {} if store.drops is None else store.drops.counts
         return StatusIs(
             seq, tuple(rounds), tuple(clocks), dict(islice(dropped.items(), STATUS_MAX))
         )
 
     # --- the optimizer's state ------------------------------------------------------------------------
 
-    def _get_state(self, session: Session, seq: int, message: GetState) -> Send:
-        chunk = self.engine.chunk(message.chunk)
+    def get_state(self, session: Session, seq: int, message: GetState) -> None:
+        """Answer with a piece of the optimizer's state."""
+        chunk = self._chunks.at(message.chunk)
         chunk.validate([Run(message.start, message.size, 0)])
         stop = message.start + message.size
         span = next(chunk.spans_in(message.start, stop))
@@ -505,20 +461,21 @@ class Control(PushPull):
             tuple(Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()),
         )
         payload = tuple(to_frame(row) for row in rows.values())
-        return Send(session.route, Packet(self.member.envelope(), answer, payload))
+        self._context.send(session, answer, payload)
 
-    def _set_state(self, seq: int, message: SetState, payload: Sequence[memoryview]) -> Message:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
+    def set_state(self, seq: int, message: SetState, payload: Sequence[memoryview]) -> Message:
+        """Put a piece of the optimizer's state."""
+        store = self._context.store_of(message.chunk)
+        chunk = self._chunks.at(message.chunk)
         chunk.validate([Run(message.start, message.size, 0)])
         rows = {
-            one.name: from_frame(frame, BY_ID[one.dtype].name)
-            for one, frame in zip(message.fields, payload, strict=True)
+            entry.name: from_frame(frame, BY_ID[entry.dtype].name)
+            for entry, frame in zip(message.fields, payload, strict=True)
         }
-        space.restore(chunk, message.start, message.start + message.size, message.step, rows)
+        store.restore(chunk, message.start, message.start + message.size, message.step, rows)
         return Done(seq)
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:
-    """Return what says that a rank has not done something, and how it stands."""
+    """Return a function that says in words that a rank has not done something."""
     return lambda describe: f"{ranks_in_words([rank], describe)} {what}"

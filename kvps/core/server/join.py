@@ -30,28 +30,32 @@ class JoinTracker:
     """The joins of one store."""
 
     over: int = 0
-    """The number of the last join that is over; they count from 1."""
+    """Number of the last join that is over, from 1; 0 before the first."""
     last: dict[int, int] = field(default_factory=dict)
-    """By number of a join, who was the last to make it; of the newest two, since a rank that missed the
-    end of one may ask while others have begun the next."""
+    """Join number -> the rank that joined last; of the newest two, since a rank that missed the end of one
+    may ask while others have begun the next."""
     made: dict[int, int] = field(default_factory=dict)
-    """By rank, the number of its last join."""
+    """Rank -> number of its last join."""
+    away: frozenset[int] = field(init=False)
+    """Ranks that have joined, and wait for the others."""
 
-    @property
-    def away(self) -> frozenset[int]:
-        """The ranks that have joined, and wait for the others."""
-        return frozenset([rank for rank, call in self.made.items() if call > self.over])
+    def __post_init__(self) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        self.away = frozenset([rank for rank, call in self.made.items() if call > self.over])
 
     def join(self, rank: int, call: int) -> None:
-        """``rank`` has run out of batches for the ``call``-th time."""
+        """Note that ``rank`` has run out of data for the ``call``-th time."""
         if call > self.made.get(rank, 0):
             self.made[rank] = call
             if call > self.over:
                 self.last[call] = rank
                 self.last.pop(call - 2, None)
+            self._note()
 
     def missing(self, needed: frozenset[int]) -> tuple[int, ...]:
-        """Return which of the ranks that are ``needed`` the next join waits for."""
+        """Return the ranks of ``needed`` that the next join waits for."""
         return tuple([rank for rank in sorted(needed) if self.made.get(rank, 0) <= self.over])
 
     def judge(self, needed: frozenset[int]) -> int:
@@ -59,8 +63,9 @@ class JoinTracker:
         return min([self.made.get(rank, 0) for rank in needed], default=0)
 
     def end(self, call: int) -> bool:
-        """The ``call``-th join is over; return whether that is new."""
+        """End the ``call``-th join; return whether it was not over before."""
         if call <= self.over:
             return False
         self.over = call
+        self._note()
         return True

@@ -27,14 +27,14 @@ class NonFiniteLog:
         self._store = store
         self._is_error = is_error
         self.counts: dict[str, int] = {}
-        """How many updates of each key were dropped."""
+        """Key -> number of dropped updates."""
         self._last: dict[tuple[int, int | None], dict[int, Dropped]] = {}
-        """By chunk, and by rank where each push is applied by itself: of each key that begins
-        somewhere in it the last."""
+        """(chunk, rank or None) -> {start of a piece: its last dropped update}; the rank is set in stores that
+        apply each push by itself."""
         self._news: list[tuple[str, int | None, int, Flaw]] = []
-        """What no line of log has named yet."""
+        """Dropped updates that were not logged yet."""
         self._is_quiet = False
-        """A line was written a short while ago."""
+        """A line was logged since the last :meth:`look`."""
 
     def add(
         self, key: str, pieces: Iterable[Piece], rank: int | None, number: int, flaw: Flaw
@@ -56,32 +56,32 @@ class NonFiniteLog:
 
     def among(self, chunk: int, rank: int | None, asks: Sequence[Ask]) -> tuple[Dropped, ...]:
         """Return the last dropped update of each key in these elements of ``chunk``."""
-        found = self._last.get((chunk, rank), {})
+        last = self._last.get((chunk, rank), {})
         return tuple(
             [
-                found[start]
-                for start in sorted(found)
+                last[start]
+                for start in sorted(last)
                 if any(ask.start <= start < ask.start + ask.size for ask in asks)
             ]
         )
 
     def forget(self, pieces: Iterable[Piece]) -> None:
-        """These places are another key's, or nobody's."""
+        """Forget the updates of these pieces, which no longer belong to their keys."""
         places = {(piece.chunk, piece.start) for piece in pieces}
         for (chunk, _), last in self._last.items():
-            for start in [one for one in last if (chunk, one) in places]:
+            for start in [begin for begin in last if (chunk, begin) in places]:
                 del last[start]
 
     # --- the log ----------------------------------------------------------------------------------
 
     def report(self) -> Iterator[Note]:
-        """Say what is new, unless a line was written a short while ago."""
+        """Log what is new, unless a line was logged a short while ago."""
         if self._news and not self._is_quiet:
             self._is_quiet = True
             yield self._line()
 
     def look(self) -> Iterator[Note]:
-        """Say in one line what is new; called once in a while."""
+        """Log what is new in one line; called periodically."""
         self._is_quiet = bool(self._news)
         if self._news:
             yield self._line()

@@ -13,23 +13,21 @@ import torch
 
 from kvps.compression import spec
 from kvps.compression.codecs import decode
-from kvps.core.effects import Effects, Send
+from kvps.core.effects import Send
 from kvps.core.gradients import DenseGradient
-from kvps.core.server import reads, row_reads
+from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Verdict
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.row_reads import PendingRowRead
+from kvps.core.server.reads import PendingRowRead
 from kvps.core.server.sessions import PendingRead, PendingTableRead, Session
 from kvps.core.server.store import ServerStore
 from kvps.core.server.update import embedding_rows
+from kvps.core.server.update.aggregator import Aggregator, JudgedPush
 from kvps.core.server.update.global_norms import NormId, PartialNorms, PartialSums
 from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
-from kvps.errors import (
-    KvpsError,
-    Mismatch,
-)
+from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.envelope import Message, Packet
 from kvps.protocol.stores import Declared, Norms, Place
 from kvps.protocol.values import (
@@ -49,217 +47,60 @@ from kvps.protocol.values import (
     PushRows,
     Receipt,
     Steps,
+    TableRate,
     rows_in_frame,
 )
 from kvps.tensors import to_frame
 
 
-class PushPull(RequestContext):
-    """Takes in gradients, and answers those who want values."""
+class PushPull:
+    """Takes in gradients, and answers those who want values.
 
-    def _push(
-        self, session: Session, seq: int, message: Push, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
+    Args:
+        context: the job's stores and sessions.
+        workers: how many ranks may push.
+        threads: how many compute.
+    """
+
+    def __init__(self, context: RequestContext, workers: int, threads: int = 1) -> None:
+        self._context = context
+        self._chunks = context.chunks
+        self.aggregator = Aggregator(context.chunks, workers, self.wake, threads)
+
+    def _apply(self, judged: JudgedPush, now: float) -> None:
+        """Apply a push, and answer those who waited for it."""
+        self.aggregator.apply(judged, self._context.quorum(judged.store), now)
+        self.tell_norms()
+
+    def _acknowledge(self, session: Session, seq: int, version: int) -> None:
+        self._context.send(session, Ack((Receipt(seq, version),)))
+
+    # --- whole keys -------------------------------------------------------------------------
+
+    def push(self, session: Session, seq: int, message: Push, packet: Packet, now: float) -> None:
+        """Take in gradients for runs of a chunk."""
+        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         gradient = self._gradient(chunk, message, packet)
-        verdict, woken = self.engine.push(
-            space, message, gradient, self._quorum(space), now, lent=_is_lent(packet)
-        )
-        if verdict is Verdict.EARLY:
+        is_lent = bool(packet.loans) and message.code is None  # what was decompressed is ours
+        judged = self.aggregator.judge(store, message, gradient, is_lent=is_lent)
+        if judged.verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
         reading = None
         if message.pull:
             asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
-            reading = PendingRead(session, seq, space.name, chunk.number, True, asks, message.held)
+            reading = PendingRead(session, seq, store.name, chunk.number, True, asks, message.held)
             session.pending[seq] = reading
-        yield from self._wake(woken)
-        yield from self._tell_norms()
+        self._apply(judged, now)
         if reading is not None:
-            yield from self._read(reading)
-            if not reading.is_pending or _is_lent(packet):
+            self._read(reading)
+            if not self._context.is_pending(reading) or is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
             span.version
             for run in message.runs
             for span in chunk.spans_in(run.start, run.start + run.size)
         )
-        yield self._send(session, Ack((Receipt(seq, version),)))
-
-    def _pull(self, session: Session, seq: int, message: Pull) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        chunk.validate(message.runs, are_whole=message.call is None)
-        if message.call is None:
-            chunk.check_filled(message.runs)
-        reads.check_held(message.held, message.runs)
-        reading = PendingRead(
-            session, seq, space.name, chunk.number, message.values, message.runs, message.held
-        )
-        reading.call = message.call
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _push_ids(
-        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        server, servers = self.engine.server, self.engine.servers
-        gradient = embedding_rows.gradient_of(chunk, message, packet.payload, server, servers)
-        verdict, woken = self.engine.push_ids(space, message, gradient, self._quorum(space), now)
-        if verdict is Verdict.EARLY:
-            return  # as with any push
-        if verdict is Verdict.COUNTED:
-            space.check_growth(chunk.keys[0])
-        yield from self._wake(woken)
-        (span,) = chunk.spans
-        yield self._send(session, Ack((Receipt(seq, span.version),)))
-
-    def _pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        server, servers = self.engine.server, self.engine.servers
-        ids = embedding_rows.asked_ids(chunk, message, packet.payload, server, servers)
-        asks = (Ask(0, 1, message.after, message.least),)
-        reading = PendingTableRead(session, seq, space.name, chunk.number, True, asks, ids=ids)
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _push_rows(
-        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
-    ) -> Effects:
-        space = self._space(message.store)
-        table = KeyRows.of(space, message.key)
-        gradient = table.gradient(message, packet.payload)
-        verdict, woken = self.engine.push_rows(
-            space, table, message, gradient, self._quorum(space), now, lent=bool(packet.loans)
-        )
-        if verdict is Verdict.EARLY:
-            return  # as a PUSH
-        yield from self._wake(woken)
-        yield from self._tell_norms()
-        spans = [self.engine.span_at(piece) for piece in table.shard.pieces]
-        version = min([span.version for span in spans])
-        yield self._send(session, Ack((Receipt(seq, version),)))
-
-    def _pull_rows(self, session: Session, seq: int, message: PullRows, packet: Packet) -> Effects:
-        space = self._space(message.store)
-        table = KeyRows.of(space, message.key)
-        ids = table.ids(packet.payload[0] if packet.payload else None)
-        reading = PendingRowRead.of(session, seq, message, table, ids)
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _pull_changed(self, session: Session, seq: int, message: PullChanged) -> Effects:
-        space = self._space(message.store)
-        reading = PendingRowRead.of(session, seq, message, KeyRows.of(space, message.key))
-        session.pending[seq] = reading
-        yield from self._read(reading)
-
-    def _read_rows(self, reading: PendingRowRead) -> Effects:
-        """Answer a request for rows, or let it wait at the first piece that lacks something."""
-        space, session, chunks = self.spaces[reading.store], reading.session, self.engine.chunks
-        if not row_reads.holds(space, chunks, reading, self._quorum(space)):
-            chunks.by_number[reading.chunk].wait(reading)
-            return
-        del session.pending[reading.seq]
-        answer, found = row_reads.read(space, chunks, reading)
-        each = rows_in_frame(answer.dtype, answer.width) * answer.width
-        frames = (*found[:-1], *(torch.split(found[-1], each) if found else ()))
-        payload = tuple([to_frame(one) for one in frames])
-        yield Send(session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _read(self, reading: PendingRead) -> Effects:
-        """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
-        if not reading.is_pending:
-            return
-        if isinstance(reading, PendingRowRead):
-            yield from self._read_rows(reading)
-            return
-        space, session = self.spaces[reading.store], reading.session
-        try:
-            chunk = self.engine.chunk(reading.chunk)
-            if not reads.holds(space, chunk, reading, self._quorum(space)):
-                chunk.wait(reading)
-                return
-        except KvpsError as error:
-            yield self._refuse(session, reading.seq, error)
-            return
-        del session.pending[reading.seq]
-        if isinstance(reading, PendingTableRead):
-            yield self._rows(space, chunk, reading)
-            return
-        stands, values, hold = reads.read(space, chunk, reading)
-        steps: tuple[Steps, ...] = ()
-        adds = False
-        if values is not None and reading.held and not self._is_lent_to(session, values):
-            adds = space.updater is not None
-            steps, octets = reads.lead(chunk, reading, stands)
-            if steps:
-                values, hold = octets, None
-        answer = Pulled(
-            reading.seq,
-            chunk.number,
-            BY_NAME[chunk.dtype].id,
-            values is not None,
-            stands,
-            reads.dropped(space, chunk, reading),
-            steps,
-            adds,
-        )
-        payload = () if values is None else (to_frame(values),)
-        packet = Packet(self.member.envelope(), answer, payload)
-        yield Send(session.route, packet, hold)
-
-    def _is_lent_to(self, session: Session, values: torch.Tensor) -> bool:
-        """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
-        return self.engine.memory.lends(session.route, (values,))
-
-    def _rows(self, space: ServerStore, chunk: Chunk, reading: PendingTableRead) -> Send:
-        """Answer a request for rows."""
-        rows, (span,) = embedding_rows.embedding_of(chunk), chunk.spans
-        recipe, count = rows.recipe, len(reading.ids)
-        owed = span.owed(reading.session.rank, space.ordered)
-        answer = PulledIds(
-            reading.seq, BY_NAME[recipe.dtype].id, recipe.dim, count, span.version, owed
-        )
-        payload = (to_frame(rows.pull(reading.ids).view(-1)),) if count else ()
-        return Send(reading.session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _embed(self, seq: int, message: Embed) -> Message:
-        space = self._space(message.store)
-        recipe = embedding_rows.recipe_of(message)
-        piece = embedding_rows.embed(
-            space, message.key, recipe, self.engine.server, self.engine.servers
-        )
-        return Declared(seq, (Place(False, (piece,)),))
-
-    def _export(self, session: Session, seq: int, message: Export) -> Send:
-        answer, payload = embedding_rows.exported(seq, self.engine.chunk(message.chunk), message)
-        return Send(session.route, Packet(self.member.envelope(), answer, payload))
-
-    def _wake(self, woken: Iterable[PendingRead]) -> Effects:
-        """Look again at those who waited for what has moved."""
-        for reading in woken:
-            yield from self._read(reading)
-
-    def _load(self, session: Session, seq: int, message: Load, packet: Packet) -> Effects:
-        space = self._space_of(message.chunk)
-        chunk = self.engine.chunk(message.chunk)
-        if BY_ID[message.dtype].name != chunk.dtype:
-            raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
-            )
-        values = DenseGradient.of(packet.payload, message.dtype).joined()
-        became_ready = space.load(chunk, message, values, session.rank)
-        if became_ready is None:
-            return  # as a PUSH that is early
-        yield self._send(session, Ack((Receipt(seq, 0),)))
-        for run in message.runs:
-            yield from self._wake(chunk.woken(run.start, run.start + run.size))
-        if became_ready:
-            yield from self._retry()
+        self._acknowledge(session, seq, version)
 
     def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> DenseGradient:
         """Return what was pushed, decompressed if need be.
@@ -285,60 +126,231 @@ class PushPull(RequestContext):
             begin, at = end, at + run.size
         return DenseGradient([gradient])
 
-    # --- norms of whole tensors -----------------------------------------------------------------------
+    def pull(self, session: Session, seq: int, message: Pull) -> None:
+        """Answer with runs of a chunk, as soon as they are what is asked for."""
+        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
+        chunk.validate(message.runs, are_whole=message.call is None)
+        if message.call is None:
+            chunk.check_filled(message.runs)
+        reads.check_held(message.held, message.runs)
+        reading = PendingRead(
+            session, seq, store.name, chunk.number, message.values, message.runs, message.held
+        )
+        reading.call = message.call
+        self._wait(reading)
 
-    def norms(self, message: Norms, server: int) -> Effects:
-        """Another server told its sums of squares, or asked for ours.
+    def load(self, session: Session, seq: int, message: Load, packet: Packet) -> None:
+        """Take in values of keys that were declared."""
+        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
+        if BY_ID[message.dtype].name != chunk.dtype:
+            raise Mismatch(
+                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
+            )
+        values = DenseGradient.of(packet.payload, message.dtype).joined()
+        became_ready = store.load(chunk, message, values, session.rank)
+        if became_ready is None:
+            return  # as a PUSH that is early
+        self._acknowledge(session, seq, 0)
+        for run in message.runs:
+            self.wake(chunk.woken(run.start, run.start + run.size))
+        if became_ready:
+            self._context.retry()
+
+    # --- rows of a key ----------------------------------------------------------------------
+
+    def push_rows(
+        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
+    ) -> None:
+        """Take in gradients for rows of a key."""
+        store = self._context.store(message.store)
+        table = KeyRows.of(store, message.key)
+        gradient = table.gradient(message, packet.payload)
+        is_lent = bool(packet.loans)
+        judged = self.aggregator.judge_rows(store, table, message, gradient, is_lent=is_lent)
+        if judged.verdict is Verdict.EARLY:
+            return  # as a PUSH
+        self._apply(judged, now)
+        spans = [self._chunks.span_at(piece) for piece in table.shard.pieces]
+        self._acknowledge(session, seq, min([span.version for span in spans]))
+
+    def pull_rows(
+        self, session: Session, seq: int, message: PullRows | PullChanged, packet: Packet
+    ) -> None:
+        """Answer with the rows of a key that are named, or that changed since a version."""
+        table = KeyRows.of(self._context.store(message.store), message.key)
+        ids = None
+        if isinstance(message, PullRows):
+            ids = table.ids(packet.payload[0] if packet.payload else None)
+        self._wait(PendingRowRead.of(session, seq, message, table, ids))
+
+    # --- rows of an embedding table ---------------------------------------------------------
+
+    def embed(self, seq: int, message: Embed) -> Message:
+        """Make a table, or find it."""
+        store, chunks = self._context.store(message.store), self._chunks
+        recipe = embedding_rows.recipe_of(message)
+        piece = embedding_rows.embed(store, message.key, recipe, chunks.server, chunks.servers)
+        return Declared(seq, (Place(False, (piece,)),))
+
+    def set_table_rate(self, message: TableRate) -> None:
+        """Set the learning rate of a table."""
+        embedding_rows.embedding_of(self._chunks.at(message.chunk)).set_rate(message.lr)
+
+    def push_ids(
+        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
+    ) -> None:
+        """Take in gradients for rows of a table."""
+        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
+        server, servers = self._chunks.server, self._chunks.servers
+        gradient = embedding_rows.gradient_of(chunk, message, packet.payload, server, servers)
+        judged = self.aggregator.judge_ids(store, message, gradient)
+        if judged.verdict is Verdict.EARLY:
+            return  # as a PUSH
+        if judged.verdict is Verdict.COUNTED:
+            store.check_growth(chunk.keys[0])
+        self._apply(judged, now)
+        (span,) = chunk.spans
+        self._acknowledge(session, seq, span.version)
+
+    def pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> None:
+        """Answer with rows of a table."""
+        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
+        server, servers = self._chunks.server, self._chunks.servers
+        ids = embedding_rows.asked_ids(chunk, message, packet.payload, server, servers)
+        asks = (Ask(0, 1, message.after, message.least),)
+        self._wait(PendingTableRead(session, seq, store.name, chunk.number, True, asks, ids=ids))
+
+    def export(self, session: Session, seq: int, message: Export) -> None:
+        """Answer with a block of a table."""
+        answer, payload = embedding_rows.exported(seq, self._chunks.at(message.chunk), message)
+        self._context.send(session, answer, payload)
+
+    # --- reads ------------------------------------------------------------------------------
+
+    def wake(self, woken: Iterable[PendingRead]) -> None:
+        """Try reads again that waited for what has moved."""
+        for reading in woken:
+            if self._context.is_pending(reading):
+                self._read(reading)
+
+    def _wait(self, reading: PendingRead) -> None:
+        """Answer ``reading`` now or later."""
+        reading.session.pending[reading.seq] = reading
+        self._read(reading)
+
+    def _read(self, reading: PendingRead) -> None:
+        """Answer ``reading`` if its conditions hold; else let it wait at what holds it up."""
+        if isinstance(reading, PendingRowRead):
+            self._read_rows(reading)
+            return
+        store, session = self._context.stores[reading.store], reading.session
+        try:
+            chunk = self._chunks.at(reading.chunk)
+            if not reads.holds(store, chunk, reading, self._context.quorum(store)):
+                chunk.wait(reading)
+                return
+        except KvpsError as error:
+            self._context.refuse(session, reading.seq, error)
+            return
+        del session.pending[reading.seq]
+        if isinstance(reading, PendingTableRead):
+            self._answer_ids(store, chunk, reading)
+            return
+        stands, values, hold = reads.read(store, chunk, reading)
+        steps: tuple[Steps, ...] = ()
+        adds = False
+        # One who reads values where they lie saves nothing by steps.
+        memory = self._chunks.memory
+        if values is not None and reading.held and not memory.lends(session.route, (values,)):
+            adds = store.updater is not None
+            steps, octets = reads.lead(chunk, reading, stands)
+            if steps:
+                values, hold = octets, None
+        answer = Pulled(
+            reading.seq,
+            chunk.number,
+            BY_NAME[chunk.dtype].id,
+            values is not None,
+            stands,
+            reads.dropped(store, chunk, reading),
+            steps,
+            adds,
+        )
+        self._context.send(session, answer, () if values is None else (to_frame(values),), hold)
+
+    def _read_rows(self, reading: PendingRowRead) -> None:
+        """Answer a request for rows, or let it wait at the first piece that lacks something."""
+        store, session = self._context.stores[reading.store], reading.session
+        if not reads.holds_rows(store, self._chunks, reading, self._context.quorum(store)):
+            self._chunks.by_number[reading.chunk].wait(reading)
+            return
+        del session.pending[reading.seq]
+        answer, tensors = reads.read_rows(store, self._chunks, reading)
+        each = rows_in_frame(answer.dtype, answer.width) * answer.width
+        frames = (*tensors[:-1], *(torch.split(tensors[-1], each) if tensors else ()))
+        self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
+
+    def _answer_ids(self, store: ServerStore, chunk: Chunk, reading: PendingTableRead) -> None:
+        rows, (span,) = embedding_rows.embedding_of(chunk), chunk.spans
+        recipe, count = rows.recipe, len(reading.ids)
+        owed = span.owed(reading.session.rank, store.ordered)
+        answer = PulledIds(
+            reading.seq, BY_NAME[recipe.dtype].id, recipe.dim, count, span.version, owed
+        )
+        payload = (to_frame(rows.pull(reading.ids).view(-1)),) if count else ()
+        self._context.send(reading.session, answer, payload)
+
+    # --- norms of whole tensors -------------------------------------------------------------
+
+    def hear_norms(self, message: Norms, server: int) -> None:
+        """Take in another server's sums of squares, and tell ours if it asks for them.
 
         Raises:
             KvpsError: if there is no such update; nothing was changed.
         """
-        space = self._space(message.store)
-        shard = space.shards.get(message.key)
+        store = self._context.store(message.store)
+        shard = store.shards.get(message.key)
         if shard is not None and shard.born != message.call:
             return  # another key of this name; who holds the newer one tells again
         number = (message.store, message.key, message.rank, message.number)
-        ours = self.engine.told(space, number, len(message.sums))
-        woken = self.engine.hear(space, number, server, PartialSums(message.sums, message.culprits))
-        yield from self._wake(woken)
+        ours = self.aggregator.norms.told(store, number, len(message.sums))
+        told = PartialSums(message.sums, message.culprits)
+        self.aggregator.hear(store, number, server, told)
         if message.reply and ours.sums:
-            yield from self._norms(number, ours, server, reply=False)
-        yield from self._tell_norms()
+            self._send_norms(number, ours, server, reply=False)
+        self.tell_norms()
 
-    def _tell_norms(self) -> Effects:
-        """Tell the sums that were just completed here, and the log of updates that were dropped."""
-        for norm in self.engine.untold():
-            yield from self._tell(norm, norm.holders)
-        for space in self.spaces.values():
-            if space.drops is not None:
-                yield from space.drops.report()
+    def tell_norms(self) -> None:
+        """Send the sums that were just completed here, and log updates that were dropped."""
+        norms = self.aggregator.norms
+        for norm in norms.untold:
+            self._tell(norm, norm.holders)
+        norms.untold.clear()
+        for store in self._context.stores.values():
+            if store.drops is not None:
+                self._context.outbox.extend(store.drops.report())
 
-    def look_at_drops(self) -> Effects:
-        """Say which updates were dropped since the last line about that; called now and then."""
-        for space in self.spaces.values():
-            if space.drops is not None:
-                yield from space.drops.look()
+    def look_at_drops(self) -> None:
+        """Log the updates that were dropped since the last line about that; called periodically."""
+        for store in self._context.stores.values():
+            if store.drops is not None:
+                self._context.outbox.extend(store.drops.look())
 
-    def tell_again(self) -> Effects:
-        """Tell the sums again to those who may have missed them, and ask for theirs."""
-        for norm in self.engine.norms.values():
-            yield from self._tell(norm, norm.unheard)
+    def tell_again(self) -> None:
+        """Send the sums again to servers that may have missed them, and ask for theirs."""
+        for norm in self.aggregator.norms.open.values():
+            self._tell(norm, norm.unheard)
 
-    def _tell(self, norm: PartialNorms, servers: Iterable[int]) -> Effects:
+    def _tell(self, norm: PartialNorms, servers: Iterable[int]) -> None:
         for server in sorted(servers):
-            yield from self._norms(norm.id, norm.told, server, reply=server in norm.unheard)
+            self._send_norms(norm.id, norm.told, server, reply=server in norm.unheard)
 
-    def _norms(self, number: NormId, told: PartialSums, server: int, reply: bool) -> Effects:
-        """Tell one server; not before a view has named it, as there is no way to it."""
-        if self.member.view is None:
+    def _send_norms(self, number: NormId, told: PartialSums, server: int, *, reply: bool) -> None:
+        """Send sums to one server; nothing before the first view, which names the servers."""
+        member = self._context.member
+        if member.view is None:
             return
-        store, key, _, _ = number
-        born = self.spaces[store].shards[key].born
+        name, key, _, _ = number
+        born = self._context.stores[name].shards[key].born
         message = Norms(*number, told.sums, reply, told.culprits, born)
-        yield Send(f"server {server}", self.member.packet(message))
-
-
-def _is_lent(packet: Packet) -> bool:
-    """Whether a gradient is its sender's memory: what was decompressed is not."""
-    message = packet.message
-    return bool(packet.loans) and isinstance(message, Push) and message.code is None
+        self._context.outbox.append(Send(f"server {server}", member.packet(message)))

@@ -3,53 +3,70 @@
 A pull waits at the first element that lacks something. An element that once had what the pull
 needs is not looked at again: so however many keys one pull names, and however often it is woken,
 each is looked at once.
+
+A read of rows of a key waits until all pieces of the key that are here meet its conditions, whichever of them
+its rows lie in: so the rows of one answer are of one version, unless the key was pushed otherwise than by rows.
+The rows are copied at that moment, as a message of their own; nothing is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from kvps.core.liveness import ranks_in_words
-from kvps.core.quorum import Quorum
+from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
-from kvps.core.server.chunks.slab import Buffer, Chunk
-from kvps.core.server.sessions import PendingRead
+from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
+from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
+from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
-from kvps.protocol.values import Ask, Dropped, Run, Stand, Steps
+from kvps.protocol.values import (
+    Ask,
+    Changed,
+    Dropped,
+    PullChanged,
+    PulledRows,
+    PullRows,
+    Run,
+    Stand,
+    Steps,
+    rows_in_message,
+)
 
 
-def holds(space: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
-    """Whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
+def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
+    """Return whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
 
     Raises:
         ProtocolError: if a key was replaced while it waited.
     """
     if reading.call is not None:
-        return _is_loaded(space, chunk, reading, reading.call)
+        return _is_loaded(store, chunk, reading, reading.call)
     for index in range(reading.index, len(reading.asks)):
         ask = reading.asks[index]
         reading.index, reading.at = index, max(reading.at, ask.start)
         for span in chunk.spans_in(reading.at, ask.start + ask.size):
             reading.at = max(reading.at, span.start)
-            if lack(space, span, ask, reading, quorum):
+            if lack(store, span, ask, reading, quorum):
                 return False
     chunk.validate(reading.asks)
     return True
 
 
-def _is_loaded(space: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
-    """Whether the value of ``call`` has reached all that ``reading`` asks for.
+def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
+    """Return whether the value of ``call`` is loaded in all that ``reading`` asks for.
 
     All is looked at each time: the value may have been begun anew, by another life of its creator.
     """
     chunk.validate(reading.asks, are_whole=False)
     for index, ask in enumerate(reading.asks):
-        at = space.lacks(chunk, ask.start, ask.start + ask.size, call)
+        at = store.lacks(chunk, ask.start, ask.start + ask.size, call)
         if at is not None:
             reading.index, reading.at = index, at
             return False
@@ -57,7 +74,7 @@ def _is_loaded(space: ServerStore, chunk: Chunk, reading: PendingRead, call: int
 
 
 def why(
-    space: ServerStore,
+    store: ServerStore,
     chunk: Chunk,
     reading: PendingRead,
     quorum: Quorum,
@@ -67,15 +84,15 @@ def why(
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     if reading.call is not None:
-        creator = space.shards[key].loading[1][0]
+        creator = store.shards[key].loading[1][0]
         return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not given all of its value"
     ask = reading.asks[reading.index]
-    missing = lack(space, span, ask, reading, quorum, describe)
+    missing = lack(store, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {missing}"
 
 
 def lack(
-    space: ServerStore,
+    store: ServerStore,
     span: Span,
     ask: Ask,
     reading: PendingRead,
@@ -84,13 +101,13 @@ def lack(
 ) -> str:
     """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
     rank = reading.session.rank
-    if space.ordered:
+    if store.ordered:
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
-            what = "the norms" if space.drops is None else "word, if it is finite,"
+            what = "the norms" if store.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"
-        missing = span.missing(quorum.required(space.opened.on_worker_lost))
+        missing = span.missing(quorum.required(store.opened.on_worker_lost))
         ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
         return f"round {span.version} waits for a push of {ranks}"
     if span.version < ask.least:
@@ -98,27 +115,27 @@ def lack(
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
     # Only values are stale. Who asks which pushes it owes may be the one for whose push others wait.
-    is_bounded = space.opened.mode == "ssp" and reading.values
+    is_bounded = store.opened.mode == "ssp" and reading.values
     ahead = span.ahead(rank, quorum.live) if is_bounded else 0
-    if ahead > space.opened.staleness:
+    if ahead > store.opened.staleness:
         slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (
             f"rank {rank} is {ahead} pushes ahead of {slowest}, "
-            f"staleness allows {space.opened.staleness}"
+            f"staleness allows {store.opened.staleness}"
         )
     return ""
 
 
-def dropped(space: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
-    """Return which updates of the asked elements were not made, for one who makes errors of them."""
-    if space.drops is None or not reading.values:
+def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
+    """Return the updates of the asked elements that were dropped, for workers that raise them."""
+    if store.drops is None or not reading.values:
         return ()
-    rank = None if space.ordered else reading.session.rank
-    return space.drops.among(chunk.number, rank, reading.asks)
+    rank = None if store.ordered else reading.session.rank
+    return store.drops.among(chunk.number, rank, reading.asks)
 
 
 def read(
-    space: ServerStore, chunk: Chunk, reading: PendingRead
+    store: ServerStore, chunk: Chunk, reading: PendingRead
 ) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
     """Return where the asked elements stand, their values, and the buffer to be held.
 
@@ -130,16 +147,16 @@ def read(
         stop = ask.start + ask.size
         for span in chunk.spans_in(ask.start, stop):
             begin, end = max(span.start, ask.start), min(span.stop, stop)
-            owed = span.owed(rank, space.ordered)
+            owed = span.owed(rank, store.ordered)
             stands.append(Stand(begin, end - begin, span.version, owed))
     if not reading.values:
         return tuple(stands), None, None
-    weight, updater = chunk.buffer.tensor, space.updater
+    weight, updater = chunk.buffer.tensor, store.updater
     if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
-        state = space.state_of(chunk)
+        state = store.state_of(chunk)
         for ask in reading.asks:
             updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
-    if all(one.start + one.size == other.start for one, other in pairwise(reading.asks)):
+    if all(ask.start + ask.size == other.start for ask, other in pairwise(reading.asks)):
         first, last = reading.asks[0], reading.asks[-1]
         return tuple(stands), weight[first.start : last.start + last.size], chunk.buffer.hold()
     parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
@@ -159,26 +176,126 @@ def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None
 def lead(
     chunk: Chunk, reading: PendingRead, stands: tuple[Stand, ...]
 ) -> tuple[tuple[Steps, ...], torch.Tensor]:
-    """Return how the asked values are written for one who has some versions of them, and the octets.
+    """Return the steps from the versions that the worker holds to the asked values, and their bytes.
 
     As they are, where there are no steps from those, or a span ends within what was asked for.
     Nothing is returned if that is so of all.
     """
     steps: list[Steps] = []
     octets: list[torch.Tensor] = []
-    held = dict(zip([(one.start, one.size) for one in reading.asks], reading.held, strict=True))
+    held = dict(zip([(ask.start, ask.size) for ask in reading.asks], reading.held, strict=True))
     for stand in stands:
-        found = None
+        missing = None
         if chunk.back is not None and (stand.start, stand.size) in held:
             version = held[stand.start, stand.size]
-            found = chunk.back.lead(stand.start, stand.size, stand.version, version)
-        if found is None:
+            missing = chunk.back.lead(stand.start, stand.size, stand.version, version)
+        if missing is None:
             weight = chunk.buffer.tensor[stand.start : stand.start + stand.size]
             steps.append(Steps(True, ()))
             octets.append(weight.view(torch.uint8))
         else:
-            steps.append(Steps(False, tuple([code for code, _ in found])))
-            octets += [one for _, one in found]
-    if all(one.whole for one in steps):
+            steps.append(Steps(False, tuple([code for code, _ in missing])))
+            octets += [encoded for _, encoded in missing]
+    if all(step.whole for step in steps):
         return (), torch.empty(0)
     return tuple(steps), torch.cat([*octets, torch.empty(0, dtype=torch.uint8)])
+
+
+# --- rows of a key ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingRowRead(PendingRead):
+    """A request for some rows of a key.
+
+    It has one ask for each piece of the key, and ``chunk`` is where the piece lies at which it waits.
+    """
+
+    table: KeyRows
+    ids: torch.Tensor | None
+    """Rows, counted from the first on this server; None for those that changed."""
+    since: int = 0
+    """The version since which changed rows are asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        seq: int,
+        message: PullRows | PullChanged,
+        table: KeyRows,
+        ids: torch.Tensor | None = None,
+    ) -> PendingRowRead:
+        """Return what ``message`` asks for; ``ids`` are those of PULL-ROWS."""
+        pieces = table.shard.pieces
+        asks = tuple(
+            [Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
+        )
+        since = message.since if isinstance(message, PullChanged) else 0
+        first = pieces[0].chunk
+        return cls(
+            session, seq, message.store, first, True, asks, table=table, ids=ids, since=since
+        )
+
+
+def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
+    """Return whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
+    while reading.index < len(reading.asks):
+        ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
+        reading.chunk, reading.at = piece.chunk, piece.start
+        span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
+        if lack(store, span, ask, reading, quorum):
+            return False
+        reading.index += 1
+    return True
+
+
+def read_rows(
+    store: ServerStore, chunks: Chunks, reading: PendingRowRead
+) -> tuple[PulledRows | Changed, tuple[torch.Tensor, ...]]:
+    """Return the answer and, if there are any, the rows that go with it, flat.
+
+    Before the rows come their numbers in the key, where the asker has not named them.
+    """
+    rank, table = reading.session.rank, reading.table
+    spans = []
+    dropped: list[Dropped] = []
+    for piece, ask in zip(table.shard.pieces, reading.asks, strict=True):
+        spans.append(next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1)))
+        if store.drops is not None:
+            whose = None if store.ordered else rank
+            dropped += store.drops.among(piece.chunk, whose, (ask,))
+    dtype = BY_NAME[table.shard.spec.dtype].id
+    versions = [span.version for span in spans]
+    stand = (
+        *(min(versions), max(versions), min([span.owed(rank, store.ordered) for span in spans])),
+        tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
+    )
+    if reading.ids is not None:
+        _note(store, chunks, reading, reading.ids)
+        answer = PulledRows(reading.seq, dtype, table.width, len(reading.ids), *stand)
+        rows = table.read(chunks, reading.ids)
+        return answer, (rows,) if len(rows) else ()
+    ids = table.changed(chunks, reading.since)
+    if ids is not None and len(ids) <= rows_in_message(dtype, table.width):
+        _note(store, chunks, reading, ids)
+        changed = Changed(reading.seq, True, dtype, table.width, len(ids), *stand)
+        named = (ids + table.first, table.read(chunks, ids))
+        return changed, named if len(ids) else ()
+    return Changed(reading.seq, False, dtype, table.width, 0, *stand), ()
+
+
+def _note(store: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
+    """Report the rows that are read to a rule that tracks pulls."""
+    updater, table = store.updater, reading.table
+    if updater is None or not updater.tracks_pulls:
+        return
+    if BY_NAME[table.shard.spec.dtype].kind == "int":
+        return
+    width, rank = table.width, reading.session.rank
+    for piece, first, some in table.places(ids):
+        chunk = chunks.by_number[piece.chunk]
+        state = store.state_of(chunk)
+        for row in (ids[some] - first).tolist():
+            start = piece.start + row * width
+            updater.pulled(chunk.buffer.tensor, state, start, start + width, rank)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import (
     SCHEDULER,
     STILL_S,
@@ -28,40 +28,74 @@ from kvps.core.membership_client import (
     check_protocol,
 )
 from kvps.core.server.checkpointer import ORDERS, Checkpointer
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
 from kvps.core.server.stragglers import Stall, StragglerLog
-from kvps.core.server.update.aggregator import Aggregator
 from kvps.errors import (
     ConfigError,
-    Fenced,
     KvpsError,
-    Mismatch,
     ProtocolError,
     StorageError,
     unforeseen,
 )
 from kvps.protocol.checkpoint import Revive, Revived
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Error, Hello, OldRound, Stalled, Welcome
-from kvps.protocol.stores import Norms
+from kvps.protocol.membership import (
+    Done,
+    Error,
+    Hello,
+    History,
+    Join,
+    OldRound,
+    Probe,
+    Return,
+    Stalled,
+    Welcome,
+)
+from kvps.protocol.stores import (
+    Declare,
+    Find,
+    GetState,
+    Norms,
+    Open,
+    Optimize,
+    Rate,
+    SetState,
+    Status,
+)
+from kvps.protocol.values import (
+    Embed,
+    Export,
+    Load,
+    Pull,
+    PullChanged,
+    PullIds,
+    PullRows,
+    Push,
+    PushIds,
+    PushRows,
+    TableRate,
+)
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 TELL_AFTER_S = 1.0
-"""How long a round must have been open for the scheduler to be told of it."""
+"""Seconds that a round must have been open for the scheduler to be told of it."""
 TELL_MAX = 256
-"""How many stores, and how many ranks of each, it is told of."""
+"""Maximum stores, and maximum ranks of each, that the scheduler is told of."""
 EXIT_TORN = 1
-"""The exit code of a server that ends as its values were changed by half."""
+"""Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
-"""A server ends when everybody has been silent for so many times the scheduler's silence limit."""
+"""A server exits when everybody has been silent for so many times the scheduler's silence limit."""
 
 
 class Reviving(NamedTuple):
-    """Who wants a store restored, and how."""
+    """A request to restore a store, while its snapshot is read."""
 
     session: Session
     seq: int
@@ -91,43 +125,46 @@ class Server:
             checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None
                 without a place for them.
         """
+        self._outbox: list[Effect] = []
+        """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now)
-        self.keeper = Checkpointer(self.member, checkpoint_every_s)
+        self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s)
         self._memory = memory
         self._threads = threads
-        self.requests = Control(self.member, Aggregator(0, 1, 0), memory_limit)
         self._memory_limit = memory_limit
+        self._hold_nothing(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
-        """Where each other server is connected to, and which life of it."""
+        """Server rank -> (endpoint, incarnation) that this server is connected to."""
         self._heard_at = now
-        """When a worker of this job last spoke."""
+        """Time at which a worker of this job last spoke."""
         self._rang_at = now
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = StragglerLog()
         self._has_told = False
-        """The scheduler knows of open rounds."""
+        """The scheduler was told of open rounds."""
 
     # --- the doors ----------------------------------------------------------------------------
 
     def start(self, now: float) -> Effects:
         """Join the cluster."""
-        yield from self.member.start(now)
+        self._outbox.extend(self.member.start(now))
+        return self.take_effects()
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A worker, another server or the scheduler said something."""
         if route == SCHEDULER:
-            yield from self._on_scheduler(packet, now)
-            return
-        if isinstance(packet.message, Welcome | Error):
-            return  # another server's answer to our HELLO or NORMS; an answer is never answered
-        if not self._serves(packet):
-            return  # the sender will learn why from the scheduler, and ask again what is still of use
-        try:
-            yield from self._on_peer(route, packet, now)
-        except KvpsError as error:
-            yield self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
-        yield from self.keeper.look(self.requests)
+            self._on_scheduler(packet, now)
+        elif isinstance(packet.message, Welcome | Error):
+            pass  # another server's answer to our HELLO or NORMS; an answer is never answered
+        elif self._serves(packet):  # else the sender will learn why from the scheduler
+            try:
+                self._on_peer(route, packet, now)
+            except KvpsError as error:
+                self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
+            if not self.checkpointer.taking.taken:
+                self.checkpointer.look(self.control)
+        return self.take_effects()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet could not be served, as nobody foresaw: its sender is told, and nothing was changed.
@@ -135,174 +172,256 @@ class Server:
         A server whose values were being changed at that moment ends: half an update is in them. Its
         replacement returns to a checkpoint, with all others.
         """
-        if self.requests.engine.is_torn:
-            yield Exit(
-                EXIT_TORN,
-                f"an update of {envelope.node} failed half-way ({error!r:.200}), so what {self._me} holds "
+        if self.push_pull.aggregator.is_torn:
+            reason = (
+                f"an update of {envelope.node} failed half-way ({error!r:.200}), so what {self.context.me} holds "
                 "is of no use. The log has the traceback. A server that is started in its place returns to "
-                "the newest checkpoint; please report this as a bug",
+                "the newest checkpoint; please report this as a bug"
             )
+            self._outbox.append(Exit(EXIT_TORN, reason))
         elif route != SCHEDULER:
-            said = unforeseen(self._me, error)
-            yield self._reply(route, Error(envelope.seq, said.code, str(said)))
+            said = unforeseen(self.context.me, error)
+            self._reply(route, Error(envelope.seq, said.code, str(said)))
+        return self.take_effects()
 
     def on_disk(self, answer: Answer, now: float) -> Effects:
         """Files were written or read."""
         if isinstance(answer, FoundCuts | Loaded) and isinstance(answer.for_whom, Reviving):
-            yield from self._revive(answer.for_whom, answer)
+            self._revive(answer.for_whom, answer)
         elif not isinstance(answer, Loaded):
-            yield from self.keeper.on_disk(answer)
-        elif self.keeper.is_for_us(answer):
-            yield from self._return(answer)
+            self.checkpointer.on_disk(answer)
+        elif self.checkpointer.is_for_us(answer):
+            self._return(answer)
+        return self.take_effects()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke: only the scheduler judges what that means."""
-        yield from ()
+        return self.take_effects()
 
     def on_timer(self, now: float) -> Effects:
         """Beat, tell norms again that others may have missed, and say which rounds wait for whom."""
-        yield from self.member.on_timer(now)
+        self._outbox.extend(self.member.on_timer(now))
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
-            yield from self.requests.tell_again()
+            self.push_pull.tell_again()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            yield from self._look(now)
-            yield from self.requests.look_at_drops()
+            self._look(now)
+            self.push_pull.look_at_drops()
         if now > self._rang_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
         self._rang_at = now
         limit_s = SILENCES_MAX * self.member.identity.silence_max_s
         if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
-            yield Exit(75, f"the scheduler and all workers have been silent for {limit_s:.0f} s")
+            reason = f"the scheduler and all workers have been silent for {limit_s:.0f} s"
+            self._outbox.append(Exit(75, reason))
+        return self.take_effects()
 
     def deadline(self) -> float | None:
-        """When the next beat, telling or look at the rounds is due."""
+        """Return when the next beat, telling or look at the rounds is due."""
         beat = self.member.deadline()
         return None if beat is None else min(beat, self._next_tell, self._next_look)
 
-    def _look(self, now: float) -> Effects:
-        """Say in the log which rounds wait for whom, and tell the scheduler, for those who look."""
-        oldest = list(self.requests.oldest(now))
-        yield from self._stalls.look(oldest)
-        rounds = tuple([self._shown(one) for one in oldest if one.age_s >= TELL_AFTER_S])
+    def take_effects(self) -> Effects:
+        """Return the effects that were not taken yet; a door ends with this."""
+        effects = self._outbox.copy()
+        self._outbox.clear()
+        return iter(effects)
+
+    def _look(self, now: float) -> None:
+        """Log the rounds that wait and for whom, and tell the scheduler, for ``kvps status``."""
+        oldest = list(self.control.oldest(now))
+        self._outbox.extend(self._stalls.look(oldest))
+        rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         if self.member.welcome is not None and (rounds or self._has_told):
             self._has_told = bool(rounds)
-            yield Send(SCHEDULER, self.member.packet(Stalled(rounds[:TELL_MAX])))
+            self._reply(SCHEDULER, Stalled(rounds[:TELL_MAX]))
 
-    def _shown(self, one: Stall) -> OldRound:
+    def _shown(self, stall: Stall) -> OldRound:
         return OldRound(
-            self.member.rank, one.store, one.key, one.number, one.missing[:TELL_MAX], one.age_s
+            self.member.rank,
+            stall.store,
+            stall.key,
+            stall.number,
+            stall.missing[:TELL_MAX],
+            stall.age_s,
         )
 
     # --- the scheduler --------------------------------------------------------------------------
 
-    def _on_scheduler(self, packet: Packet, now: float) -> Effects:
+    def _on_scheduler(self, packet: Packet, now: float) -> None:
         before, job, welcome = self.member.number, self.member.job, self.member.welcome
         if isinstance(packet.message, ORDERS) and welcome is not None:
             self.member.heard_at = now
             if packet.envelope.job == job:
-                yield from self.keeper.on_order(packet.message, self.requests)
+                self.checkpointer.on_order(packet.message, self.control)
             return
-        yield from self.member.on_packet(packet, now)
+        self._outbox.extend(self.member.on_packet(packet, now))
         if self.member.stopped is not None:
-            yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
+            self._outbox.append(Exit(self.member.stopped.exit_code, self.member.stopped.reason))
             return
         if self.member.welcome is not welcome:
-            yield from self._begin()
+            self._begin()
         elif self.member.job != job:
-            yield from self._begin()
+            self._begin()
             before = 0
-            yield Note("info", "the next job begins; the stores of the last one are dropped")
+            text = "the next job begins; the stores of the last one are dropped"
+            self._outbox.append(Note("info", text))
         if self.member.number != before:
-            yield from self._on_view()
+            self._on_view()
 
-    def _begin(self) -> Effects:
-        """Hold nothing of any job."""
-        yield from self.keeper.begin()
-        self.requests = self._hold_nothing({})
+    def _begin(self) -> None:
+        """Start a job with no stores."""
+        self.checkpointer.begin()
+        self._begin_anew({})
 
-    def _hold_nothing(self, lives: dict[int, int]) -> Control:
+    def _begin_anew(self, lives: dict[int, int]) -> None:
+        """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
         welcome = self.member.welcome
         assert welcome is not None
-        engine = Aggregator(
-            self.member.rank, welcome.servers, welcome.workers, self._memory, self._threads
-        )
-        return Control(self.member, engine, self._memory_limit, lives)
+        self._hold_nothing(self.member.rank, welcome.servers, welcome.workers, lives)
 
-    def _return(self, loaded: Loaded) -> Effects:
-        """Hold what was read, and nothing else."""
-        self.requests = self._hold_nothing(self.requests.lives)
+    def _hold_nothing(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
+        chunks = Chunks(self._memory, server, servers)
+        self.context = RequestContext(self.member, chunks, self._outbox, lives)
+        self.push_pull = PushPull(self.context, workers, self._threads)
+        self.control = Control(self.context, self.push_pull, self._memory_limit)
+
+    def _return(self, loaded: Loaded) -> None:
+        """Replace all stores by those of a snapshot."""
+        self._begin_anew(self.context.lives)
         error = loaded.error
-        if loaded.image is not None:
+        if loaded.snapshot is not None:
             try:
-                self.requests.restore(loaded.image)
+                self.control.restore(loaded.snapshot)
             except KvpsError as raised:
                 error = raised
             except Exception as raised:  # nobody is served before another cut is held, or none
                 error = StorageError(f"the image cannot be held: {raised!r:.200}")
-        yield from self.keeper.restored(error)
+        self.checkpointer.restored(error)
 
     def _serves(self, packet: Packet) -> bool:
-        """Whether what is held here is what the sender of ``packet`` may ask for."""
+        """Return whether the sender of ``packet`` has seen the rollbacks that this server has."""
         view = self.member.view
-        if self.keeper.is_returning:
+        if self.checkpointer.is_returning:
             return False
-        if view is not None and (view.phase == "returning" or view.epoch != self.keeper.epoch):
+        if view is not None and (
+            view.phase == "returning" or view.epoch != self.checkpointer.epoch
+        ):
             return False
         is_hello = isinstance(packet.message, Hello)  # it knows no view
         return is_hello or view is None or packet.envelope.view >= view.since
 
-    def _on_view(self) -> Effects:
+    def _on_view(self) -> None:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
-        for one in view.members:
-            if one.role == Role.WORKER:
-                self.requests.begin(one.rank, one.incarnation)
-            elif one.role == Role.SERVER and one.rank != self.member.rank:
-                place = (one.endpoint, one.incarnation)
-                if one.state == "held" and self._endpoints.get(one.rank) != place:
-                    self._endpoints[one.rank] = place
-                    yield Connect(f"server {one.rank}", one.endpoint)
-                    yield Send(f"server {one.rank}", self.member.hello())
-        yield from self.requests.look_again()
+        for member in view.members:
+            if member.role == Role.WORKER:
+                self.context.begin(member.rank, member.incarnation)
+            elif member.role == Role.SERVER and member.rank != self.member.rank:
+                place, name = (member.endpoint, member.incarnation), f"server {member.rank}"
+                if member.state == "held" and self._endpoints.get(member.rank) != place:
+                    self._endpoints[member.rank] = place
+                    self._outbox.append(Connect(name, member.endpoint))
+                    self._outbox.append(Send(name, self.member.hello()))
+        self.control.look_again()
 
     # --- peers ----------------------------------------------------------------------------------
 
-    def _on_peer(self, route: Route, packet: Packet, now: float) -> Effects:
+    def _on_peer(self, route: Route, packet: Packet, now: float) -> None:
         envelope, message = packet.envelope, packet.message
         if isinstance(message, Hello):
-            yield self._hello(route, envelope, message)
+            self._on_hello(route, envelope, message)
             if envelope.role is Role.WORKER:
                 self._heard_at = now
             return
-        self._check_place(envelope)
+        self.context.check_place(envelope)
         if envelope.role is Role.WORKER:
             self._heard_at = now
-            session = self._session(route, envelope)
-            if isinstance(message, Revive):
-                yield from self._on_revive(session, envelope.seq, message)
-            else:
-                yield from self.requests.answer(session, packet, now)
+            self._answer(self.context.session(route, envelope), packet, now)
             return
-        self._check_server(envelope)
+        self.context.check_server(envelope)
         if not isinstance(message, Norms):
             raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
-        yield from self.requests.norms(message, envelope.rank)
+        self.push_pull.hear_norms(message, envelope.rank)
 
-    def _on_revive(self, session: Session, seq: int, message: Revive) -> Effects:
+    def _answer(self, session: Session, packet: Packet, now: float) -> None:
+        """Do what a worker asks.
+
+        Raises:
+            KvpsError: if it cannot be done; nothing was changed.
+        """
+        message, seq = packet.message, packet.envelope.seq
+        context, push_pull, control = self.context, self.push_pull, self.control
+        if not isinstance(message, Probe | Revive):
+            session.asked_at = now
+        match message:
+            case Push():
+                push_pull.push(session, seq, message, packet, now)
+            case Pull():
+                push_pull.pull(session, seq, message)
+            case PushIds():
+                push_pull.push_ids(session, seq, message, packet, now)
+            case PullIds():
+                push_pull.pull_ids(session, seq, message, packet)
+            case PushRows():
+                push_pull.push_rows(session, seq, message, packet, now)
+            case PullRows() | PullChanged():
+                push_pull.pull_rows(session, seq, message, packet)
+            case Load():
+                push_pull.load(session, seq, message, packet)
+            case Embed():
+                context.send(session, push_pull.embed(seq, message))
+                context.retry()
+            case TableRate():
+                context.demand_rank_0(session, "set the learning rate of a table")
+                push_pull.set_table_rate(message)
+                context.send(session, Done(seq))
+            case Export():
+                push_pull.export(session, seq, message)
+            case Declare():
+                control.declare(session, seq, message)
+            case Optimize():
+                control.optimize(session, seq, message)
+            case Rate():
+                control.rate(session, seq, message)
+            case Probe():
+                control.probe(session, message, now)
+            case Open():
+                context.send(session, control.open(seq, message))
+            case Find():
+                context.send(session, control.find(seq, message))
+            case Status():
+                context.send(session, control.status(seq, message, now))
+            case GetState():
+                control.get_state(session, seq, message)
+            case SetState():
+                context.send(session, control.set_state(seq, message, packet.payload))
+            case History():
+                context.send(session, control.history(session, seq, message))
+            case Join():
+                control.join(session, seq, message)
+            case Return():
+                control.end_join(context.store(message.store), message.call)
+                context.send(session, Done(seq))
+            case Revive():
+                self._on_revive(session, seq, message)
+            case _:
+                raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
+
+    def _on_revive(self, session: Session, seq: int, message: Revive) -> None:
         if session.rank != 0:
             raise ProtocolError(f"rank {session.rank} may not restore a store; rank 0 does")
         if seq in session.pending:
             return  # it is being read
-        order = self.keeper.ask(message.tag, message.cut, Reviving(session, seq, message))
+        order = self.checkpointer.ask(message.tag, message.cut, Reviving(session, seq, message))
         session.pending[seq] = PendingRequest(lambda: None, lambda _: "it is read from the disk")
-        yield order
+        self._outbox.append(order)
 
-    def _revive(self, one: Reviving, answer: FoundCuts | Loaded) -> Effects:
-        """Say which cuts there are, or give a store what was read."""
-        session, seq, message = one
+    def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:
+        """Answer with the list of cuts, or restore a store from what was read."""
+        session, seq, message = reviving
         if session.pending.pop(seq, None) is None:
             return  # its rank was replaced, or this server returned to a cut
         reply: Message
@@ -312,91 +431,30 @@ class Server:
             if isinstance(answer, FoundCuts):
                 reply = Revived(seq, answer.cuts)
             else:
-                assert answer.image is not None
-                yield from self.requests.revive(message.store, answer.image)
-                self.requests.spaces[message.store].restored = message.cut
+                assert answer.snapshot is not None
+                self.control.revive(message.store, answer.snapshot)
+                self.context.stores[message.store].restored = message.cut
                 reply = Revived(seq, (message.cut,))
         except KvpsError as error:
             reply = Error(seq, error.code, str(error))
-        yield self._reply(session.route, reply)
+        self._reply(session.route, reply)
 
-    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
-        check_protocol(message, self._me)
+    def _on_hello(self, route: Route, envelope: Envelope, message: Hello) -> None:
+        check_protocol(message, self.context.me)
         welcome = self.member.welcome
         if welcome is None:
             raise ConfigError("this server is not a member of a job yet; ask again")
-        self._check_place(envelope)
         rank, incarnation = envelope.rank, envelope.incarnation
+        self.context.check_place(envelope)
         if envelope.role is Role.WORKER:
-            self._fence(envelope, self.requests.life(rank))
-            self.requests.begin(rank, incarnation)
-            if rank not in self.requests.sessions:
-                self.requests.sessions[rank] = Session(rank, route, incarnation)
-            self.requests.sessions[rank].route = route
+            self.context.greet(route, envelope)
         else:
-            self._fence(envelope, self._life_of_server(rank))
-        return self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
+            self.context.check_server(envelope, is_hello=True)
+        self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
-    def _check_place(self, envelope: Envelope) -> None:
-        """Check that ``envelope`` names a place in this job.
-
-        Raises:
-            Mismatch, ProtocolError: if it does not.
-        """
-        job, welcome = self.member.job, self.member.welcome
-        if envelope.job != job or welcome is None:
-            raise Mismatch(
-                f"{self._me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; another "
-                "cluster listens here"
-            )
-        places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
-        if envelope.rank >= places.get(envelope.role, 0):
-            raise ProtocolError(
-                f"no {envelope.role} {envelope.rank} of this job talks to {self._me}"
-            )
-
-    def _session(self, route: Route, envelope: Envelope) -> Session:
-        """Return the session of the worker that ``envelope`` names, wherever it speaks from now.
-
-        Raises:
-            Fenced: for an older incarnation than the newest.
-            ProtocolError: for one that has not said HELLO.
-        """
-        self._fence(envelope, self.requests.life(envelope.rank))
-        session = self.requests.sessions.get(envelope.rank)
-        if session is None or session.incarnation != envelope.incarnation:
-            raise ProtocolError(f"{self._me} expects HELLO first on every connection")
-        session.route = route
-        return session
-
-    def _check_server(self, envelope: Envelope) -> None:
-        life = self._life_of_server(envelope.rank)
-        self._fence(envelope, life)
-        if envelope.incarnation != life:
-            raise ProtocolError(f"{self._me} does not know this {envelope.node} yet; ask again")
-
-    def _fence(self, envelope: Envelope, life: int) -> None:
-        if envelope.incarnation < life:
-            raise Fenced(
-                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{life}; {self._me} takes nothing more from it. This process must stop"
-            )
-
-    def _life_of_server(self, rank: int) -> int:
-        """The incarnation of a server in the newest view; 0 if that does not name it."""
-        members = self.member.view.members if self.member.view else ()
-        return max(
-            (one.incarnation for one in members if (one.role, one.rank) == (Role.SERVER, rank)),
-            default=0,
-        )
-
-    @property
-    def _me(self) -> str:
-        return f"server {self.member.rank}"
-
-    def _reply(self, route: Route, message: Message) -> Send:
-        return Send(route, self.member.packet(message))
+    def _reply(self, route: Route, message: Message) -> None:
+        self._outbox.append(Send(route, self.member.packet(message)))
 
     def check(self) -> None:
         """Assert the invariants of all that is held."""
-        self.requests.engine.check()
+        self.push_pull.aggregator.check()

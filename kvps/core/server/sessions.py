@@ -13,7 +13,7 @@ from kvps.protocol.envelope import Message
 from kvps.protocol.values import Ask
 
 Describe = Callable[[int], str]
-"""Says how a rank stands."""
+"""Describes the state of a rank in words."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +22,12 @@ class Session:
 
     rank: int
     route: Route
-    """Where its answers go: the way along which it last spoke."""
+    """Where its answers go: the route of its last packet."""
     incarnation: int
     asked_at: float | None = None
-    """When it last asked for something; to ask after what it asked before does not count."""
+    """Time of its last request; PROBE does not count."""
     pending: dict[int, PendingRequest | PendingRead] = field(default_factory=dict)
-    """By seq. What is in here is still to be answered; what is not, never again."""
+    """seq -> request that is still to be answered; others are never answered again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,18 +50,13 @@ class PendingRead:
     values: bool
     asks: tuple[Ask, ...]
     held: tuple[int, ...] = ()
-    """Of each ask, the version that the asker has, or -1; empty if it wants values as they are."""
+    """The version that the worker holds of each ask, or -1; empty if it wants whole values."""
     index: int = 0
-    """The ask whose condition does not hold; all before it have held."""
+    """Index of the first ask whose condition does not hold."""
     at: int = 0
-    """The element of the chunk at which it waits; those before it have what they need."""
+    """The element of the chunk at which it waits; the conditions before it hold."""
     call: int | None = None
-    """The DECLARE whose value it wants, whether or not all of that is there."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether it is still to be answered."""
-        return self.session.pending.get(self.seq) is self
+    """The DECLARE whose value it reads, even while that is being loaded."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -43,8 +44,10 @@ AGREED = (
 )
 """Options of a store that must be the same on every worker."""
 STEP_MAX = 2**53
-"""How many updates a state may have had: beyond it a float names no whole number."""
+"""Maximum updates of a state: beyond it float64 does not represent every whole number."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -57,15 +60,15 @@ class Shard:
     count: int
     pieces: tuple[Piece, ...]
     call: int = -1
-    """The last DECLARE whose value is in: 0 for init, k + 1 for the k-th broadcast."""
+    """The last DECLARE whose value is loaded: 0 for init, k + 1 for the k-th broadcast; -1 for none."""
     loading: tuple[int, tuple[int, int]] = (-1, (0, 0))
-    """The DECLARE whose value is being loaded, and by which rank and incarnation."""
+    """(DECLARE whose value is being loaded, (rank, incarnation) that loads it)."""
     empty: dict[Piece, int] = field(default_factory=dict)
-    """Pieces that the value being loaded has not filled, and how many of their elements it has."""
+    """Piece that is not fully loaded -> elements loaded so far."""
     stamp: int = 0
-    """When that began, in the order of such beginnings in this store."""
+    """Serial number of that load in this store."""
     born: int = 0
-    """The DECLARE that gave it its place."""
+    """The DECLARE that placed it."""
 
     @property
     def ready(self) -> bool:
@@ -73,21 +76,29 @@ class Shard:
         return self.call >= 0
 
 
+@dataclass(slots=True)
+class Setting(Generic[T]):
+    """What rank 0 set last by a collective call."""
+
+    value: T
+    calls: int = 0
+    """Number of the call, from 1; 0 before the first."""
+    after: int = 0
+    """Rounds that rank 0 had pushed before the call."""
+
+
 class ServerStore:
     """A store's keys, slabs and optimizer on one server."""
 
     def __init__(self, opened: Open, chunks: Chunks, limit_bytes: int | None) -> None:
-        if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
-            raise ConfigError(
-                f"store {opened.store!r}: mode {opened.mode!r:.40} and on_worker_lost "
-                f"{opened.on_worker_lost!r:.40} must be of {', '.join(MODES)} and of "
-                f"{', '.join(POLICIES)}"
-            )
-        if opened.on_nonfinite not in ACTIONS:
-            raise ConfigError(
-                f"store {opened.store!r}: on_nonfinite {opened.on_nonfinite!r:.40} must be one of "
-                f"{', '.join(ACTIONS)}"
-            )
+        options = {"mode": MODES, "on_worker_lost": POLICIES, "on_nonfinite": ACTIONS}
+        for option, choices in options.items():
+            choice = getattr(opened, option)
+            if choice not in choices:
+                raise ConfigError(
+                    f"store {opened.store!r}: {option} {choice!r:.40} must be one of "
+                    f"{', '.join(choices)}"
+                )
         if opened.average and opened.mode != "sync":
             raise ConfigError(
                 f"store {opened.store!r}: average is for sync stores; in an {opened.mode} one each "
@@ -103,29 +114,29 @@ class ServerStore:
         self.ordered = opened.mode == "sync"
         """Whether push numbers are round numbers."""
         self.drops: NonFiniteLog | None = None
-        """The updates that were not finite; None where such are made."""
+        """Log of updates dropped as not finite; None if such updates are applied."""
         if opened.on_nonfinite != "apply":
             self.drops = NonFiniteLog(self.name, opened.on_nonfinite == "error")
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
         self.hyper: HyperParams | None = None
-        self.sent_hyper: HyperParams | None = None
-        """What rank 0 last gave to set_optimizer; ``hyper`` also follows set_learning_rate."""
-        self.sent_lr = 0.0
-        """What rank 0 last gave to set_learning_rate."""
-        self.optimize_after = self.rate_after = 0
-        """For how many rounds it had pushed before."""
-        self.optimize_calls = 0
-        self.rate_calls = 0
+        self.sent_optimizer: Setting[HyperParams | None] = Setting(None)
+        """Rank 0's last set_optimizer; ``hyper`` also follows set_learning_rate."""
+        self.sent_rate = Setting(0.0)
+        """Rank 0's last set_learning_rate."""
         self.refusals = Refusals()
-        """What rank 0, or the creator of keys, could not do."""
+        """Errors of rank 0, or of the creator of keys, kept as the answer for all."""
         self.joins = JoinTracker()
         self.restored = 0
-        """The cut whose values it was given last; 0 for none."""
+        """The cut that it was last restored from; 0 for none."""
         self._slabs: dict[str, Slab] = {}
         self._stamps = 0
         self._chunks = chunks
         self._limit_bytes = limit_bytes
+
+    def may_drop(self, dtype: str) -> bool:
+        """Return whether updates of such elements are dropped that are not finite."""
+        return self.drops is not None and BY_NAME[dtype].kind != "int"
 
     def agree(self, opened: Open) -> None:
         """Check that another worker means the same store.
@@ -145,7 +156,7 @@ class ServerStore:
     # --- keys -------------------------------------------------------------------------------
 
     def find(self, entry: Entry, call: int, *, early: bool = False) -> Place | None:
-        """Return where ``entry`` lies; None while it has no value of ``call``, or (``early``) while
+        """Return the place of ``entry``; None while it has no value of ``call``, or (``early``) while
         none is being loaded.
 
         Raises:
@@ -160,11 +171,11 @@ class ServerStore:
         return Place(False, shard.pieces)
 
     def stamp(self, entries: Sequence[Entry]) -> int:
-        """Return a number that is larger once the value of one of these keys was begun anew."""
+        """Return a number that grows when the value of one of these keys is loaded anew."""
         return max([self.shards[entry.key].stamp for entry in entries], default=0)
 
     def lacks(self, chunk: Chunk, start: int, stop: int, call: int) -> int | None:
-        """Return the first element that the value of ``call`` has not reached; None if all have it."""
+        """Return the first element without the value of ``call``; None if all have it."""
         for key, begin, end in chunk.pieces(start, stop):
             shard = self.shards[key]
             if shard.call >= call:
@@ -201,7 +212,7 @@ class ServerStore:
         if table is not None:
             raise ProtocolError(f"key {table!r:.60} is that of a table, which EMBED makes")
         new = [entry for entry in entries if self._is_new(entry, call)]
-        self.check_room({one.key: one.size * BY_ID[one.dtype].itemsize for one in new})
+        self.check_room({entry.key: entry.size * BY_ID[entry.dtype].itemsize for entry in new})
         replaced: list[Shard] = []
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
@@ -210,12 +221,13 @@ class ServerStore:
             if entry.key in self.shards:
                 replaced.append(self.shards[entry.key])
             self._place(entry, call)
-        return tuple(self._expect(self.shards[one.key], call, life) for one in entries), replaced
+        places = [self._expect(self.shards[entry.key], call, life) for entry in entries]
+        return tuple(places), replaced
 
     def wanting(self, entries: Sequence[Entry], call: int) -> list[str]:
-        """Return which of these keys have no value of ``call``: others may wait for it."""
-        shards = self.shards
-        return [one.key for one in entries if one.key not in shards or shards[one.key].call < call]
+        """Return the keys that have no value of ``call`` yet."""
+        keys = [entry.key for entry in entries]
+        return [key for key in keys if key not in self.shards or self.shards[key].call < call]
 
     def load(self, chunk: Chunk, message: Load, values: torch.Tensor, rank: int = 0) -> bool | None:
         """Write values that ``rank`` declared; return whether a key became ready by it.
@@ -276,7 +288,7 @@ class ServerStore:
         return became_ready
 
     def _is_new(self, entry: Entry, call: int) -> bool:
-        """Whether a new place is needed for ``entry``."""
+        """Return whether ``entry`` needs a new place."""
         shard = self.shards.get(entry.key)
         if shard is None:
             return True
@@ -339,7 +351,7 @@ class ServerStore:
         self.shards[entry.key] = shard
 
     def slab(self, dtype: str) -> Slab:
-        """Return where keys of this element type lie."""
+        """Return the slab of an element type."""
         slab = self._slabs.get(dtype)
         if slab is None:
             slab = Slab(self.name, dtype, self._chunks, self.opened.chunk_bytes)
@@ -362,11 +374,11 @@ class ServerStore:
         return self._chunks.by_number[piece.chunk]
 
     def grow(self, size: int) -> None:
-        """Count so many bytes more of rows among what the server holds; less, if below 0."""
+        """Add ``size`` bytes of rows, which may be negative, to the bytes that the server holds."""
         self._chunks.weight_bytes += size
 
     def embedding_at(self, piece: Piece) -> EmbeddingRows:
-        """Return the table whose element here a piece is."""
+        """Return the embedding table that a piece stands for."""
         rows = self.chunk_at(piece).embedding
         assert rows is not None, piece
         return rows
@@ -382,7 +394,7 @@ class ServerStore:
         updater = create(hyper)
         same = self.hyper is not None and self.hyper.name == hyper.name
         # A table has an optimizer of its own.
-        chunks = [one for one in self._chunks.of_store(self.name) if one.embedding is None]
+        chunks = [chunk for chunk in self._chunks.of_store(self.name) if chunk.embedding is None]
         adopted = {}
         for chunk in chunks:
             if same and chunk.state is not None:
@@ -414,7 +426,7 @@ class ServerStore:
         if hyper.number("lr") <= self.hyper.number("lr"):
             updater.take_over(self.updater)
         for dtype in {
-            one.dtype for one in self._chunks.of_store(self.name) if one.embedding is None
+            chunk.dtype for chunk in self._chunks.of_store(self.name) if chunk.embedding is None
         }:
             updater.demand(TORCH[dtype])
         self.hyper, self.updater = hyper, updater
@@ -470,7 +482,7 @@ class ServerStore:
             span.step = step
 
     def forget_state(self, chunk: Chunk, start: int, stop: int) -> None:
-        """Begin the optimizer's state of these elements anew: their weights are new."""
+        """Reset the optimizer's state of these elements: their weights are new."""
         if chunk.back is not None:
             chunk.back.forget(start, stop)
         if chunk.state is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvps.core.effects import Note
 
 STALL_AFTER_S = 10.0
-"""How long a round may be open before that is worth a line."""
+"""Seconds that a round may be open before it is logged."""
 
 
 class Stall(NamedTuple):
@@ -25,19 +25,21 @@ class Stall(NamedTuple):
     age_s: float
     missing: tuple[int, ...]
     who: str
-    """These ranks, and how they stand."""
+    """These ranks and their state, in words."""
 
 
 class StragglerLog:
-    """What was said, so that it is said once."""
+    """Remembers what was logged, so that it is logged once."""
 
     def __init__(self) -> None:
         self._told: dict[str, Stall] = {}
-        """By store, as it was when that was said."""
+        """Store -> its stall when it was logged."""
 
     def look(self, oldest: Iterable[Stall]) -> Iterator[Note]:
-        """Take in the oldest open rounds, one for each store that has any; say what is new."""
-        now = {one.store: one for one in oldest if one.age_s >= STALL_AFTER_S and one.missing}
+        """Log what is new about the oldest open rounds, one for each store that has any."""
+        now = {
+            stall.store: stall for stall in oldest if stall.age_s >= STALL_AFTER_S and stall.missing
+        }
         told = {}
         for store, stall in now.items():
             before = told[store] = self._told.get(store, stall)

@@ -170,7 +170,7 @@ def test_rests_of_what_has_none() -> None:
     stage = ServerStage()
     stage.open()
     stage.init("w", torch.ones(4, dtype=torch.float16))
-    whole, _ = stage.server.requests.image()
+    whole, _ = stage.server.control.snapshot()
     (store,) = whole.stores
     (key,) = store.keys
     (portion,) = key.portions
@@ -181,7 +181,7 @@ def test_rests_of_what_has_none() -> None:
     image = Snapshot(0, 1, (replace(store, keys=(crafted,)),))
     other = ServerStage()
     with pytest.raises(StorageError, match="rests for it"):
-        other.server.requests.restore(image)
+        other.server.control.restore(image)
 
 
 # --- optimizers -------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_norms_of_another_rule_are_made_up_for(sums: tuple[float, ...]) -> None:
         stage.push(rank, "w", torch.ones(4), 0)
     stage.other(1, m.Norms("kv", "w", None, 0, sums, False))
     assert stage.span("w").version == 1
-    assert not stage.server.requests.engine.is_torn
+    assert not stage.server.push_pull.aggregator.is_torn
 
 
 def shared(on_nonfinite: str, rule: str) -> ServerStage:
@@ -380,7 +380,7 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("in the middle")
 
-    space = stage.server.requests.spaces["kv"]
+    space = stage.server.context.stores["kv"]
     assert space.updater is not None
     space.updater.apply = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="in the middle"):

@@ -81,17 +81,17 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     complete(tmp_path)
     loaded = carry_out(str(tmp_path), Read(1, 2, 5, "me"))
     assert isinstance(loaded, Loaded)
-    assert loaded.image is not None
+    assert loaded.snapshot is not None
     assert loaded.for_whom == "me"
-    assert snapshots.same(loaded.image, snapshots.image(1, 2))
+    assert snapshots.same(loaded.snapshot, snapshots.image(1, 2))
 
 
 def test_another_number_of_servers_reads_its_share(tmp_path: Path) -> None:
     complete(tmp_path)
     loaded = carry_out(str(tmp_path), Read(0, 1, 5, None))
     assert isinstance(loaded, Loaded)
-    assert loaded.image is not None
-    assert snapshots.elements([loaded.image]) == snapshots.elements(
+    assert loaded.snapshot is not None
+    assert snapshots.elements([loaded.snapshot]) == snapshots.elements(
         [snapshots.image(0, 2), snapshots.image(1, 2)]
     )
 
@@ -145,7 +145,7 @@ class TestFailure:
         path.write_bytes(octets)
         loaded = carry_out(str(tmp_path), Read(0, 2, 5, "me"))
         assert isinstance(loaded, Loaded)
-        assert (loaded.image, loaded.for_whom) == (None, "me")
+        assert (loaded.snapshot, loaded.for_whom) == (None, "me")
         assert isinstance(loaded.error, StorageError)
 
     def test_a_cut_that_is_not_there_is_the_answer(self, tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ import torch
 from kvps.core.row_gradients import numbered
 
 VERSION_COUNT = 64
-"""What a version costs to remember besides its rows, in numbers of rows."""
+"""Overhead of remembering one version, in rows."""
 LEAST_COUNT = 64 * VERSION_COUNT
-"""So much is remembered of small pieces, too."""
+"""Minimum size of a log, in rows, however small the piece."""
 
 
 NONE = torch.empty(0, dtype=torch.int64)
 
 
 class ChangeLog:
-    """Of the last versions of one piece, which rows differ from the version before.
+    """The rows in which each of the last versions of one piece differs from the one before.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class ChangeLog:
             self._count -= len(self._known.popleft())
 
     def since(self, version: int, now: int) -> torch.Tensor | None:
-        """Return which rows differ between two versions, ascending.
+        """Return the rows that differ between two versions, ascending.
 
         None if that is not known, or they are more than half: then all may as well be read.
         """

@@ -1,12 +1,12 @@
 """The delta log: compressed differences of versions, encoded once and kept for pullers.
 
 What a round makes of the weights is written by a codec, and only what was written becomes the
-values that are pulled; the *rest* stays here and goes into the next step. So whoever pulls a
+values that are pulled; the *residual* stays here and goes into the next step. So whoever pulls a
 version gets the same values to the bit, whether as they are or by steps, and nothing is lost::
 
-    with an optimizer      weights = values + rest     step = codec(weights - values)
+    with an optimizer      weights = values + residual     step = codec(weights - values)
                                                        values += step
-    without                sum     = sum + rest        step = codec(sum)
+    without                sum     = sum + residual        step = codec(sum)
                                                        values  = step
 
 A worker that has the values of some version needs only the steps since. A few are kept, as long as
@@ -26,7 +26,7 @@ from kvps.compression.spec import BIT1, BIT2, RANDOMK, CodecSpec, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
-"""How many octets of steps are kept, in those of the values."""
+"""Maximum bytes of steps that are kept, as a share of the bytes of the values."""
 
 Step = tuple[CodecSpec, torch.Tensor]
 
@@ -37,11 +37,11 @@ class DeltaLog:
 
     size: int
     version: int
-    """To which the last one led."""
+    """The version that the newest step led to."""
     adds: bool
-    """They add up; else the last is the values."""
+    """Whether steps are added to the values; else the newest step is the values."""
     steps: deque[Step] = field(default_factory=deque)
-    """The oldest first."""
+    """Encoded steps, oldest first."""
 
     def lead(self, held: int) -> list[Step] | None:
         """Return the steps to the values from those of version ``held``; None if they are gone.
@@ -61,27 +61,27 @@ class DeltaLog:
 
 
 class CompressedHistory:
-    """What a chunk knows of the way back: the rests, and the last steps of each piece."""
+    """The compressed side of a chunk: residuals, and the last steps of each piece."""
 
     def __init__(self, capacity: int) -> None:
-        self.rest = torch.zeros(capacity)
-        """What the values lack, of each element."""
+        self.residual = torch.zeros(capacity)
+        """Difference of exact and published values, float32 [capacity]."""
         self.trails: dict[int, DeltaLog] = {}
-        """By where a piece begins."""
+        """Start of a piece -> its steps."""
         self._owing: set[int] = set()
-        """Where pieces begin whose values lack something."""
+        """Starts of pieces with a residual."""
         self._kept: torch.Tensor | None = None
-        """The rests as an image has them: nobody writes to these."""
+        """The residuals that a snapshot refers to: they are not written to."""
 
-    def own_rest(self) -> torch.Tensor:
-        """Return the rests for writing; a copy if an image has them."""
-        if self.rest is self._kept:
-            self.rest = self.rest.clone()
-        return self.rest
+    def own_residual(self) -> torch.Tensor:
+        """Return the residuals for writing; a copy if a snapshot refers to them."""
+        if self.residual is self._kept:
+            self.residual = self.residual.clone()
+        return self.residual
 
     def keep(self) -> Callable[[], None]:
-        """Let nobody write to the present rests until what is returned was called."""
-        self._kept = self.rest
+        """Freeze the present residuals; return a function that releases them."""
+        self._kept = self.residual
 
         def release() -> None:
             self._kept = None
@@ -89,24 +89,24 @@ class CompressedHistory:
         return release
 
     def forget(self, start: int, stop: int) -> None:
-        """The values from ``start`` to ``stop`` are new: they lack nothing, and no step leads there."""
-        self.own_rest()[start:stop] = 0
-        for begin in [one for one in self._owing if start <= one < stop]:
+        """Drop the residuals and steps from ``start`` to ``stop``: the values there are new."""
+        self.own_residual()[start:stop] = 0
+        for begin in [piece for piece in self._owing if start <= piece < stop]:
             self._owing.remove(begin)
             self.trails.pop(begin, None)
 
     def settle(self, values: torch.Tensor, start: int, stop: int) -> None:
-        """Let the values from ``start`` to ``stop`` lack nothing: add to them what they do."""
-        values[start:stop] += self.rest[start:stop]
+        """Add the residuals from ``start`` to ``stop`` to the values, and drop them."""
+        values[start:stop] += self.residual[start:stop]
         self.forget(start, stop)
 
     def owes(self, start: int, stop: int) -> bool:
-        """Whether values from ``start`` to ``stop`` lack something."""
-        return any(start <= one < stop for one in self._owing)
+        """Return whether values from ``start`` to ``stop`` have residuals."""
+        return any(start <= piece < stop for piece in self._owing)
 
-    def revive(self, start: int, rest: torch.Tensor) -> None:
-        """Let the values of a piece that begins at ``start`` lack this."""
-        self.own_rest()[start : start + len(rest)] = rest
+    def revive(self, start: int, residual: torch.Tensor) -> None:
+        """Restore the residual of the piece that begins at ``start``."""
+        self.own_residual()[start : start + len(residual)] = residual
         self._owing.add(start)
 
     def publish(
@@ -119,7 +119,7 @@ class CompressedHistory:
         *,
         adds: bool,
     ) -> None:
-        """Move the values of one piece to ``version`` by what can be written of their rests.
+        """Move the values of one piece to ``version`` by what the codec can express of their residuals.
 
         Args:
             values: of the whole chunk, for writing.
@@ -128,15 +128,15 @@ class CompressedHistory:
             code: how to write the step; None to write it as it is. So is one that is not finite.
             adds: the step is added to the values; else it becomes them.
         """
-        rest, target = self.own_rest()[start:stop], values[start:stop]
-        if code is None or not torch.isfinite(rest.sum()):
-            target.copy_(target + rest if adds else rest)
-            rest.zero_()
+        residual, target = self.own_residual()[start:stop], values[start:stop]
+        if code is None or not torch.isfinite(residual.sum()):
+            target.copy_(target + residual if adds else residual)
+            residual.zero_()
             self.trails.pop(start, None)
             self._owing.discard(start)
             return
         self._owing.add(start)
-        octets = encode(code, rest)
+        octets = encode(code, residual)
         step = decode(code, octets, torch.empty(stop - start))
         target.copy_(target + step if adds else step)
         trail = self.trails.get(start)
@@ -147,8 +147,8 @@ class CompressedHistory:
         self._trim(trail)
 
     def _trim(self, trail: DeltaLog) -> None:
-        """Drop the oldest steps, as many as are too many."""
-        octets = sum([len(one) for _, one in trail.steps])
+        """Drop the oldest steps beyond the limits."""
+        octets = sum([len(encoded) for _, encoded in trail.steps])
         most = STEPS_MAX if trail.adds else 1
         while len(trail.steps) > 1 and (len(trail.steps) > most or octets > _KEPT * 4 * trail.size):
             octets -= len(trail.steps.popleft()[1])
@@ -169,7 +169,7 @@ class CompressedHistory:
 
 
 def code_of(code: CodecSpec | None, version: int, lr: float | None) -> CodecSpec | None:
-    """Return how the step to ``version`` is written; None for as it is.
+    """Return the codec of the step to ``version``; None for none.
 
     Args:
         code: what the pushes ask for.

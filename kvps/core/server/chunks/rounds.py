@@ -37,7 +37,7 @@ from kvps.protocol.envelope import WINDOW
 from kvps.tensors import accumulator
 
 LENT_MAX = 8
-"""How many gradients of a round are left where their senders have them."""
+"""Maximum gradients of a round that stay in their senders' memory."""
 
 
 class Verdict(enum.Enum):
@@ -67,11 +67,11 @@ class Round:
     opened_at: float
     ranks: set[int] = field(default_factory=set)
     total: Part | None = None
-    """What is added up so far."""
+    """The sum of the gradients that are not in ``kept``."""
     kept: dict[tuple[int, ...], Part] = field(default_factory=dict)
-    """What is not, as it came, by the ranks whose it is."""
+    """Ranks -> their gradient, as it came."""
     backs: set[CodecSpec | None] = field(default_factory=set)
-    """How its pushes want what comes of it to be written."""
+    """The codecs in which its pushes want the update."""
 
     def add(self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool) -> None:
         """Count ``ranks`` in.
@@ -92,7 +92,7 @@ class Round:
         self.kept[tuple(sorted(ranks))] = gradient
 
     def _add_up(self) -> None:
-        """Add what is kept to the total."""
+        """Add the kept gradients to the total."""
         total = self.sum()
         if total.is_sparse:
             self.total = total.gathered()
@@ -112,7 +112,7 @@ class Round:
 
     @property
     def back(self) -> CodecSpec | None:
-        """How what comes of it is written: as it is, unless all pushes want it otherwise alike."""
+        """The codec in which the update is published: the one that all pushes want, else none."""
         return next(iter(self.backs)) if len(self.backs) == 1 else None
 
     def whose(self) -> tuple[tuple[int, ...], ...]:
@@ -120,11 +120,11 @@ class Round:
         return tuple([ranks for ranks, _ in self._parts()])
 
     def _parts(self) -> list[tuple[tuple[int, ...], Part]]:
-        """Return the parts of the sum and whose they are, strips first."""
+        """Return the parts of the sum with their ranks, dense gradients first."""
         parts = [(ranks, self.kept[ranks]) for ranks in sorted(self.kept)]
         if self.total is not None:
             parts.insert(0, (tuple(sorted(self.ranks.difference(*self.kept))), self.total))
-        return sorted(parts, key=lambda one: not isinstance(one[1], DenseGradient))
+        return sorted(parts, key=lambda part: not isinstance(part[1], DenseGradient))
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -144,16 +144,16 @@ class PendingUpdate:
 
     number: int
     ranks: tuple[int, ...]
-    """Who pushed it; empty where it is the sum of a round."""
+    """Ranks that pushed it; empty for the sum of a round."""
     sum: GradientSum
     whose: tuple[tuple[int, ...], ...] = ()
     """The ranks of each part of the sum, as it was when the round was closed."""
     is_own: bool = False
-    """The sum is added up, in memory that may be used up."""
+    """The sum is one tensor, in memory that may be overwritten."""
     flaw: Flaw | None = None
-    """What is not finite in this part of the tensor, if the store looks."""
+    """Values of this piece that are not finite, if the store checks; None for none."""
     back: CodecSpec | None = None
-    """How the update is to be written for those who pull it; None for as it is."""
+    """The codec in which the update is published; None for none."""
 
     @property
     def rank(self) -> int | None:
@@ -170,11 +170,11 @@ class Span:
     version: int = 0
     """Closed rounds, or applied pushes, since init."""
     step: int = 0
-    """How often the optimizer has updated these elements."""
+    """Number of optimizer updates of these elements."""
     pushed: dict[int, int] = field(default_factory=dict)
-    """Of each rank, how many pushes were taken in: the number that it owes next."""
+    """Rank -> pushes taken in: the number that it owes next."""
     head_start: dict[int, int] = field(default_factory=dict)
-    """Of a rank that was replaced, how far its clock is ahead of its pushes."""
+    """Replaced rank -> by how much its clock is ahead of its pushes."""
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
     due: deque[PendingUpdate] = field(default_factory=deque)
@@ -185,16 +185,16 @@ class Span:
         return bool(self.rounds or self.due)
 
     def owed(self, rank: int, ordered: bool) -> int:
-        """The number of the push that ``rank`` owes next; never that of a closed round."""
+        """Return the number of the push that ``rank`` owes next; never that of a closed round."""
         pushed = self.pushed.get(rank, 0)
         return max(pushed, self.version + len(self.due)) if ordered else pushed
 
     def applied(self, rank: int) -> int:
-        """How many pushes of ``rank``, from its first on, are in the values.
+        """Return the number of pushes of ``rank`` that are in the values.
 
         For stores that apply each push by itself.
         """
-        waiting = [one.number for one in self.due if rank in one.ranks]
+        waiting = [update.number for update in self.due if rank in update.ranks]
         return min(waiting, default=self.pushed.get(rank, 0))
 
     def judge(self, ranks: tuple[int, ...], number: int, ordered: bool) -> Verdict:
@@ -204,11 +204,11 @@ class Span:
         WINDOW updates.
         """
         owed = [self.owed(rank, ordered) for rank in ranks]
-        if all(number < one for one in owed):
+        if all(number < turn for turn in owed):
             return Verdict.DUPLICATE
-        if any(number > one for one in owed):
+        if any(number > turn for turn in owed):
             return Verdict.EARLY
-        if any(number < one for one in owed):
+        if any(number < turn for turn in owed):
             return Verdict.CONFLICT
         first = self.version if ordered else min([self.applied(rank) for rank in ranks])
         if number - first >= WINDOW:
@@ -228,27 +228,27 @@ class Span:
         return self.rounds[number - first]
 
     def closable(self, required: frozenset[int]) -> bool:
-        """Whether every rank that the oldest open round needs has been counted in it."""
+        """Return whether every rank that the oldest open round needs has been counted in it."""
         return bool(self.rounds) and required <= self.rounds[0].ranks
 
     def missing(self, required: frozenset[int]) -> tuple[int, ...]:
-        """The ranks that the next round waits for."""
+        """Return the ranks that the next round waits for."""
         return tuple(sorted(required - self.rounds[0].ranks if self.rounds else required))
 
     def ahead(self, rank: int, live: frozenset[int]) -> int:
-        """By how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
-        clocks = [self._clock(one) for one in live if self.pushed.get(one)]
+        """Return by how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
+        clocks = [self._clock(other) for other in live if self.pushed.get(other)]
         # A head start keeps the others from waiting for what a replacement has still to push
         # again; it does not make the replacement wait for them.
         return self.pushed.get(rank, 0) - min(clocks) if clocks else 0
 
     def slowest(self, live: frozenset[int]) -> int:
-        """The live rank that has pushed, and least."""
-        return min((one for one in sorted(live) if self.pushed.get(one)), key=self._clock)
+        """Return the live rank with the fewest pushes, of those that have pushed."""
+        return min((other for other in sorted(live) if self.pushed.get(other)), key=self._clock)
 
     def replace(self, rank: int, live: frozenset[int]) -> None:
-        """A new process holds ``rank``: let its clock start at that of the slowest live one."""
-        others = [self._clock(one) for one in live - {rank} if self.pushed.get(one)]
+        """Let the clock of ``rank``, which a new process holds, start at that of the slowest live rank."""
+        others = [self._clock(other) for other in live - {rank} if self.pushed.get(other)]
         if others and self.pushed.get(rank):
             self.head_start[rank] = max(0, min(others) - self.pushed[rank])
 
@@ -259,7 +259,7 @@ class Span:
         """Split off the elements from ``at`` on (an index into the chunk)."""
         assert self.start < at < self.stop, (self.start, at, self.stop)
         length = at - self.start
-        due = [(one, one.sum.cut(length)) for one in self.due]
+        due = [(update, update.sum.cut(length)) for update in self.due]
         right = Span(
             at,
             self.stop,
@@ -267,16 +267,16 @@ class Span:
             self.step,
             dict(self.pushed),
             dict(self.head_start),
-            deque(one.cut(length) for one in self.rounds),
-            deque(replace(one, sum=halves[1]) for one, halves in due),
+            deque(round_.cut(length) for round_ in self.rounds),
+            deque(replace(update, sum=halves[1]) for update, halves in due),
         )
-        for one, halves in due:
-            one.sum = halves[0]
+        for update, halves in due:
+            update.sum = halves[0]
         self.stop = at
         return right
 
     def may_join(self, right: Span) -> bool:
-        """Whether this span and its right neighbour have one history and nothing open."""
+        """Return whether this span and its right neighbour have equal histories and nothing open."""
         return (
             self.stop == right.start
             and self.version == right.version
@@ -288,7 +288,7 @@ class Span:
         )
 
     def join(self, right: Span) -> None:
-        """Take the right neighbour in."""
+        """Absorb the right neighbour."""
         assert self.may_join(right)
         self.stop = right.stop
 
@@ -299,10 +299,10 @@ class Span:
             assert len(due.sum) == self.stop - self.start
         first = self.version + len(self.due)
         assert len(self.rounds) <= WINDOW
-        for offset, one in enumerate(self.rounds):
-            assert one.number == first + offset
-            assert one.ranks, one.number
-            for gradient in [one.total, *one.kept.values()]:
+        for offset, round_ in enumerate(self.rounds):
+            assert round_.number == first + offset
+            assert round_.ranks, round_.number
+            for gradient in [round_.total, *round_.kept.values()]:
                 assert gradient is None or len(gradient) == self.stop - self.start
-            for rank in one.ranks:
-                assert self.pushed[rank] > one.number, (rank, one.number, self.pushed)
+            for rank in round_.ranks:
+                assert self.pushed[rank] > round_.number, (rank, round_.number, self.pushed)

@@ -36,15 +36,15 @@ from kvps.protocol.values import Ask, Run
 from kvps.tensors import PRIVATE, TORCH, Memory
 
 ROOM_BYTES = 64 << 10
-"""The least that a chunk for several keys has room for."""
+"""Minimum capacity of a chunk for several keys, in bytes."""
 OPEN_CHUNKS = 8
-"""How many chunks with room left are remembered; bounds the search for a place."""
+"""Maximum chunks with room left that are searched for a place."""
 PAGE_BYTES = 4096
-"""Pieces of one key begin at whole pages: a reader may map them side by side."""
+"""Bytes of a page. Pieces of one key begin at whole pages: a reader may map them side by side."""
 
 
 class Buffer:
-    """Memory with a count of those who are reading it."""
+    """Memory with a count of its readers."""
 
     __slots__ = ("holds", "tensor")
 
@@ -53,12 +53,12 @@ class Buffer:
         self.holds = 0
 
     def hold(self) -> Buffer:
-        """One more reader."""
+        """Count one more reader."""
         self.holds += 1
         return self
 
     def release(self) -> None:
-        """One reader less."""
+        """Count one reader less."""
         assert self.holds > 0, "released more often than held"
         self.holds -= 1
 
@@ -72,6 +72,8 @@ class Chunk:
         self.number = number
         self.store = store
         self.dtype = dtype
+        self.summed_in = TORCH[summed_in(dtype)]
+        """The type in which gradients of its elements are summed."""
         self.capacity = capacity
         """Elements that fit in."""
         self.buffer = Buffer(memory.empty(capacity, dtype))
@@ -79,36 +81,31 @@ class Chunk:
         """The buffer before this one."""
         self._memory = memory
         self.back: CompressedHistory | None = None
-        """What is known of values that are compressed for those who pull; None while none were."""
+        """Residuals and steps of values that are published compressed; None while none were."""
         self.state: State | None = None
         self._kept_state: State | None = None
-        """The state as an image has it: nobody writes to that."""
+        """The state that a snapshot refers to: it is not written to."""
         self.embedding: EmbeddingRows | None = None
-        """The rows of the table whose only element here this is, if it is one's."""
+        """The embedding table whose element this chunk holds; None for a chunk of keys."""
         self.kept: TableState | None = None
-        """The table as an image has it."""
+        """The table as a snapshot refers to it."""
         self.keys: list[str] = []
         self.bounds: list[int] = [0]
         """``keys[i]`` lies, or lay, from ``bounds[i]`` to ``bounds[i + 1]``."""
         self.spans: list[Span] = []
-        """In order; they cover what is used, but for what is retired."""
+        """In order; they cover all elements that are used and not retired."""
         self._starts: list[int] = []
         self._blank: set[int] = set()
-        """Where pieces begin that no value was loaded into yet."""
+        """Starts of pieces that no value was loaded into yet."""
         self._retired: list[int] = []
-        """Where pieces begin that their keys gave up, in order."""
+        """Starts of pieces whose keys were replaced, in order."""
         self.filled_rows: dict[int, torch.Tensor] = {}
-        """By where a piece begins, those of its rows that may not be 0, where that is known."""
+        """Start of a piece -> the rows that may differ from 0; absent if unknown."""
         self._changes: dict[int, ChangeLog] = {}
-        """By where a piece begins, which rows its last versions changed, if they came by rows."""
+        """Start of a piece -> the rows that its last versions changed, if they came by rows."""
         self._waiting: dict[int, list[PendingRead]] = {}
         self._waited_at: list[int] = []
-        """The elements at which readings wait, in order: the keys of ``_waiting``."""
-
-    @property
-    def summed_in(self) -> torch.dtype:
-        """The type in which gradients of its elements are summed."""
-        return TORCH[summed_in(self.dtype)]
+        """The keys of ``_waiting``, in order."""
 
     @property
     def used(self) -> int:
@@ -130,11 +127,11 @@ class Chunk:
         return piece
 
     def fill(self, start: int) -> None:
-        """The piece that begins at ``start`` has a value."""
+        """Note that the piece that begins at ``start`` has a value."""
         self._blank.discard(start)
 
     def retire(self, piece: Piece) -> list[PendingRead]:
-        """Take ``piece`` away from its key for ever; return those who waited for it."""
+        """Take ``piece`` out of use for ever; return the reads that waited for it."""
         stop = piece.start + piece.size
         self.cut(piece.start, stop)
         index = bisect_left(self._starts, piece.start)
@@ -157,7 +154,7 @@ class Chunk:
     # --- spans ------------------------------------------------------------------------------
 
     def validate(self, runs: Sequence[Run] | Sequence[Ask], *, are_whole: bool = True) -> None:
-        """Check what a peer asks for.
+        """Check the ranges that a peer asks for.
 
         Raises:
             ProtocolError: unless there is a run, and each consists of whole pieces of keys (unless
@@ -248,11 +245,11 @@ class Chunk:
         self._changes[span.start].add(span.version + 1, ids)
 
     def forget_changes(self, start: int) -> None:
-        """Let nothing be known of what changed so far in the piece that begins at ``start``."""
+        """Forget the changes of the piece that begins at ``start``."""
         self._changes.pop(start, None)
 
     def changed(self, start: int, since: int) -> torch.Tensor | None:
-        """Return which rows changed in the piece that begins at ``start``; None if that is not known.
+        """Return the rows that changed in the piece that begins at ``start``; None if unknown.
 
         Its span may be wider by now: a push of several keys joins theirs before it is applied.
         """
@@ -265,19 +262,19 @@ class Chunk:
     # --- readers and writers ----------------------------------------------------------------
 
     def writable(self) -> torch.Tensor:
-        """Return the current values for writing; a copy if someone still reads them."""
+        """Return the current values for writing; in another buffer if this one has readers."""
         self.filled_rows.clear()
         return self.touchable()
 
     def touchable(self) -> torch.Tensor:
-        """Return the current values for writing by one who keeps :attr:`filled_rows` true."""
+        """Return the current values for writing; the caller updates :attr:`filled_rows`."""
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[: self.used].copy_(old[: self.used])
         return self.buffer.tensor
 
     def overwritable(self, start: int, stop: int) -> torch.Tensor:
-        """Return the current values, of which those from ``start`` to ``stop`` will be replaced."""
+        """Return the current values for writing; those from ``start`` to ``stop`` may hold anything."""
         for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
             del self.filled_rows[begin]
         if self.buffer.holds:
@@ -287,13 +284,13 @@ class Chunk:
         return self.buffer.tensor
 
     def own_state(self) -> State | None:
-        """Return the optimizer's state for writing; a copy if an image has it."""
+        """Return the optimizer's state for writing; a copy if a snapshot refers to it."""
         if self.state is not None and self.state is self._kept_state:
             self.state = {name: tensor.clone() for name, tensor in self.state.items()}
         return self.state
 
     def keep(self) -> Callable[[], None]:
-        """Let nobody write to the present values and state until what is returned was called."""
+        """Freeze the present values and state; return a function that releases them."""
         buffer, self._kept_state = self.buffer.hold(), self.state
         releases = [buffer.release]
         if self.back is not None:
@@ -304,8 +301,8 @@ class Chunk:
 
         def release() -> None:
             self._kept_state = self.kept = None
-            for one in releases:
-                one()
+            for let_go in releases:
+                let_go()
 
         return release
 
@@ -319,7 +316,7 @@ class Chunk:
         return self.back if is_wanted or self.back.owes(span.start, span.stop) else None
 
     def _turn(self) -> torch.Tensor:
-        """Leave the buffer to its readers and take another; return the values of the one left."""
+        """Switch to another buffer; return the old one's tensor, which its readers keep."""
         left, other = self.buffer, self._other
         if other is None or other.holds:
             other = Buffer(self._memory.empty(self.capacity, self.dtype))
@@ -334,7 +331,7 @@ class Chunk:
         self._waiting[reading.at].append(reading)
 
     def woken(self, start: int, stop: int) -> list[PendingRead]:
-        """Return those who waited at the elements from ``start`` to ``stop``; they wait no more."""
+        """Return, and remove, the reads that wait at elements from ``start`` to ``stop``."""
         low, high = bisect_left(self._waited_at, start), bisect_left(self._waited_at, stop)
         places = self._waited_at[low:high]
         del self._waited_at[low:high]
@@ -342,7 +339,7 @@ class Chunk:
 
     def check(self) -> None:
         """Assert the invariants: spans lie in order, inside the chunk, on edges of keys."""
-        assert [one.start for one in self.spans] == self._starts
+        assert [span.start for span in self.spans] == self._starts
         assert self.used <= self.capacity
         assert len(self.bounds) == len(self.keys) + 1 <= RUNS_MAX + 1
         edges = set(self.bounds)
@@ -359,7 +356,7 @@ class Chunk:
             changes.check()
         for at, readings in self._waiting.items():
             assert any(span.start <= at < span.stop for span in self.spans)
-            assert all(one.at == at and one.chunk == self.number for one in readings)
+            assert all(reading.at == at and reading.chunk == self.number for reading in readings)
 
 
 class Chunks:
@@ -367,9 +364,9 @@ class Chunks:
 
     def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
         self.memory = memory
-        """Where values lie that others read."""
-        self._server = server
-        self._servers = servers
+        """Allocates values, so that other processes may read them."""
+        self.server = server
+        self.servers = servers
         self.by_number: dict[int, Chunk] = {}
         self.weight_bytes = 0
         """Bytes of all keys; the room that is left inside chunks is not counted."""
@@ -378,10 +375,25 @@ class Chunks:
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
         """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1
-        number = self._made * self._servers + self._server
+        number = self._made * self.servers + self.server
         chunk = Chunk(number, store, dtype, capacity, self.memory)
         self.by_number[chunk.number] = chunk
         return chunk
+
+    def at(self, number: int) -> Chunk:
+        """Return a chunk by its number.
+
+        Raises:
+            ProtocolError: if there is none.
+        """
+        chunk = self.by_number.get(number)
+        if chunk is None:
+            raise ProtocolError(f"server {self.server} has no chunk {number}")
+        return chunk
+
+    def span_at(self, piece: Piece) -> Span:
+        """Return the span that a piece of a key lies in."""
+        return next(self.at(piece.chunk).spans_in(piece.start, piece.start + 1))
 
     def retire(self, pieces: Sequence[Piece]) -> list[PendingRead]:
         """Take ``pieces`` away from their key; free chunks without keys; return who waited."""
@@ -396,7 +408,7 @@ class Chunks:
 
     def of_store(self, store: str) -> list[Chunk]:
         """Return the chunks of one store."""
-        return [one for one in self.by_number.values() if one.store == store]
+        return [chunk for chunk in self.by_number.values() if chunk.store == store]
 
 
 class Slab:
@@ -416,7 +428,7 @@ class Slab:
         self._expected = 0
 
     def expect(self, count: int) -> None:
-        """Be told how many elements will be placed next."""
+        """Announce how many elements will be placed next."""
         self._before, self._expected = self._count, self._count + count
 
     def place(
@@ -434,7 +446,7 @@ class Slab:
             return tuple([self._new(size).append(key, size) for size in sizes])
         if count <= self._chunk_count:
             return (self._with_room(count, room).append(key, count),) if count else ()
-        units = (whole(one, self._page_count, self._chunk_count) for one in (width, 1))
+        units = (whole(size, self._page_count, self._chunk_count) for size in (width, 1))
         unit = next(units) or whole(width, 1, self._chunk_count) or next(units)
         number = -(-count // (self._chunk_count // unit * unit))
         step = -(-count // (number * unit)) * unit
@@ -444,16 +456,16 @@ class Slab:
     def _with_room(self, count: int, room: int) -> Chunk:
         """Return a chunk with room for ``count`` elements; a new one has it for ``room``."""
         is_whole = count % self._page_count == 0
-        found = [one for one in self._open[is_whole] if one.spans][-OPEN_CHUNKS:]
-        self._open[is_whole] = found
-        for chunk in found:
+        candidates = [chunk for chunk in self._open[is_whole] if chunk.spans][-OPEN_CHUNKS:]
+        self._open[is_whole] = candidates
+        for chunk in candidates:
             if chunk.capacity - chunk.used >= count and len(chunk.keys) < RUNS_MAX:
                 return chunk
         if 2 * count > self._chunk_count:
             return self._new(count)  # room takes memory, used or not: here it seldom would be
         room = max(count, room, ROOM_BYTES // BY_NAME[self._dtype].itemsize)
         chunk = self._new(min(room, self._chunk_count))
-        found.append(chunk)
+        candidates.append(chunk)
         return chunk
 
     def _new(self, capacity: int) -> Chunk:

@@ -1,7 +1,7 @@
 """Capture of a store into a snapshot, and its restoration.
 
-A store that comes back from an image holds the same values with the same histories, but not in the
-same places: keys are placed anew, as if they had been declared one after another. So an image may
+A store that comes back from a snapshot holds the same values with the same histories, but not in the
+same places: keys are placed anew, as if they had been declared one after another. So a snapshot may
 come from servers of another number, or join values that were loaded by different calls.
 """
 
@@ -24,39 +24,39 @@ from kvps.core.server.snapshot.model import (
     SpanHistory,
     StoreSnapshot,
 )
-from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.store import ServerStore, Setting, Shard
 from kvps.dtypes import BY_NAME
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
 
 REST = "kvps.rest"
-"""Beside the optimizer's states: what values lack that are compressed for those who pull."""
+"""Residuals of values that are published compressed, beside the optimizer's states."""
 
 
-def image_of(space: ServerStore, chunks: Chunks) -> StoreSnapshot:
-    """Return a store as it is; the caller sees to it that nobody writes to its tensors."""
+def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
+    """Return the contents of a store; the caller freezes its tensors."""
     histories: dict[int, SpanHistory] = {}
-    """By the identity of a span: one for all of its keys."""
+    """id(span) -> its history, shared by all of its keys."""
     keys = [
         KeySnapshot(name, shard.spec, shard.call, _portions(shard, chunks, histories))
-        for name, shard in space.shards.items()
+        for name, shard in store.shards.items()
         if shard.ready and not name.startswith(EMBEDDING)
     ]
     return StoreSnapshot(
-        space.opened,
-        space.hyper,
-        space.sent_hyper,
-        space.sent_lr,
-        space.optimize_calls,
-        space.rate_calls,
+        store.opened,
+        store.hyper,
+        store.sent_optimizer.value,
+        store.sent_rate.value,
+        store.sent_optimizer.calls,
+        store.sent_rate.calls,
         tuple(keys),
-        space.optimize_after,
-        space.rate_after,
-        JoinsSnapshot(space.joins.over, dict(space.joins.last), dict(space.joins.made)),
+        store.sent_optimizer.after,
+        store.sent_rate.after,
+        JoinsSnapshot(store.joins.over, dict(store.joins.last), dict(store.joins.made)),
         tuple(
             [
-                capture_tables.image_of(shard, chunks.by_number[shard.pieces[0].chunk])
-                for name, shard in space.shards.items()
+                capture_tables.snapshot_of(shard, chunks.by_number[shard.pieces[0].chunk])
+                for name, shard in store.shards.items()
                 if name.startswith(EMBEDDING)
             ]
         ),
@@ -76,19 +76,17 @@ def _portions(
             history = histories[id(span)] = history_of(span)
         state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
         if chunk.back is not None and chunk.back.owes(piece.start, stop):
-            state[REST] = chunk.back.rest[piece.start : stop]
+            state[REST] = chunk.back.residual[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
         portions.append(SnapshotPart(offset, history, weight, state))
         offset += piece.size
     return tuple(portions)
 
 
-def revive(
-    space: ServerStore, chunks: Chunks, image: StoreSnapshot, server: int = 0, servers: int = 1
-) -> list[Piece]:
-    """Give a store the keys of ``image``, and its optimizer if it has none; return their pieces.
+def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[Piece]:
+    """Give a store the keys of ``snapshot``, and its optimizer if it has none; return their pieces.
 
-    Keys that the store has and the image has not are left as they are. Of tables this server takes the
+    Keys that the store has and the snapshot has not are left as they are. Of tables this server takes the
     rows whose ids are its own.
 
     Raises:
@@ -96,97 +94,101 @@ def revive(
         StorageError: if a key cannot be put where it lies; nothing is changed.
         Overload: if there is no room; nothing is changed.
     """
-    for key in image.keys:
-        _check(space, key)
-    for table in image.tables:
-        capture_tables.check(space, table)
-    new = [key for key in image.keys if key.name not in space.shards]
-    space.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
-    if image.hyper is not None:
-        _optimize(space, image)
+    for key in snapshot.keys:
+        _check(store, key)
+    for table in snapshot.tables:
+        capture_tables.check(store, table)
+    new = [key for key in snapshot.keys if key.name not in store.shards]
+    store.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
+    if snapshot.hyper is not None:
+        _optimize(store, snapshot)
     for dtype, count in _counts(new).items():
-        space.slab(dtype).expect(count)
+        store.slab(dtype).expect(count)
     written: list[Piece] = []
-    for key in image.keys:
-        if key.name not in space.shards:
-            _place(space, key)
-        shard = space.shards[key.name]
+    for key in snapshot.keys:
+        if key.name not in store.shards:
+            _place(store, key)
+        shard = store.shards[key.name]
         shard.call, shard.loading, shard.empty = max(shard.call, key.call), (-1, (0, 0)), {}
-        _fill(space, chunks, shard, key)
+        _fill(store, chunks, shard, key)
         written += shard.pieces
-    for table in image.tables:
-        written.append(capture_tables.revive(space, table, server, servers))
+    for table in snapshot.tables:
+        written.append(capture_tables.revive(store, table, chunks.server, chunks.servers))
     return written
 
 
-def _check(space: ServerStore, key: KeySnapshot) -> None:
-    rests = [one.state[REST] for one in key.portions if REST in one.state]
-    if any(key.spec.dtype != "float32" or one.dtype != torch.float32 for one in rests):
+def _check(store: ServerStore, key: KeySnapshot) -> None:
+    residuals = [part.state[REST] for part in key.portions if REST in part.state]
+    if any(
+        key.spec.dtype != "float32" or residual.dtype != torch.float32 for residual in residuals
+    ):
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: the checkpoint has rests for it ({REST}), which "
+            f"key {key.name!r} of store {store.name!r}: the checkpoint has rests for it ({REST}), which "
             "only float32 values have. The image was not written by kvps"
         )
-    shard = space.shards.get(key.name)
+    shard = store.shards.get(key.name)
     if shard is None:
         return
     if shard.spec != key.spec:
         raise Mismatch(
-            f"key {key.name!r} of store {space.name!r} is {shard.spec}, and {key.spec} in the "
+            f"key {key.name!r} of store {store.name!r} is {shard.spec}, and {key.spec} in the "
             "checkpoint; restore into the model that was saved"
         )
     first = key.portions[0].start if key.portions else shard.start
     if (first, _count(key)) != (shard.start, shard.count):
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: the checkpoint has {_count(key)} elements "
+            f"key {key.name!r} of store {store.name!r}: the checkpoint has {_count(key)} elements "
             f"from {first} for this server, which holds {shard.count} from {shard.start}; open the "
             "store with the bigarray_bound that it had"
         )
     if len(_runs(key)) > 1:
         raise StorageError(
-            f"key {key.name!r} of store {space.name!r}: its parts have had different pushes; "
+            f"key {key.name!r} of store {store.name!r}: its parts have had different pushes; "
             "restore before you initialise it"
         )
 
 
-def _optimize(space: ServerStore, image: StoreSnapshot) -> None:
-    assert image.hyper is not None
-    if space.hyper is None:
-        space.hyper, space.sent_hyper, space.sent_lr = image.hyper, image.sent_hyper, image.sent_lr
-        space.optimize_calls, space.optimize_after = image.optimize_calls, image.optimize_after
-        space.rate_calls, space.rate_after = image.rate_calls, image.rate_after
-        space.updater = create(image.hyper)
-    elif space.hyper.name != image.hyper.name:
+def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
+    assert snapshot.hyper is not None
+    if store.hyper is None:
+        store.hyper = snapshot.hyper
+        store.sent_optimizer = Setting(
+            snapshot.sent_hyper, snapshot.optimize_calls, snapshot.optimize_after
+        )
+        store.sent_rate = Setting(snapshot.sent_lr, snapshot.rate_calls, snapshot.rate_after)
+        store.updater = create(snapshot.hyper)
+    elif store.hyper.name != snapshot.hyper.name:
         raise Mismatch(
-            f"store {space.name!r} has optimizer {space.hyper.name!r}, and the checkpoint "
-            f"{image.hyper.name!r}; set that one, or none, before you restore"
+            f"store {store.name!r} has optimizer {store.hyper.name!r}, and the checkpoint "
+            f"{snapshot.hyper.name!r}; set that one, or none, before you restore"
         )
 
 
-def _place(space: ServerStore, key: KeySnapshot) -> None:
+def _place(store: ServerStore, key: KeySnapshot) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
-    sizes = [len(one.weight) for one in key.portions] if len(_runs(key)) > 1 else []
-    pieces = space.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
+    sizes = [len(part.weight) for part in key.portions] if len(_runs(key)) > 1 else []
+    pieces = store.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
     first = key.portions[0].start if key.portions else 0
-    space.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
+    store.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
 
 
-def _fill(space: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
+def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
     offset = shard.start
     for piece in shard.pieces:
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
         cuts = _cuts(key, offset, offset + piece.size)
         history = cuts[0].history
-        chunk.writable()[piece.start : stop] = _joined([one.weight for one in cuts])
+        chunk.writable()[piece.start : stop] = _joined([part.weight for part in cuts])
         chunk.fill(piece.start)
         chunk.forget_changes(piece.start)
-        space.forget_state(chunk, piece.start, stop)
-        rows, rest = _states(cuts), _rest(cuts)
-        if rest is not None:
+        store.forget_state(chunk, piece.start, stop)
+        rows, residual = _states(cuts), _residual(cuts)
+        if residual is not None:
             back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
-            assert back is not None, "only float32 values have rests"
-            back.revive(piece.start, rest)
-        if space.updater is not None and rows:
-            space.restore(chunk, piece.start, stop, history.step, rows)
+            assert back is not None, "only float32 values have residuals"
+            back.revive(piece.start, residual)
+        if store.updater is not None and rows:
+            store.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):
             span.rounds.clear()  # what was pushed to other values is void
             span.due.clear()
@@ -196,14 +198,14 @@ def _fill(space: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
 
 
 def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:
-    """Return what the portions of ``key`` hold of its elements from ``start`` to ``stop``."""
+    """Return the parts of ``key`` from element ``start`` to ``stop``."""
     cuts = []
-    for one in key.portions:
-        low, high = max(start, one.start) - one.start, min(stop, one.start + len(one.weight))
-        high -= one.start
+    for part in key.portions:
+        low, high = max(start, part.start) - part.start, min(stop, part.start + len(part.weight))
+        high -= part.start
         if low < high:
-            state = {name: row[low:high] for name, row in one.state.items()}
-            cuts.append(SnapshotPart(one.start + low, one.history, one.weight[low:high], state))
+            state = {name: row[low:high] for name, row in part.state.items()}
+            cuts.append(SnapshotPart(part.start + low, part.history, part.weight[low:high], state))
     return cuts
 
 
@@ -214,16 +216,16 @@ def _states(cuts: list[SnapshotPart]) -> dict[str, torch.Tensor]:
     one may have some; they are as new, then.
     """
     names = cuts[0].state.keys() - {REST}
-    if any(one.state.keys() - {REST} != names for one in cuts):
+    if any(part.state.keys() - {REST} != names for part in cuts):
         return {}
-    return {name: _joined([one.state[name] for one in cuts]) for name in names}
+    return {name: _joined([part.state[name] for part in cuts]) for name in names}
 
 
-def _rest(cuts: list[SnapshotPart]) -> torch.Tensor | None:
-    """Return what neighbours lack; None if that is nothing."""
-    if not any(REST in one.state for one in cuts):
+def _residual(cuts: list[SnapshotPart]) -> torch.Tensor | None:
+    """Return the residuals of neighbouring parts; None if they have none."""
+    if not any(REST in part.state for part in cuts):
         return None
-    return _joined([one.state.get(REST, torch.zeros(len(one.weight))) for one in cuts])
+    return _joined([part.state.get(REST, torch.zeros(len(part.weight))) for part in cuts])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -232,11 +234,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _runs(key: KeySnapshot) -> list[SpanHistory]:
     """Return the histories of a key's parts, each once where neighbours have the same."""
-    return [history for history, _ in groupby(key.portions, lambda one: one.history)]
+    return [history for history, _ in groupby(key.portions, lambda part: part.history)]
 
 
 def _count(key: KeySnapshot) -> int:
-    return sum([len(one.weight) for one in key.portions])
+    return sum([len(part.weight) for part in key.portions])
 
 
 def _counts(keys: list[KeySnapshot]) -> Counter[str]:

@@ -1,6 +1,6 @@
 """Capture of an embedding table into a snapshot, and its restoration.
 
-A server takes the rows whose ids are its own from whatever images hold them: those of as many servers,
+A server takes the rows whose ids are its own from whatever snapshots hold them: those of as many servers,
 or of any other number. Rows come back in blocks, so that the memory for them is needed once.
 """
 
@@ -19,15 +19,15 @@ from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 
 BLOCK_ROWS = 1 << 16
-"""How many rows are put back at once."""
+"""Rows that are restored at once."""
 
 
 def history_of(span: Span) -> SpanHistory:
-    """Return what was done to the elements of a span."""
+    """Return the history of a span."""
     return SpanHistory(span.version, span.step, dict(span.pushed), dict(span.head_start))
 
 
-def image_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
+def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
     """Return a table as :meth:`~kvps.core.server.chunks.slab.Chunk.keep` has kept it."""
     rows, kept = embedding_rows.embedding_of(chunk), chunk.kept
     assert kept is not None, "the chunk of an image is kept"
@@ -36,7 +36,7 @@ def image_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
 
 
 def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
-    """Return the rows that were kept."""
+    """Return the rows of a frozen table."""
     used = len(kept.ids)
     nothing = torch.empty((0, 0), dtype=torch.uint8)
     return RowsSnapshot(
@@ -44,7 +44,11 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
         torch.from_numpy(kept.stamps),
         {
             name: tuple(
-                [one.columns[name][: used - one.start] for one in kept.arenas if one.start < used]
+                [
+                    arena.columns[name][: used - arena.start]
+                    for arena in kept.arenas
+                    if arena.start < used
+                ]
             )
             for name in rows.columns
         },
@@ -54,7 +58,7 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
 
 
 def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> EmbeddingRows:
-    """Return the rows of an image that belong on one server."""
+    """Return the rows of a snapshot that belong on one server."""
     rows = EmbeddingRows(table.recipe, servers)
     rows.set_rate(table.lr)
     for part in table.parts:
@@ -62,30 +66,30 @@ def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> Embedding
     return rows
 
 
-def check(space: ServerStore, table: TableSnapshot) -> None:
+def check(store: ServerStore, table: TableSnapshot) -> None:
     """Check that a store can take a table.
 
     Raises:
         Mismatch: if it has one of this name by another recipe.
     """
-    shard = space.shards.get(table.key)
+    shard = store.shards.get(table.key)
     if shard is None:
         return
-    recipe = space.embedding_at(shard.pieces[0]).recipe
+    recipe = store.embedding_at(shard.pieces[0]).recipe
     if difference := recipe.difference(table.recipe):
         raise Mismatch(
-            f"table {embedding_rows.name_of(table.key)!r} of store {space.name!r} has another {difference} in "
+            f"table {embedding_rows.name_of(table.key)!r} of store {store.name!r} has another {difference} in "
             "the checkpoint; make it as it was made then"
         )
 
 
-def revive(space: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
-    """Give a store a table as it was, in place of what it has; return its piece."""
-    piece = embedding_rows.embed(space, table.key, table.recipe, server, servers)
-    chunk = space.chunk_at(piece)
+def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
+    """Replace or make a table of a store by that of a snapshot; return its piece."""
+    piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
+    chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))
     chunk.embedding = rows = filled(table, server, servers)
-    space.grow((len(rows) - before) * rows.row_bytes)
+    store.grow((len(rows) - before) * rows.row_bytes)
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
     span.rounds.clear()  # what was pushed to other rows is void
@@ -110,10 +114,10 @@ def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> 
 
 def _within(column: tuple[torch.Tensor, ...], start: int, stop: int) -> torch.Tensor:
     """Return the rows from ``start`` to ``stop`` of tensors that lie end to end."""
-    found, at = [], 0
-    for one in column:
-        low, high = max(start - at, 0), min(stop - at, len(one))
+    parts, at = [], 0
+    for tensor in column:
+        low, high = max(start - at, 0), min(stop - at, len(tensor))
         if low < high:
-            found.append(one[low:high])
-        at += len(one)
-    return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(tensor[low:high])
+        at += len(tensor)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,12 +1,12 @@
 """The model of a snapshot: what a server holds of its stores at one moment.
 
-An image says what every element is worth and what was done to it: with the values go the counters
-that recognise a push that comes again, since a server that goes on from an image must refuse
+A snapshot says what every element is worth and what was done to it: with the values go the counters
+that recognise a push that comes again, since a server that goes on from a snapshot must refuse
 exactly the pushes that are in it. What is under way (open rounds, requests, readers) is no part of
-it: a *cut* is taken where nothing is (:mod:`kvps.core.scheduler.cut`), and the images of all servers
+it: a *cut* is taken where nothing is (:mod:`kvps.core.scheduler.cut`), and the snapshots of all servers
 together are one cut.
 
-Tensors of an image are the server's own, held so that no update writes to them.
+Tensors of a snapshot are the server's own, held so that no update writes to them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvps.protocol.stores import Open
 
 
 class SpanHistory(NamedTuple):
-    """What was done to some elements; as :class:`~kvps.core.server.chunks.rounds.Span` has it."""
+    """The history of some elements; as :class:`~kvps.core.server.chunks.rounds.Span` has it."""
 
     version: int
     """Closed rounds, or applied pushes, since init."""
     step: int
-    """How often the optimizer has updated them."""
+    """Number of optimizer updates."""
     pushed: dict[int, int]
-    """Of each rank, how many of its pushes are in."""
+    """Rank -> pushes taken in."""
     head_start: dict[int, int]
-    """Of a rank that was replaced, how far its clock is ahead of its pushes."""
+    """Replaced rank -> by how much its clock is ahead of its pushes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SnapshotPart:
     """Neighbouring elements of a key, and their history."""
 
     start: int
-    """Which element of the whole key is its first."""
+    """Index of its first element in the whole key."""
     history: SpanHistory
     weight: torch.Tensor
     """Flat."""
@@ -55,9 +55,9 @@ class KeySnapshot:
 
     name: str
     spec: Spec
-    """Of the whole key."""
+    """Type and shape of the whole key."""
     call: int
-    """The last DECLARE whose value is in: 0 for init, k for the k-th broadcast."""
+    """The last DECLARE whose value is loaded: 0 for init, k for the k-th broadcast."""
     portions: tuple[SnapshotPart, ...]
     """In order; none overlaps another."""
 
@@ -67,7 +67,7 @@ class RowsSnapshot:
     """Rows of an embedding table, as one server had them."""
 
     ids: torch.Tensor
-    """int64 [n]; of rows whose stamp is 0 they say nothing."""
+    """int64 [n]; undefined where the stamp is 0."""
     stamps: torch.Tensor
     """int64 [n]: the version that each row's last push made; 0 where there is no row."""
     columns: dict[str, tuple[torch.Tensor, ...]]
@@ -84,7 +84,7 @@ class TableSnapshot:
     key: str
     recipe: EmbeddingSpec
     lr: float
-    """The learning rate, as it was set last."""
+    """The learning rate that was set last."""
     history: SpanHistory
     parts: tuple[RowsSnapshot, ...]
 
@@ -97,7 +97,7 @@ class TableSnapshot:
 
 
 class JoinsSnapshot(NamedTuple):
-    """Who had run out of batches; as :class:`~kvps.core.server.join.JoinTracker` has it."""
+    """The ranks that had run out of data; as :class:`~kvps.core.server.join.JoinTracker` has it."""
 
     over: int
     last: dict[int, int]
@@ -122,7 +122,7 @@ class StoreSnapshot:
     keys: tuple[KeySnapshot, ...]
     optimize_after: int = 0
     rate_after: int = 0
-    """After how many rounds the last of these calls came."""
+    """Rounds that rank 0 had pushed before its last set_learning_rate."""
     joins: JoinsSnapshot = NO_JOINS
     tables: tuple[TableSnapshot, ...] = ()
 
@@ -134,9 +134,9 @@ class StoreSnapshot:
     @property
     def versions(self) -> tuple[int, int]:
         """The lowest and the highest version among the elements; zeros where there is none."""
-        found = [portion.history.version for key in self.keys for portion in key.portions]
-        found += [table.history.version for table in self.tables]
-        return min(found, default=0), max(found, default=0)
+        versions = [portion.history.version for key in self.keys for portion in key.portions]
+        versions += [table.history.version for table in self.tables]
+        return min(versions, default=0), max(versions, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Snapshot:
 
     server: int
     servers: int
-    """Of how many it is one; this decides where the elements of a key are."""
+    """Number of servers; this decides the placement of keys."""
     stores: tuple[StoreSnapshot, ...]
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -161,4 +161,4 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum([one.numel() * one.element_size() for one in self.tensors()])
+        return sum([tensor.numel() * tensor.element_size() for tensor in self.tensors()])

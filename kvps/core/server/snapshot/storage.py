@@ -17,15 +17,15 @@ from kvps.protocol.checkpoint import Commit
 
 @dataclass(frozen=True, slots=True)
 class Write(Order):
-    """Write this image of a cut, where it is of no use before the cut is committed."""
+    """Write the snapshot of a cut; it is not used before the cut is committed."""
 
     cut: int
-    image: Snapshot
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWritten:
-    """The image is on the disk."""
+    """The snapshot is on the disk."""
 
     cut: int
     size: int
@@ -35,7 +35,7 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True)
 class Complete(Order):
-    """Write the manifest that makes a cut complete, and remove what is older than need be."""
+    """Write the manifest that makes a cut complete, and remove cuts that are no longer needed."""
 
     job: bytes
     server: int
@@ -53,7 +53,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Remove(Order):
-    """Remove this server's image of a cut that was given up. Not answered."""
+    """Remove this server's snapshot of a cut that was given up. Not answered."""
 
     cut: int
     server: int
@@ -61,16 +61,16 @@ class Remove(Order):
 
 @dataclass(frozen=True, slots=True)
 class FindCuts(Order):
-    """Which cuts are there?"""
+    """List the cuts."""
 
     server: int
     servers: int
     job: bytes | None = None
-    """Of this job only."""
+    """Only cuts of this job; None for any."""
     tag: str = ""
-    """With this tag only, if it is not empty."""
+    """Only cuts with this tag; "" for any."""
     for_whom: object = None
-    """Comes back with the answer."""
+    """Returned with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,20 @@ class FoundCuts:
 
 @dataclass(frozen=True, slots=True)
 class Read(Order):
-    """Read what this server holds of a cut."""
+    """Read this server's snapshot of a cut."""
 
     server: int
     servers: int
     cut: int
     for_whom: object = None
-    """Comes back with the answer."""
+    """Returned with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was read."""
+    """The snapshot that was read, or the error."""
 
-    image: Snapshot | None
+    snapshot: Snapshot | None
     for_whom: object
     error: KvpsError | None = None
 

@@ -31,24 +31,24 @@ from kvps.protocol.values import Embed, Export, Exported, PullIds, PushIds
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
-"""The most that one answer to EXPORT has in a frame."""
+"""Maximum bytes of one frame in an answer to EXPORT."""
 
 
 class TableGradient(DenseGradient):
-    """A gradient of some rows. As a strip it is the one element that its table has here."""
+    """A gradient of some rows of a table; as a dense gradient it is the table's one element here."""
 
     __slots__ = ("ids", "rows")
 
     def __init__(self, ids: Ids, rows: torch.Tensor) -> None:
         super().__init__([torch.zeros(1)])
         self.ids = ids
-        """Ascending, each once."""
+        """int64 [k], ascending, each once."""
         self.rows = rows
         """[len(ids), dim]."""
 
 
 def recipe_of(message: Embed) -> EmbeddingSpec:
-    """Return the recipe that a peer sent, checked.
+    """Return the specification that a peer sent, checked.
 
     Raises:
         ConfigError: naming what cannot be.
@@ -65,7 +65,7 @@ def recipe_of(message: Embed) -> EmbeddingSpec:
     ).check()
 
 
-def embed(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
+def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     """Make a table on this server, or find the one that is there; return where it is.
 
     Raises:
@@ -74,39 +74,39 @@ def embed(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     """
     if not key.startswith(EMBEDDING):
         raise ProtocolError(f"key {key!r:.60}: the key of a table begins with {EMBEDDING!r}")
-    if space.drops is not None:
+    if store.drops is not None:
         raise ConfigError(
-            f"store {space.name!r} looks whether gradients are finite, which tables do not; create "
+            f"store {store.name!r} looks whether gradients are finite, which tables do not; create "
             "one with on_nonfinite='apply' for tables"
         )
-    shard = space.shards.get(key)
+    shard = store.shards.get(key)
     if shard is None:
-        return _make(space, key, recipe, server, servers)
+        return _make(store, key, recipe, server, servers)
     (piece,) = shard.pieces
-    there = space.embedding_at(piece).recipe
+    there = store.embedding_at(piece).recipe
     if difference := there.difference(recipe):
         raise Mismatch(
-            f"table {name_of(key)!r} of store {space.name!r} has {difference} "
+            f"table {name_of(key)!r} of store {store.name!r} has {difference} "
             f"{getattr(there, difference)!s:.100}, asked for was "
             f"{getattr(recipe, difference)!s:.100}; give the same arguments on every worker"
         )
     return piece
 
 
-def _make(space: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
+def _make(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     rows = EmbeddingRows(recipe, servers)  # if it cannot be made, nothing was
-    space.check_room({key: BY_NAME["int64"].itemsize})
-    (piece,) = space.slab("int64").place(key, 1, (1,))
-    chunk = space.chunk_at(piece)
+    store.check_room({key: BY_NAME["int64"].itemsize})
+    (piece,) = store.slab("int64").place(key, 1, (1,))
+    chunk = store.chunk_at(piece)
     chunk.embedding = rows
     chunk.writable().zero_()
     chunk.fill(piece.start)
-    space.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
+    store.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
     return piece
 
 
 def name_of(key: str) -> str:
-    """Return what the user calls the table of ``key``."""
+    """Return the user's name of the table of ``key``."""
     return key.removeprefix(EMBEDDING)
 
 
@@ -127,7 +127,7 @@ def embedding_of(chunk: Chunk) -> EmbeddingRows:
 def gradient_of(
     chunk: Chunk, message: PushIds, payload: Sequence[memoryview], server: int, servers: int
 ) -> TableGradient:
-    """Return the gradient that came, checked.
+    """Return the gradient that was pushed, checked.
 
     Raises:
         Mismatch: for another element type or length of rows than the table's.
@@ -169,13 +169,13 @@ def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
 
 
 def update(chunk: Chunk, span: Span, due: PendingUpdate) -> int:
-    """Move the rows of a table by one round or one push; return how many more rows there are.
+    """Update the rows of a table by one round or one push; return the number of new rows.
 
     The span's version becomes one higher after that.
     """
     rows = embedding_of(chunk)
     before = len(rows)
-    ids, total = summed([one for one in due.sum.parts if isinstance(one, TableGradient)], rows)
+    ids, total = summed([part for part in due.sum.parts if isinstance(part, TableGradient)], rows)
     if due.sum.divisor != 1:
         total.div_(due.sum.divisor)
     span.step += 1
@@ -188,18 +188,18 @@ def summed(parts: Sequence[TableGradient], rows: EmbeddingRows) -> tuple[Ids, to
     """Return the sum of gradients, added up in their order, in memory of its own."""
     if len(parts) == 1:
         return parts[0].ids, parts[0].rows.to(rows.summed_in, copy=True)
-    ids = np.unique(np.concatenate([one.ids for one in parts]))
+    ids = np.unique(np.concatenate([part.ids for part in parts]))
     total = torch.zeros((len(ids), rows.recipe.dim), dtype=rows.summed_in)
-    for one in parts:
-        places = torch.from_numpy(np.searchsorted(ids, one.ids))
-        total.index_add_(0, places, one.rows.to(rows.summed_in))
+    for part in parts:
+        places = torch.from_numpy(np.searchsorted(ids, part.ids))
+        total.index_add_(0, places, part.rows.to(rows.summed_in))
     return ids, total
 
 
 # --- pulls and exports ------------------------------------------------------------------------------
 
 ANSWER_BYTES = 64 << 20
-"""As much as one payload frame holds."""
+"""Maximum bytes of one payload frame."""
 
 
 def asked_ids(
@@ -232,13 +232,15 @@ def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[m
     if not message.count:
         raise ProtocolError(f"chunk {chunk.number}: an export of no rows")
     widest = max(8, rows.recipe.dim * 8)  # no element is longer
-    count = min(message.count, max(1, EXPORT_BYTES // widest))
-    block = rows.block(message.start, count, message.since, with_state=message.state)
-    found = len(block.ids)
-    columns = {name: one.reshape(-1) for name, one in block.columns.items()}
-    fields = tuple([Field(name, dtype_of(one).id, one.numel()) for name, one in columns.items()])
-    answer = Exported(seq, block.next, found, fields)
-    if not found:
+    limit = min(message.count, max(1, EXPORT_BYTES // widest))
+    block = rows.block(message.start, limit, message.since, with_state=message.state)
+    count = len(block.ids)
+    columns = {name: column.reshape(-1) for name, column in block.columns.items()}
+    fields = tuple(
+        [Field(name, dtype_of(column).id, column.numel()) for name, column in columns.items()]
+    )
+    answer = Exported(seq, block.next, count, fields)
+    if not count:
         return answer, ()
     heads = (torch.from_numpy(block.ids), torch.from_numpy(block.stamps))
-    return answer, tuple([to_frame(one) for one in (*heads, *columns.values())])
+    return answer, tuple([to_frame(tensor) for tensor in (*heads, *columns.values())])

@@ -16,31 +16,37 @@ set in between, and other sums be told by one server than by another; the counts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 
-from kvps.errors import Mismatch
+from kvps.core.nonfinite import Flaw
+from kvps.core.server.chunks.rounds import PendingUpdate, Span
+from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.update.apply import Updates
+from kvps.errors import KeyNotFound, Mismatch, ProtocolError
+from kvps.protocol.envelope import WINDOW
 
 NormId = tuple[str, str, int | None, int]
 """(store, key, rank or None, number)."""
 NO_NUMBER = -1.0
-"""How a sum of squares travels that is NaN or infinity; no sum of squares is negative."""
+"""Stands for a sum of squares that is NaN or infinity; none is negative."""
 
 
 class PartialSums(NamedTuple):
-    """What one server tells of its part of a tensor."""
+    """One server's sums over its part of a tensor."""
 
     sums: tuple[float, ...]
     """Empty while they are unknown."""
     culprits: tuple[int, ...] = ()
-    """The ranks among whose pushes the values are that are not finite."""
+    """Ranks that pushed values that are not finite."""
 
 
 class PartialNorms:
-    """What is known of one tensor's sums for one update.
+    """The sums over one tensor for one update, as far as they are known.
 
     Args:
         number: which update.
@@ -51,7 +57,7 @@ class PartialNorms:
         self.id = number
         self.counts = counts
         self.holders: frozenset[int] = frozenset()
-        """The other servers that hold pieces; known when a piece here was measured."""
+        """The other servers with pieces of it; known once a piece here was measured."""
         self._pieces_left: int | None = None
         self._local: torch.Tensor | None = None
         self._remote: dict[int, torch.Tensor] = {}
@@ -80,7 +86,7 @@ class PartialNorms:
                 del self._remote[server]
 
     def hear(self, server: int, sums: tuple[float, ...], culprits: Iterable[int] = ()) -> None:
-        """Take in another server's sums; again and again is fine.
+        """Take in another server's sums; repetitions are fine.
 
         Raises:
             Mismatch: if they are not as many as this server's.
@@ -96,19 +102,19 @@ class PartialNorms:
 
     @property
     def mine(self) -> tuple[float, ...]:
-        """This server's sums, as they are told; empty while a piece is missing."""
+        """This server's sums, as they are sent; empty while a piece is missing."""
         if self._pieces_left != 0 or self._local is None:
             return ()
         return tuple(self._local.nan_to_num(NO_NUMBER).tolist())
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The ranks among whose pushes the values are that are not finite, as far as is known."""
+        """Ranks that pushed values that are not finite, as far as is known."""
         return tuple(sorted(self._culprits))
 
     @property
     def told(self) -> PartialSums:
-        """What this server tells."""
+        """This server's sums and culprits."""
         return PartialSums(self.mine, self.culprits)
 
     @property
@@ -131,7 +137,172 @@ class PartialNorms:
         return reduce(_plus, [known[server] for server in sorted({me, *self.holders})])
 
 
-def _plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add sums; of those that were measured under two rules, what they have in common."""
-    width = min(len(one), len(other))
-    return one[:width] + other[:width]
+def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add sums; of sums measured under two rules, the ones that both have."""
+    width = min(len(left), len(right))
+    return left[:width] + right[:width]
+
+
+class GlobalNorms:
+    """The updates of one server that wait for norms of their whole tensor."""
+
+    def __init__(self, chunks: Chunks, updates: Updates, workers: int) -> None:
+        self._chunks = chunks
+        self._updates = updates
+        self._workers = workers
+        self.open: dict[NormId, PartialNorms] = {}
+        """Sums for updates that are not made yet."""
+        self.closed: dict[NormId, PartialSums] = {}
+        """This server's sums for updates that are made, for servers that missed them: the last
+        WINDOW of each (store, key, rank)."""
+        self.untold: list[PartialNorms] = []
+        """Norms whose local sums are complete, and whose holders have not been told."""
+
+    # --- this server's part -----------------------------------------------------------------
+
+    def begin(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+        """Let ``due`` wait until its whole tensor is measured; measure the part of it that is here."""
+        needs_norms = store.updater is not None and store.updater.needs_norms
+        self._updates.add_up(store, chunk, due, by_rows=not needs_norms)
+        span.due.append(due)
+        if due.rank is None and len(span.due) > 1:
+            return  # a round is measured against the weights that the round before it leaves
+        self._measure(store, chunk, span, due)
+
+    def _measure(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+        """Add this piece's sums to those of its tensor."""
+        ((key, _, _),) = chunk.pieces(span.start, span.stop)
+        shard = store.shards[key]
+        flaw = due.flaw
+        norm = self._norm(store, (store.name, key, due.rank, due.number))
+        counts = [0.0 if flaw is None else float(flaw.values)] if norm.counts else []
+        sums = torch.tensor(counts, dtype=torch.float64)
+        if flaw is None and store.updater is not None and store.updater.needs_norms:
+            squares = self._updates.squares(store, store.updater, chunk, span, due)
+            sums = torch.cat((sums, squares))
+        culprits = () if flaw is None else flaw.ranks
+        norm.measure(sums, len(shard.pieces), self.holders(shard), culprits)
+        if norm.mine and norm.holders:
+            self.untold.append(norm)
+        self.settle(store, norm)
+
+    def _norm(self, store: ServerStore, number: NormId) -> PartialNorms:
+        """Return the sums for an update, made if there are none."""
+        norm = self.open.get(number)
+        if norm is None:
+            norm = PartialNorms(number, store.may_drop(store.shards[number[1]].spec.dtype))
+            self.open[number] = norm
+        return norm
+
+    def holders(self, shard: Shard) -> frozenset[int]:
+        """Return the other servers that hold pieces of a key: all if it is cut, none if it is not."""
+        if shard.count == shard.spec.count:
+            return frozenset()
+        return frozenset(range(self._chunks.servers)) - {self._chunks.server}
+
+    def is_apart(self, shard: Shard) -> bool:
+        """Return whether a key is more than one piece, here or over all servers."""
+        return len(shard.pieces) > 1 or bool(self.holders(shard))
+
+    # --- the others' parts ------------------------------------------------------------------
+
+    def hear(
+        self, store: ServerStore, number: NormId, server: int, told: PartialSums
+    ) -> PartialNorms | None:
+        """Take in another server's sums for an update; return the norms to settle, if any.
+
+        Raises:
+            KeyNotFound, Mismatch, ProtocolError: if that cannot be; nothing is changed.
+        """
+        ahead = number[3] - self._applied(store, number)
+        if number in self.closed or not 0 <= ahead < WINDOW or not told.sums:
+            return None  # the update is made; or so far off that it will have to be told again
+        spec, squares = store.shards[number[1]].spec, told.sums
+        if store.may_drop(spec.dtype):
+            first, squares = told.sums[0], told.sums[1:]
+            if not (first.is_integer() and 0 <= first <= spec.count):
+                raise ProtocolError(f"key {number[1]!r}: {first:g} values cannot be not finite")
+        if any(square < 0 and square != NO_NUMBER for square in squares):
+            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is no sum of squares")
+        if any(rank >= self._workers for rank in told.culprits):
+            raise ProtocolError(f"key {number[1]!r}: there is no rank {max(told.culprits)}")
+        norm = self._norm(store, number)
+        norm.hear(server, *told)
+        return norm
+
+    def told(self, store: ServerStore, number: NormId, width: int) -> PartialSums:
+        """Return this server's sums for an update; none while they are unknown.
+
+        For an update that was made without, or so long ago that its sums are forgotten, they are
+        ``width`` zeros: whoever still waits must not wait for ever.
+        """
+        if number in self.closed:
+            return self.closed[number]
+        if number in self.open:
+            return self.open[number].told
+        return PartialSums((0.0,) * width if number[3] < self._applied(store, number) else ())
+
+    def _applied(self, store: ServerStore, number: NormId) -> int:
+        """Return the lowest update (of this rank) of a tensor that is not made yet."""
+        _, key, rank, _ = number
+        shard = store.shards.get(key)
+        if shard is None or not shard.pieces:
+            raise KeyNotFound(f"server {self._chunks.server} holds no part of {key!r}")
+        if store.ordered is not (rank is None):
+            raise ProtocolError(f"store {store.name!r} is {store.opened.mode}, update {number}")
+        span = self._chunks.span_at(shard.pieces[0])
+        return span.version if rank is None else span.applied(rank)
+
+    # --- both -------------------------------------------------------------------------------
+
+    def settle(self, store: ServerStore, norm: PartialNorms) -> None:
+        """Update a tensor's pieces here if all its norms are known."""
+        if not norm.complete:
+            return
+        name, key, rank, number = norm.id
+        shard = store.shards[key]
+        del self.open[norm.id]
+        if norm.holders:
+            self.closed[norm.id] = norm.told
+            self.closed.pop((name, key, rank, number - WINDOW), None)
+        sums = norm.total(self._chunks.server)
+        flaw = None
+        if norm.counts:
+            count, sums = int(sums[0]), sums[1:]
+            if len(sums) < len(norm.mine) - 1:
+                sums = sums[:0]  # some server measured by another rule
+            flaw = Flaw(count, norm.culprits) if count else None
+        if flaw is not None and store.drops is not None:
+            store.drops.add(key, shard.pieces, rank, number, flaw)
+        for piece in shard.pieces:
+            chunk = self._chunks.at(piece.chunk)
+            (span,) = chunk.cut(piece.start, piece.start + piece.size)
+            due = next(item for item in span.due if (item.rank, item.number) == (rank, number))
+            span.due.remove(due)
+            if flaw is None:
+                norms = self._fitting(store, chunk, span, due, sums)
+                self._updates.update(store, chunk, span, due, norms)
+            else:
+                self._updates.skip(chunk, span, due)
+            if rank is None and span.due:
+                self._measure(store, chunk, span, span.due[0])
+
+    def _fitting(
+        self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate, sums: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``sums``; or if the rule has come later than they were measured, the piece's own."""
+        updater = store.updater
+        if updater is None or not updater.needs_norms or len(sums):
+            return sums
+        return self._updates.squares(store, updater, chunk, span, due)
+
+    def forget(self, store: str, keys: Collection[str] | None = None) -> None:
+        """Forget the norms of one store, or of some keys of it."""
+        for norms in (self.open, self.closed):
+            ours = [number for number in norms if number[0] == store]
+            for number in [number for number in ours if keys is None or number[1] in keys]:
+                del norms[number]
+
+    def check(self) -> None:
+        """Assert that what was measured was told."""
+        assert not self.untold

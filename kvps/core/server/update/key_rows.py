@@ -35,21 +35,21 @@ class KeyRows:
     width: int
     """Elements of a row."""
     first: int
-    """The number of the first row that is here."""
+    """Number of the first row on this server."""
     stop: int
-    """The number behind the last."""
+    """Number behind the last row on this server."""
 
     @classmethod
-    def of(cls, space: ServerStore, key: str) -> KeyRows:
+    def of(cls, store: ServerStore, key: str) -> KeyRows:
         """Return a key's rows.
 
         Raises:
             KeyNotFound: if it has no value.
             ProtocolError: if it does not lie here by rows.
         """
-        shard = space.shards.get(key)
+        shard = store.shards.get(key)
         if shard is None or not shard.ready:
-            raise KeyNotFound(f"key {key!r} of store {space.name!r} has no value yet")
+            raise KeyNotFound(f"key {key!r} of store {store.name!r} has no value yet")
         offsets: list[tuple[int, int]] = []
         at = shard.start
         for piece in shard.pieces:
@@ -57,14 +57,14 @@ class KeyRows:
             at += piece.size
         if not offsets or not lies_by_rows(shard.spec, offsets):
             raise ProtocolError(
-                f"key {key!r} of store {space.name!r} is {shard.spec} and does not lie here by rows; "
+                f"key {key!r} of store {store.name!r} is {shard.spec} and does not lie here by rows; "
                 "push and pull it as a whole"
             )
         width = shard.spec.width
         return cls(shard, width, shard.start // width, at // width)
 
     def ids(self, frame: memoryview | None) -> torch.Tensor:
-        """Return the numbers that a request names, counted from the first row here.
+        """Return the row numbers of a request, counted from the first row here.
 
         They are copied: what was checked must not be changed by its sender afterwards.
 
@@ -112,7 +112,7 @@ class KeyRows:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where pieces begin, and the last ends, counted in rows from the first here."""
+        """Starts of the pieces, and the end of the last, in rows from the first here."""
         return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))
 
     def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
@@ -120,7 +120,7 @@ class KeyRows:
         return zip(self.shard.pieces, gradient.cut(self.edges), strict=True)
 
     def places(self, ids: torch.Tensor) -> Iterator[tuple[Piece, int, slice]]:
-        """Yield each piece that has some of the rows ``ids``, its first row, and which they are."""
+        """Yield (piece, its first row, the slice of ``ids`` in it) of each piece with some of the rows."""
         edges = self.edges
         cuts = torch.searchsorted(ids, torch.tensor(edges)).tolist()
         for piece, first, low, high in zip(self.shard.pieces, edges, cuts, cuts[1:], strict=False):
@@ -128,14 +128,14 @@ class KeyRows:
                 yield piece, first, slice(low, high)
 
     def changed(self, chunks: Chunks, since: int) -> torch.Tensor | None:
-        """Return which rows changed since a version, counted from the first here; None if nobody knows."""
-        found = []
+        """Return the rows that changed since a version, counted from the first here; None if unknown."""
+        changed = []
         for piece, first in zip(self.shard.pieces, self.edges, strict=False):
             ids = chunks.by_number[piece.chunk].changed(piece.start, since)
             if ids is None:
                 return None
-            found.append(ids + first)
-        return torch.cat(found)
+            changed.append(ids + first)
+        return torch.cat(changed)
 
     def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows ``ids``, counted from the first here, flat, in memory that others read."""
@@ -164,14 +164,14 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
 
 
 def update(
-    space: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
+    store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
 ) -> None:
     """Update the rows of ``span``, which is one piece, that ``total`` has. Its values are used up."""
-    assert space.updater is not None
-    assert space.hyper is not None
+    assert store.updater is not None
+    assert store.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)
-    lr, weight_decay = space.hyper.for_key(key)
-    state = space.state_of(chunk)
+    lr, weight_decay = store.hyper.for_key(key)
+    state = store.state_of(chunk)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[span.start : span.stop].view(-1, total.width)
@@ -181,7 +181,7 @@ def update(
         {name: rows(tensor) for name, tensor in state.items()},
         total.ids,
         total.rows,
-        space.updater,
+        store.updater,
         step=span.step,
         lr=lr,
         weight_decay=weight_decay,

@@ -70,7 +70,7 @@ def done(one: ServerStage, answer: object) -> list[Message]:
 def values(order: Order) -> list[list[float]]:
     """What the image that is to be written holds."""
     assert isinstance(order, Write)
-    return [tensor.tolist() for tensor in order.image.tensors()]
+    return [tensor.tolist() for tensor in order.snapshot.tensors()]
 
 
 def kept(cut: int = 5, begins: int = 1, versions: tuple[int, int] = (0, 0)) -> ImageKept:
@@ -245,7 +245,7 @@ class TestGiveUp:
 
 
 def image_of(one: ServerStage) -> Snapshot:
-    image, release = one.server.requests.image()
+    image, release = one.server.control.snapshot()
     release()
     return image
 
@@ -279,7 +279,7 @@ class TestRestore:
         one.init("later", [9.0])
         returned(one=one)
         assert one.values("a") == [-5.0, -4.0]
-        assert set(one.server.requests.spaces["kv"].shards) == {"a"}
+        assert set(one.server.context.stores["kv"].shards) == {"a"}
         assert one.span("a").pushed == {0: 3, 1: 3}
 
     @pytest.mark.spec("R145")
@@ -342,7 +342,7 @@ class TestRestore:
         one.show()
         one.hello(0)
         assert isinstance(one.say(0, Status("kv"))[0].message, Error)
-        assert one.server.keeper.epoch == 0
+        assert one.server.checkpointer.epoch == 0
         assert order(one, TakeImage(1)) == [ImageTaken(1)], "numbers may begin anew"
 
 
@@ -420,8 +420,8 @@ class TestServing:
 
 def test_what_is_no_order() -> None:
     one = stage()
-    keeper: Checkpointer = one.server.keeper
+    checkpointer: Checkpointer = one.server.checkpointer
     with pytest.raises(AssertionError, match="Beat is no order"):
-        list(keeper.on_order(Beat(0, ""), one.server.requests))
+        checkpointer.on_order(Beat(0, ""), one.server.control)
     with pytest.raises(AssertionError, match="it is the server's"):
-        list(keeper.on_disk(Loaded(None, None, Overload("x"))))
+        checkpointer.on_disk(Loaded(None, None, Overload("x")))

@@ -299,7 +299,7 @@ def test_a_chunk_all_of_whose_keys_were_replaced(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     for call in range(1, 50):
         stage.init("a", torch.zeros(1 + call), call=call)
-    assert len(stage.server.requests.engine.chunks.by_number) == 1
+    assert len(stage.server.context.chunks.by_number) == 1
     stage.declare("a", torch.zeros(2**19), call=99)
     said = stage.say(1, Pull(1, True, (Ask(0, 1, 0, 0),)))
     assert "ProtocolError: server 0 has no chunk 1" in refusal(said)
@@ -383,7 +383,7 @@ def test_a_repeated_set_is_done_once(stage: ServerStage) -> None:
     stage.say(0, Rate("kv", 1, True, 0.25))
     for again in (optimizing("sgd", lr=0.5), Rate("kv", 1, True, 0.25)):
         assert heard(stage.say(0, again), Done)
-    assert stage.server.requests.spaces["kv"].hyper.number("lr") == 0.25
+    assert stage.server.context.stores["kv"].hyper.number("lr") == 0.25
 
 
 @pytest.mark.spec("R15", "R63")

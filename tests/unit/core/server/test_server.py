@@ -378,11 +378,11 @@ def image_of(*values: float) -> Snapshot:
     """The image of a server whose key ``a`` has these values, after two rounds."""
     one = stage()
     one.init("b", [0.0])
-    one.server.requests.engine.chunk(1).writable()[:2] = torch.tensor(values)
+    one.server.context.chunks.at(1).writable()[:2] = torch.tensor(values)
     for number in (0, 1):
         for rank in (0, 1):
             one.push(rank, "b", [1.0], number)
-    image, release = one.server.requests.image()
+    image, release = one.server.control.snapshot()
     release()
     return image
 

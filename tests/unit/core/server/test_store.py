@@ -65,9 +65,15 @@ def value(space: ServerStore, key: str) -> set[float]:
 # --- options ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"mode": "eventual"}, {"on_worker_lost": "panic"}])
-def test_unknown_options_are_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="must be of sync, async, ssp and of wait, shrink, fail"):
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "eventual"}, "mode 'eventual' must be one of sync, async, ssp"),
+        ({"on_worker_lost": "panic"}, "on_worker_lost 'panic' must be one of wait, shrink, fail"),
+    ],
+)
+def test_unknown_options_are_refused(options: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
         make(**options)
 
 

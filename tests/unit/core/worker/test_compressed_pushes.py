@@ -198,7 +198,7 @@ def test_norms_are_those_of_the_weights_and_not_of_what_is_pulled() -> None:
         gradient = random(step)
         worker.take(worker.push(gradient)[1])
         exact.push(0, "w", gradient, step)
-    rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+    rest = one.chunk().back.residual[:COUNT]  # type: ignore[union-attr]
     assert rest.abs().max() > 0
     torch.testing.assert_close(
         torch.tensor(one.values("w")) + rest, torch.tensor(exact.values("w")), rtol=1e-5, atol=1e-6
@@ -278,7 +278,7 @@ def test_steps_of_weights_are_multiples_of_the_learning_rate() -> None:
             assert answer.steps in ((whole,), () if step == 0 else (whole,))
             assert answer.adds
             assert worker.copy.tolist() == one.values("w")
-        rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+        rest = one.chunk().back.residual[:COUNT]  # type: ignore[union-attr]
         torch.testing.assert_close(workers[0].copy + rest, weights)
         assert not torch.equal(workers[0].copy, weights)
 
@@ -431,7 +431,7 @@ def test_what_sums_lack_is_nothing_that_weights_should_have() -> None:
     worker.version = -1
     sent, said = worker.push(random(2))
     worker.take(said)
-    rest = one.chunk().back.rest[:COUNT]  # type: ignore[union-attr]
+    rest = one.chunk().back.residual[:COUNT]  # type: ignore[union-attr]
     torch.testing.assert_close(worker.copy + rest, before - 0.1 * sent)
 
 
@@ -442,15 +442,15 @@ def test_an_image_has_the_rests() -> None:
     worker = Worker(one, 0, TWO, TWO)
     for step in range(3):
         worker.take(worker.push(random(step))[1])
-    image, release = one.server.requests.image()
-    rest = one.chunk().back.rest[:COUNT].clone()  # type: ignore[union-attr]
+    image, release = one.server.control.snapshot()
+    rest = one.chunk().back.residual[:COUNT].clone()  # type: ignore[union-attr]
     worker.take(worker.push(random(7))[1])  # the image does not change by it
     other = ServerStage(workers=1)
-    other.server.requests.restore(image)
+    other.server.control.restore(image)
     release()
     restored = other.chunk()
-    assert torch.equal(restored.back.rest[:COUNT], rest)  # type: ignore[union-attr]
-    back = other.server.requests.image()[0]
+    assert torch.equal(restored.back.residual[:COUNT], rest)  # type: ignore[union-attr]
+    back = other.server.control.snapshot()[0]
     assert _rests(back) == _rests(image)
     assert torch.equal(rest, torch.tensor(_rests(image)[0]))
 

@@ -25,7 +25,7 @@ class Piece:
     ) -> list[float]:
         """Let the values lack ``by`` more, and publish them; return them."""
         self.version += 1
-        self.back.own_rest()[4:12] += torch.tensor(by)
+        self.back.own_residual()[4:12] += torch.tensor(by)
         self.back.publish(self.values, 4, 12, self.version, code, adds=adds)
         self.back.check()
         found: list[float] = self.values[4:12].tolist()
@@ -35,7 +35,7 @@ class Piece:
         return self.back.lead(4, 8, self.version, held)
 
     def rest(self) -> list[float]:
-        found: list[float] = self.back.rest[4:12].tolist()
+        found: list[float] = self.back.residual[4:12].tolist()
         return found
 
 
@@ -99,7 +99,7 @@ def test_another_piece_or_version_has_no_steps() -> None:
 def test_steps_are_kept_while_they_are_smaller_than_the_values(code: CodecSpec, kept: int) -> None:
     back, values = CompressedHistory(4096), torch.zeros(4096)
     for version in range(1, 40):
-        back.own_rest()[:] += torch.randn(4096)
+        back.own_residual()[:] += torch.randn(4096)
         back.publish(values, 0, 4096, version, code, adds=True)
         back.check()
     assert back.lead(0, 4096, 39, 39 - kept) is not None
@@ -173,14 +173,14 @@ def test_an_image_keeps_the_rests_it_saw() -> None:
     one = Piece()
     one.move(eight(0.75))
     release = one.back.keep()
-    seen = one.back.rest
+    seen = one.back.residual
     one.move(eight(0.1))
     assert seen[4] == 0.25
-    assert one.back.rest is not seen
+    assert one.back.residual is not seen
     release()
-    now = one.back.rest
+    now = one.back.residual
     one.move(eight(0.1))
-    assert one.back.rest is now
+    assert one.back.residual is now
 
 
 @pytest.mark.spec("R156")

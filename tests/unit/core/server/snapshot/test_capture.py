@@ -28,14 +28,14 @@ def stage(server: int = 0, servers: int = 1, **more: object) -> ServerStage:
 
 
 def image_of(one: ServerStage) -> Snapshot:
-    image, release = one.server.requests.image()
+    image, release = one.server.control.snapshot()
     release()
     return image
 
 
 def push(one: ServerStage, key: str, rank: int, number: int, value: float = 1.0) -> None:
     """Push to all pieces of a key."""
-    dtype = one.server.requests.spaces["kv"].shards[key].spec.dtype
+    dtype = one.server.context.stores["kv"].shards[key].spec.dtype
     for piece in one.pieces[key]:
         runs = (Run(piece.start, piece.size, number),)
         row = torch.full((piece.size,), value, dtype=TORCH[dtype])
@@ -64,9 +64,9 @@ def trained(server: int = 0, servers: int = 1) -> ServerStage:
 def fresh(image: Snapshot) -> ServerStage:
     """A server that holds what the image says."""
     one = ServerStage(servers=image.servers, rank=image.server, every_s=0.0)
-    one.server.requests.restore(image)
+    one.server.control.restore(image)
     one.server.check()
-    for name, shard in one.server.requests.spaces["kv"].shards.items():
+    for name, shard in one.server.context.stores["kv"].shards.items():
         one.pieces[name] = shard.pieces
     return one
 
@@ -163,7 +163,9 @@ def test_a_part_that_lacks_something_beside_one_that_lacks_nothing() -> None:
             row = torch.linspace(0.1, 1, part.size)
             one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, runs, None, back), row)
         images.append(image_of(one))
-        lacks = one.chunk().back.rest[: part.size] if back is not None else torch.zeros(part.size)  # type: ignore[union-attr]
+        lacks = (
+            one.chunk().back.residual[: part.size] if back is not None else torch.zeros(part.size)
+        )  # type: ignore[union-attr]
         rests.append(lacks)
     assert rests[0].any()
     whole = fresh(regroup(images, 0, 1))
@@ -206,7 +208,7 @@ class TestInPlace:
     """A store that is open, and in use, takes the values of a cut."""
 
     def revive(self, one: ServerStage, image: Snapshot, store: str = "kv") -> None:
-        one.take(one.server.requests.revive(store, image))
+        one.revive(image, store)
 
     @pytest.mark.spec("R147")
     def test_values_states_and_numbers_are_those_of_the_cut(self) -> None:
@@ -248,7 +250,7 @@ class TestInPlace:
         one.init("x", [1.0])
         said = one.say(1, Declare("kv", False, 0, (Entry("w", 1, (40,), 0, 40),)))
         assert said == []
-        effects = one.take(one.server.requests.revive("kv", image_of(whole)))
+        effects = one.revive(image_of(whole))
         assert len(heard(effects, Declared)) == 1
 
     def test_who_waits_for_a_version_of_it_is_answered(self) -> None:
@@ -259,7 +261,7 @@ class TestInPlace:
             push(later, "w", rank, 3)
         piece = one.places("w")[0]
         one.say(1, Pull(piece.chunk, False, (Ask(piece.start, 40, 0, 4),)), seq=50)
-        said = one.take(one.server.requests.revive("kv", image_of(later)))
+        said = one.revive(image_of(later))
         assert [each.message.seq for each in said] == [50]  # type: ignore[attr-defined]
 
     def test_updates_that_were_dropped_later_have_not_been(self) -> None:
@@ -295,7 +297,7 @@ class TestInPlace:
         one = stage()
         one.optimizer("adam", lr=0.25)
         self.revive(one, image)
-        hyper = one.server.requests.spaces["kv"].hyper
+        hyper = one.server.context.stores["kv"].hyper
         assert hyper is not None
         assert hyper.number("lr") == 0.25
 
@@ -324,7 +326,7 @@ class TestInPlace:
     def test_keys_without_elements_need_no_place(self) -> None:
         one = trained()
         self.revive(one, image_of(one))
-        assert one.server.requests.spaces["kv"].shards["nothing"].pieces == ()
+        assert one.server.context.stores["kv"].shards["nothing"].pieces == ()
 
     def test_too_much_is_refused(self) -> None:
         one = stage(memory_limit=1000)
@@ -344,7 +346,7 @@ class TestInPlace:
 
 def test_pieces_that_were_written_are_named() -> None:
     one = trained()
-    space = one.server.requests.spaces["kv"]
-    pieces = capture.revive(space, one.server.requests.engine.chunks, image_of(one).stores[0])
+    store = one.server.context.stores["kv"]
+    pieces = capture.revive(store, one.server.context.chunks, image_of(one).stores[0])
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert sum(piece.size for piece in pieces) == 40 + 40_000 + 30 + 100

@@ -74,8 +74,8 @@ class Tabled:
             (answer,) = heard(said, Declared)
             self.chunk = answer.places[0].pieces[0].chunk
         else:
-            self.stage.server.requests.restore(image)
-            space = self.stage.server.requests.spaces["kv"]
+            self.stage.server.control.restore(image)
+            space = self.stage.server.context.stores["kv"]
             self.chunk = space.shards[KEY].pieces[0].chunk
             self.version = self.stage.chunk(self.chunk).spans[0].version
             self.stage.server.check()
@@ -106,7 +106,7 @@ class Tabled:
         return len(rows)
 
     def image(self) -> Snapshot:
-        found, release = self.stage.server.requests.image()
+        found, release = self.stage.server.control.snapshot()
         release()
         return found
 
@@ -152,7 +152,7 @@ def test_rows_come_back_on_any_number_of_servers(
 
 def test_what_is_kept_is_as_it_was_while_training_goes_on() -> None:
     one = trained()
-    image, release = one.stage.server.requests.image()
+    image, release = one.stage.server.control.snapshot()
     former = [tensor.clone() for tensor in image.tensors()]
     one.push(0, 90, 5.0)
     for now, then in zip(image.tensors(), former, strict=True):
@@ -182,13 +182,13 @@ def test_a_new_table_makes_an_image_too(tmp_path: Path) -> None:
 
 def test_a_store_goes_back_to_what_it_was() -> None:
     one = trained()
-    image, _ = one.stage.server.requests.image()  # held
+    image, _ = one.stage.server.control.snapshot()  # held
     wanted = one.rows()
     one.push(0, 99)
     assert one.rows() != wanted
-    list(one.stage.server.requests.revive("kv", image))
+    one.stage.revive(image)
     assert one.rows() == wanted
-    held = one.stage.server.requests.engine.chunks.weight_bytes
+    held = one.stage.server.context.chunks.weight_bytes
     assert held == 8 + 2 * 4 + 60 * 3 * 4  # the table's element, the key, the rows
     one.version = 3
     one.push(0, 10)
@@ -211,7 +211,7 @@ def test_another_table_of_this_name_is_refused() -> None:
     one = trained()
     before = one.rows()
     with pytest.raises(Mismatch, match="table 't' of store 'kv' has another hyper in the"):
-        list(one.stage.server.requests.revive("kv", trained(lr=2.0).image()))
+        one.stage.revive(trained(lr=2.0).image())
     assert one.rows() == before
 
 

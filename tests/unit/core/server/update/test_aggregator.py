@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kvps.core.server.chunks.slab import Chunk
-from kvps.core.server.update import aggregator
+from kvps.core.server.update import aggregator, apply
 from kvps.dtypes import BY_NAME
-from kvps.protocol.envelope import WINDOW
+from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import GetState, StateIs
 from kvps.protocol.values import Ack, Pulled, Push, Run
 from kvps.tensors import TORCH
-from tests.support.server_harness import ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import ServerStage, acked, heard, over, pulled, refusal
 
 
 def stage(workers: int = 2, mode: str = "sync", optimizer: str = "", **options: object):
@@ -46,6 +46,15 @@ def test_a_round_closes_when_every_rank_has_pushed_and_the_sum_is_assigned() -> 
         one.push(rank, "a", [1, 10], 0)
     assert one.values("a") == [3, 30]
     assert one.span("a").version == 1
+
+
+def test_a_push_is_applied_before_anybody_takes_its_effects() -> None:
+    one = stage(1)
+    envelope = Envelope(one.job, one.view, Role.WORKER, 0, one.seats[0].incarnation, 99)
+    packet = over(envelope, Push(1, 1, (0,), 1.0, False, (Run(0, 2, 0),)), torch.ones(2))
+    effects = one.server.on_packet(b"w0", packet, one.now)
+    assert one.values("a") == [1, 1]
+    assert acked(one.take(effects)) == [99]
 
 
 @pytest.mark.spec("R50", "R51", "R52")
@@ -370,11 +379,9 @@ def test_multipliers_of_keys() -> None:
 def test_equal_multipliers_of_neighbours_are_one_update() -> None:
     one = stage(1)
     one.optimizer("test", lr_mult={"a": 2.0, "b": 2.0})
-    space = one.server.requests.spaces["kv"]
-    segments = one.server.requests.engine._updates.segments(
-        space, one.chunk(), one.chunk().spans[0]
-    )
-    assert [(start, stop) for start, stop, *_ in segments] == [(0, 3), (3, 6)]
+    store = one.server.context.stores["kv"]
+    parts = apply.segments(store, one.chunk(), one.chunk().spans[0])
+    assert [(start, stop) for start, stop, *_ in parts] == [(0, 3), (3, 6)]
 
 
 @pytest.mark.spec("R58")
@@ -710,7 +717,7 @@ def test_norms_of_a_tensor_in_several_chunks_wait_for_all_of_them() -> None:
     run = (Run(0, second.size, 0),)
     one.say(0, Push(second.chunk, 1, (0,), 1.0, False, run), torch.full((second.size,), 0.5))
     assert set(one.values("w")) == {0.0}  # trust is |w| / |g| = 4, and w - 4 g = 0
-    assert not one.server.requests.engine.norms
+    assert not one.server.push_pull.aggregator.norms.open
 
 
 def test_the_state_of_a_key() -> None:

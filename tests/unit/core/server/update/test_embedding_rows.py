@@ -161,14 +161,14 @@ def test_a_table_needs_room_for_its_element() -> None:
     stage = ServerStage(2, memory_limit=4)
     stage.open()
     assert refusal(stage.say(0, embed())).startswith("Overload")
-    assert not stage.server.requests.engine.chunks.by_number
+    assert not stage.server.context.chunks.by_number
 
 
 def test_rows_count_as_weights_do() -> None:
     table = Tabled()
     for rank in range(2):
         table.push(rank, [1, 2, 3], 0)
-    chunks = table.stage.server.requests.engine.chunks
+    chunks = table.stage.server.context.chunks
     assert chunks.weight_bytes == 8 + 3 * 2 * 4
 
 

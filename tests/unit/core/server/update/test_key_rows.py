@@ -620,12 +620,12 @@ def test_a_store_that_was_restored_does_not_know_what_changed_before() -> None:
     """It counts on from the checkpoint: other updates lead to the versions that there were."""
     one = optimized()
     round_of(one, 0, [1], [3])
-    taken, release = one.server.requests.image()
+    taken, release = one.server.control.snapshot()
     image = copy.deepcopy(taken)
     release()
     round_of(one, 1, [2], [2])
     assert changed(one, 1) == {2: -2.0}
-    one.take(one.server.requests.revive("kv", image))
+    one.revive(image)
     for rank in (0, 1):
         push_whole(one, rank, 1.0, 1)
     assert one.span("t").version == 2

@@ -8,7 +8,7 @@ import torch
 from kvps.core.gradients import DenseGradient
 from kvps.core.server import store
 from kvps.core.server.chunks.rounds import PendingUpdate, Round
-from kvps.core.server.update import aggregator, sums
+from kvps.core.server.update import aggregator, apply
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
 from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run
@@ -277,7 +277,7 @@ def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
 
 @pytest.mark.spec("R104")
 def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "count_nonfinite", None)
+    monkeypatch.setattr(apply, "count_nonfinite", None)
     one = ServerStage(1, servers=2)
     one.open("sync", on_nonfinite="error", bigarray_bound=1)
     row = torch.full((6,), 2**31 - 1, dtype=torch.int32)
@@ -382,7 +382,7 @@ def test_a_key_is_left_in_peace_by_what_was_dropped_of_another_in_its_place() ->
     one.declare("small", torch.zeros(2), call=1)
     one.load("small", torch.zeros(2), call=1)
     assert dropped(one, 0, "small") == []
-    assert len(one.server.requests.spaces["kv"].shards) == 2
+    assert len(one.server.context.stores["kv"].shards) == 2
 
 
 # --- each push by itself ------------------------------------------------------------------------------

@@ -107,8 +107,8 @@ def test_whatever_the_post_does(rule: str | None, seed: int) -> None:
     assert wild.versions() == [rounds] * 3
     assert torch.equal(wild.values(), quiet.values())
     for stage in wild.stages:
-        assert not stage.server.requests.engine.norms
-        assert stage.server.requests.spaces["kv"].drops.counts == {"w": rounds - len(good)}
+        assert not stage.server.push_pull.aggregator.norms.open
+        assert stage.server.context.stores["kv"].drops.counts == {"w": rounds - len(good)}
 
 
 @pytest.mark.spec("R102", "R104", "R105")
@@ -231,7 +231,7 @@ def test_norms_of_another_key_of_that_name_are_not_for_this_one() -> None:
     stage.declare("w", row, call=1, shape=(14,))
     stage.load("w", row, call=1)
     assert stage.other(1, old.message) == []
-    assert not stage.server.requests.engine.norms
+    assert not stage.server.push_pull.aggregator.norms.open
     assert stage.push(0, "w", torch.ones(7), 0)
     assert stage.other(1, old.message) == []
     assert stage.span("w").version == 0
@@ -244,10 +244,10 @@ def test_a_key_that_is_replaced_takes_along_what_waits_of_it() -> None:
     cluster = Cluster(2, workers=1, rule="sgd", on_nonfinite="error")
     stage = cluster.stages[0]
     cluster.push(0, 0, 0, spoiled(0, 0, 0))
-    assert stage.server.requests.engine.norms
+    assert stage.server.push_pull.aggregator.norms.open
     stage.declare("w", torch.zeros(7), call=1, shape=(14,))
     stage.load("w", torch.zeros(7), call=1)
-    assert not stage.server.requests.engine.norms
+    assert not stage.server.push_pull.aggregator.norms.open
     cluster.post.clear()
     cluster.tick()
     assert cluster.post == []
@@ -258,12 +258,14 @@ def test_who_has_no_view_yet_tells_later() -> None:
     cluster = Cluster(2, workers=1, rule="sgd", on_nonfinite="skip")
     member = cluster.stages[0].server.member
     view, member.view = member.view, None
-    requests = cluster.stages[0].server.requests
+    server = cluster.stages[0].server
     number = ("kv", "w", None, 0)
-    told = requests.engine.told(requests.spaces["kv"], number, 1)
-    assert list(requests._norms(number, told, 1, reply=True)) == []
+    told = server.push_pull.aggregator.norms.told(server.context.stores["kv"], number, 1)
+    server.push_pull._send_norms(number, told, 1, reply=True)
+    assert list(server.take_effects()) == []
     member.view = view
-    assert len(list(requests._norms(number, told, 1, reply=True))) == 1
+    server.push_pull._send_norms(number, told, 1, reply=True)
+    assert len(list(server.take_effects())) == 1
 
 
 def test_a_store_that_drops_takes_counts_of_any_width() -> None:

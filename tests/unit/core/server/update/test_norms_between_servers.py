@@ -79,7 +79,7 @@ def test_whatever_the_post_does(rule: str, seed: int) -> None:
     assert wild.versions() == [5, 5, 5]
     assert torch.equal(wild.values(), quiet.values())
     for stage in wild.stages:
-        assert not stage.server.requests.engine.norms
+        assert not stage.server.push_pull.aggregator.norms.open
 
 
 @pytest.mark.spec("R66")
@@ -223,7 +223,7 @@ def test_another_rule_does_not_wait_for_the_norms_of_the_old_one(mode: str) -> N
     assert cluster.versions() == [0, 0]
     said = stage.say(0, optimizing("sgd", call=2))
     assert [one.runs[0].version for one in heard(said, Pulled)] == [1, 2]
-    assert not stage.server.requests.engine.norms
+    assert not stage.server.push_pull.aggregator.norms.open
     cluster.deliver_all()
     cluster.push(0, 0, 2)
     assert cluster.versions() == [3, 0]
@@ -233,11 +233,11 @@ def test_a_replaced_key_takes_its_norms_along() -> None:
     cluster = Cluster(2, workers=1)
     stage = cluster.stages[0]
     cluster.push(0, 0, 0)
-    assert stage.server.requests.engine.norms
+    assert stage.server.push_pull.aggregator.norms.open
     row = torch.zeros(7)
     stage.declare("w", row, call=1, shape=(14,))
     stage.load("w", row, call=1)
-    assert not stage.server.requests.engine.norms
+    assert not stage.server.push_pull.aggregator.norms.open
     cluster.tick()
     assert len(cluster.post) == 1
 
@@ -259,6 +259,6 @@ def test_the_memory_of_norms_is_bounded() -> None:
             cluster.push(server, 0, number)
         cluster.deliver_all()
     for stage in cluster.stages:
-        engine = stage.server.requests.engine
-        assert (len(engine.norms), len(engine._told)) == (0, 64)
+        norms = stage.server.push_pull.aggregator.norms
+        assert (len(norms.open), len(norms.closed)) == (0, 64)
     assert cluster.versions() == [70, 70]
