@@ -37,6 +37,7 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
+from kvps.phrases import and_more
 from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
@@ -395,9 +396,8 @@ class Trainer:
             return names
         stale = [name for name in names if self._params[name].grad is None]
         if stale:
-            more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
             raise ConfigError(
-                f"parameter {stale[0]!r}{more} of {len(names)} has no gradient: no backward() has "
+                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no backward() has "
                 "reached it since zero_grad(). Set requires_grad_(False) on what is not trained, "
                 "or give ignore_stale_grad=True, which counts such a gradient as 0"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +146,7 @@ def export(
     stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
     path = Path(file)
     try:
-        atomic_file.put(path, path.with_name(f"{path.name}.{os.getpid()}.tmp"), stream.write)
+        atomic_file.put(path, stream.write)
     except OSError as error:
         raise StorageError(
             f"cannot write {file}: {error} (need {atomic_file.shown(stream.size)}). An older file there is "

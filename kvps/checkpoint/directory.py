@@ -50,20 +50,22 @@ class CheckpointDirectory:
         folder: the directory; it is made when something is written.
         server: whose view this is; None for a reader, who writes nothing. A server has one shelf,
             and uses it from one thread at a time, but for reading.
-        rest: for how many seconds it rests for each second in which it writes.
+        throttle: seconds to sleep for each second of writing.
 
     Example::
 
-        shelf = Shelf("/ckpt", server=0)
-        written = shelf.write(12, image)
-        shelf.commit(manifest)  # once all servers have written
-        image = shelf.load(shelf.find(), server=0, servers=2)
+        directory = CheckpointDirectory("/ckpt", server=0)
+        written = directory.write(12, snapshot)
+        directory.commit(manifest)  # once all servers have written
+        snapshot = directory.load(directory.find(), server=0, servers=2)
     """
 
-    def __init__(self, folder: str | Path, server: int | None = None, rest: float = 0.0) -> None:
+    def __init__(
+        self, folder: str | Path, server: int | None = None, throttle: float = 0.0
+    ) -> None:
         self.folder = Path(folder)
         self.server = server
-        self._rest = rest
+        self._throttle = throttle
         self._under_way: set[Path] = set()
 
     # --- writing ----------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class CheckpointDirectory:
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
         self._under_way.add(aside)
         try:
-            return atomic_file.put(path, aside, fill, self._rest)
+            return atomic_file.put(path, fill, aside, self._throttle)
         finally:
             self._under_way.discard(aside)
 

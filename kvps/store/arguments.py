@@ -20,6 +20,7 @@ import torch
 from kvps.core.placement import EMBEDDING
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.phrases import never_initialised
 from kvps.protocol.envelope import KEY_MAX
 from kvps.runtime.cuda_staging import bring_back
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
@@ -161,9 +162,7 @@ def check_values(
     for name, devices in zip(names, values, strict=True):
         spec = specs.get(name)
         if spec is None:
-            raise KeyNotFound(
-                f"key {name!r} was never initialised; call init({name!r}, value) on every worker"
-            )
+            raise KeyNotFound(never_initialised(name))
         for value in devices:
             given = spec_of(value)
             if given != spec:
@@ -213,7 +212,7 @@ def sinks_for(
         for name in names:
             spec = specs.get(name)
             if spec is None:
-                raise KeyNotFound(f"key {name!r} was never initialised; call init() first")
+                raise KeyNotFound(never_initialised(name))
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
         return Sinks(tuple(new), lambda: result)

@@ -17,6 +17,7 @@ from kvps.core.worker.calls import Sinks, Views
 from kvps.core.worker.operations.refresh import Fresh
 from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import ConfigError, EpochChanged, KeyNotFound
+from kvps.phrases import never_initialised
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.arguments import (
     Form,
@@ -80,10 +81,7 @@ class Calling(Contract):
     def _demand_known(self, names: tuple[str, ...]) -> None:
         for name in names:
             if name not in self._specs:
-                raise KeyNotFound(
-                    f"key {name!r} was never initialised; call init({name!r}, value) on every "
-                    "worker first"
-                )
+                raise KeyNotFound(never_initialised(name))
 
     def _pushes(
         self,

@@ -7,7 +7,6 @@ file's metadata. The file is written aside and renamed, so that a reader sees al
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvps.checkpoint.atomic_file import replacing
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
@@ -52,14 +52,10 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
             f"cannot write {path}: a key is called {RESERVED!r}, and no safetensors file can be read "
             "that has a tensor of that name; call the key something else"
         )
-    aside = Path(
-        f"{path}.{secrets.token_hex(8)}.tmp"
-    )  # its own: several workers may write this file
     try:
-        save_file(tensors, aside, metadata)
-        aside.replace(path)
+        with replacing(Path(path)) as aside:  # several workers may write this file
+            save_file(tensors, aside, metadata)
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write optimizer states to {path}: {error}. An older file there is kept; "
             "free space or choose another path"

@@ -22,6 +22,7 @@ from kvps.core.worker.operations.refresh import Fresh
 from kvps.core.worker.plan import Numbers
 from kvps.dtypes import Spec
 from kvps.errors import REFUSED, KeyNotFound, KvpsError, Mismatch
+from kvps.phrases import never_initialised
 from kvps.protocol.envelope import Role
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime.cuda_staging import ready_on_device
@@ -468,6 +469,4 @@ class DistStore(KVStore):
     def _missing(self, names: tuple[str, ...]) -> None:
         for name in names:
             if name not in self._specs:
-                raise KeyNotFound(
-                    f"key {name!r} was never initialised; call init({name!r}, value) first"
-                )
+                raise KeyNotFound(never_initialised(name))

@@ -33,12 +33,13 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
+from kvps.phrases import names_in_words
 from kvps.store import residual_state
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
 from kvps.torch.sync.arguments import buffers_of, divisor_of, is_free, numbered
-from kvps.torch.sync.gradient_sync import GradientSync, listed
+from kvps.torch.sync.gradient_sync import GradientSync
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -358,7 +359,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._used is None:
             if missing:
                 raise ConfigError(
-                    f"no gradient for {listed(missing)}, of {len(self._model.trained)} parameters: no "
+                    f"no gradient for {names_in_words(missing)}, of {len(self._model.trained)} parameters: no "
                     "backward() has reached them since zero_grad(). Use them, set "
                     "requires_grad_(False) on them, or say find_unused=True"
                 )

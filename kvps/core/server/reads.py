@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import torch
 
-from kvps.core.liveness import ranks_in_words
 from kvps.core.quorum import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk
@@ -20,6 +19,7 @@ from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
+from kvps.phrases import ranks_in_words
 from kvps.protocol.values import Ask, Dropped, Run, Stand, Steps
 
 

@@ -17,6 +17,7 @@ from kvps.core.worker.operations.checkpoint import recount
 from kvps.core.worker.quiesce import DeferredCall
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged
+from kvps.phrases import some_of
 
 NAMED_MAX = 3
 """How many keys the text names."""
@@ -52,10 +53,9 @@ def epoch_changed(book: WorkerStore, epoch: int, one: StoreResync) -> EpochChang
         f"{name!r} {version} -> {one.after.get(name, 'absent')}"
         for name, version in one.before.items()
     ]
-    more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {book.opened.store!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
+        f"of store {book.opened.store!r} went back ({some_of(moved, NAMED_MAX)}). What was "
         "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
         "from there",
         one.before,

@@ -11,6 +11,7 @@ from kvps.core.membership_client import MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.connection import Connection, Request
 from kvps.errors import KvpsError, SchedulerLost, Timeout
+from kvps.phrases import and_more
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.membership import Barrier
 
@@ -57,8 +58,7 @@ def lateness(
         then = "It still stands. Call it again to wait on"
     else:
         then = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
-    left = len(why) - REASONS_MAX
-    more = f" and {left} more" if left > 0 else ""
+    more = and_more(len(why) - REASONS_MAX)
     return Timeout(
         f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {then}, or give a longer timeout="
     )

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from kvps.dtypes import Spec, summed_in
+from kvps.phrases import some_of
 from kvps.tensors import TORCH
 
+KEYS_SHOWN = 3
+"""Keys of a call that a text names."""
 BUCKET_BYTES = 25 << 20
 """Bytes of a bucket, as in DistributedDataParallel; a larger tensor has one of its own."""
 _CARRIERS = {"int16": "int32"}
@@ -61,9 +64,8 @@ class BucketPlan:
         self.buckets: tuple[Bucket, ...] = buckets_of([spec for _, spec in keys])
         said = "\0".join(f"{name}\0{spec}" for name, spec in keys)
         self.digest = hashlib.blake2b(f"{verb}\0{device}\0{said}".encode(), digest_size=16).digest()
-        shown = ", ".join(f"{name!r} {spec}" for name, spec in keys[:3])
-        more = f" and {len(keys) - 3} more keys" if len(keys) > 3 else ""
-        self.words = f"{verb}({shown}{more}{'' if device == 'cpu' else ' on ' + device})"
+        shown = some_of([f"{name!r} {spec}" for name, spec in keys], KEYS_SHOWN, "keys")
+        self.words = f"{verb}({shown}{'' if device == 'cpu' else ' on ' + device})"
 
     def rows(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the value of each key, in the order of the list."""

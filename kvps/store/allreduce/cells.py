@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvps.errors import KeyNotFound
+from kvps.phrases import never_initialised
 from kvps.runtime.ticket import Ticket
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 
@@ -39,10 +40,7 @@ class Cells:
         found = [self._newest.get(name) for name in names]
         known = [turn for turn in found if turn is not None]
         if len(known) < len(found):
-            name = names[found.index(None)]
-            raise KeyNotFound(
-                f"key {name!r} was never initialised here; call init({name!r}, value) on every rank"
-            )
+            raise KeyNotFound(never_initialised(names[found.index(None)]))
         return known
 
     def begin(

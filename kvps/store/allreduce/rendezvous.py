@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kvps import config
 from kvps.errors import ConfigError, Timeout
+from kvps.phrases import ranks_in_words
 from kvps.runtime.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
@@ -58,7 +59,7 @@ class Rendezvous:
         except (RuntimeError, ValueError) as error:
             away = [rank for rank, one in enumerate(places) if not self.board.check([one])]
             raise Timeout(
-                f"store {self.name!r}: {ranks(away)} did not create it in {timeout_s:g} s, and rank "
+                f"store {self.name!r}: {ranks_in_words(away)} did not create it in {timeout_s:g} s, and rank "
                 f"{self.rank} waited; every rank makes the same stores in the same order"
             ) from error
 
@@ -123,16 +124,6 @@ class Ranks:
 
 
 places = Ranks()
-
-
-def ranks(some: list[int]) -> str:
-    """Return ranks as words.
-
-    Example:
-        >>> ranks([2]), ranks([0, 3])
-        ('rank 2', 'ranks 0, 3')
-    """
-    return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some)) or '?'}"
 
 
 def _demand_free(name: str, taken: Collection[str]) -> None:

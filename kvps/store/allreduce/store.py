@@ -31,14 +31,15 @@ from kvps.core.worker.calls import Sinks
 from kvps.core.worker.plan import Numbers
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
+from kvps.phrases import ranks_in_words
 from kvps.runtime.cuda_staging import bring_back
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.ticket import Ticket
+from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
 from kvps.store.allreduce.cells import Cells, CollectiveTicket
 from kvps.store.allreduce.group import CollectiveGroup
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
-from kvps.store.allreduce.rendezvous import Rendezvous, ranks
+from kvps.store.allreduce.rendezvous import Rendezvous
 from kvps.store.allreduce.unsupported import Serverless
 from kvps.store.arguments import names_of, reduce, targets_for
 from kvps.store.calling import Outcome
@@ -160,7 +161,7 @@ class AllreduceStore(Serverless):
         )
         self.wait(turn, limit_s, limit_s)
         _deliver(sinks, turn.rows)
-        return _over()
+        return finished()
 
     def _spread(
         self, load: BucketPlan, names: tuple[str, ...], rows: Sequence[torch.Tensor], limit_s: float
@@ -227,7 +228,7 @@ class AllreduceStore(Serverless):
             return CollectiveTicket(names, [turn] * len(names), limit_s, self.wait)
         turn.on_error = self._owe
         self._cells.begin(turn, names, 1, limit_s)
-        return _over()  # it is copied; whether it can be summed shows later
+        return finished()  # it is copied; whether it can be summed shows later
 
     def _pull(
         self,
@@ -332,7 +333,7 @@ class AllreduceStore(Serverless):
     def _late(self, words: str, limit_s: float) -> Timeout:
         missing = self._ring.missing()
         if missing:
-            who = f"{ranks(missing)} {'has' if len(missing) == 1 else 'have'} not made it"
+            who = f"{ranks_in_words(missing)} {'has' if len(missing) == 1 else 'have'} not made it"
         else:
             who = "all ranks have begun it, and one of them or the network does not go on"
         return Timeout(
@@ -363,9 +364,3 @@ def _deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> N
         if row.is_cuda:
             target.copy_(row)
             row.record_stream(torch.cuda.current_stream(row.device))
-
-
-def _over() -> Ticket:
-    ticket = Ticket()
-    ticket.end(None, None)
-    return ticket

@@ -13,7 +13,7 @@ from kvps.core.embedding.table import EmbeddingRows, ExportBatch
 from kvps.core.server.snapshot.capture_tables import filled
 from kvps.core.server.snapshot.model import TableSnapshot
 from kvps.errors import Mismatch
-from kvps.runtime.ticket import Handle, Ticket
+from kvps.runtime.ticket import Handle, finished
 from kvps.store.embedding.table import EmbeddingTable, Owner
 from kvps.store.local import checkpoint
 
@@ -75,11 +75,7 @@ class LocalEmbedding(EmbeddingTable):
         self.here.push(
             ids, gradients.to(self.here.summed_in), version=self.pushes, step=self.pushes
         )
-        if not async_op:
-            return None
-        ticket = Ticket()
-        ticket.end(None, None)
-        return Handle(ticket, lambda: None)
+        return Handle(finished(), lambda: None) if async_op else None
 
     def _set_rate(self, lr: float, timeout: float | None) -> None:
         self._begin()

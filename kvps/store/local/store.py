@@ -22,7 +22,8 @@ from kvps.core.worker.calls import Sinks, Views
 from kvps.core.worker.plan import Numbers
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
-from kvps.runtime.ticket import Ticket
+from kvps.phrases import never_initialised
+from kvps.runtime.ticket import Ticket, finished
 from kvps.store.arguments import check_values, names_of, rows_of, tag_of, values_of
 from kvps.store.contract import Straggler
 from kvps.store.embedding.table import EmbeddingTable
@@ -225,7 +226,7 @@ class LocalStore(KVStore):
             self._versions[name] += 1
         if sinks is not None:
             return self._pull(names, sinks, priority, 0, limit_s)
-        return _over()
+        return finished()
 
     @torch.no_grad()
     def _pull(
@@ -249,7 +250,7 @@ class LocalStore(KVStore):
             for name, sink in zip(names, sinks or (), strict=True):
                 sink.copy_(self._shaped(name))
         self._raise_untold(names)
-        return _over(found)
+        return finished(found)
 
     @torch.no_grad()
     def _push_rows(
@@ -266,7 +267,7 @@ class LocalStore(KVStore):
             if self._on_nonfinite == ACTIONS[0] or self._is_finite(name, one.rows.view(-1)):
                 self._update_rows(name, one)
             self._versions[name] += 1
-        return _over()
+        return finished()
 
     @torch.no_grad()
     def _pull_rows(
@@ -282,7 +283,7 @@ class LocalStore(KVStore):
             for name, some, at in zip(names, ids, places, strict=True)
         ]
         self._raise_untold(names)
-        return _over(found)
+        return finished(found)
 
     def _broadcast(
         self,
@@ -294,7 +295,7 @@ class LocalStore(KVStore):
         for (name, _), row, sink in zip(keys, rows, sinks, strict=True):
             self._set(name, row)
             sink.copy_(row)
-        return _over()
+        return finished()
 
     def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
         return [self._like(name) for name in names]
@@ -366,15 +367,17 @@ class LocalStore(KVStore):
     def _raise_untold(self, names: tuple[str, ...]) -> None:
         untold = [text for name in names if (text := self._untold.pop(name, ""))]
         if untold:
-            more = f" ({len(untold) - 1} more keys as well)" if untold[1:] else ""
-            raise NonFinite(untold[0] + more)
+            others = len(untold) - 1
+            raise NonFinite(
+                untold[0] + (f" (so were those of {others} more keys)" if others else "")
+            )
 
     def _like(self, name: str) -> torch.Tensor:
         return torch.empty_like(self._shaped(name))
 
     def _known(self, name: str) -> str:
         if name not in self._rows_by_key:
-            raise KeyNotFound(f"key {name!r} was never initialised; call init({name!r}, value)")
+            raise KeyNotFound(never_initialised(name))
         return name
 
     def _set(self, name: str, row: torch.Tensor) -> None:
@@ -419,9 +422,3 @@ class LocalStore(KVStore):
             assign_rows(table, ids, rows, before=None)
         else:
             self._rules.update_rows(name, table, ids, rows)
-
-
-def _over(value: object = None) -> Ticket:
-    ticket = Ticket()
-    ticket.end(value, None)
-    return ticket

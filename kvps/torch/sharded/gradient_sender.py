@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from kvps.errors import ConfigError, EpochChanged
+from kvps.phrases import names_in_words
 from kvps.torch.sharded.in_flight import GradientSender
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
-from kvps.torch.sync.gradient_sync import listed
 
 
 class GradientHooks:
@@ -163,7 +163,7 @@ class GradientHooks:
         ]
         if missing and not self.is_given_up:
             raise ConfigError(
-                f"no gradient for {listed(missing)}, of {len(self._rule.trained)} parameters: no backward() "
+                f"no gradient for {names_in_words(missing)}, of {len(self._rule.trained)} parameters: no backward() "
                 "has reached them since the last step(). Use them, or set requires_grad_(False) on them "
                 "before shard()"
             )

@@ -29,6 +29,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
+from kvps.phrases import names_in_words
 from kvps.store.rows import has_rows
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
 from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from kvps.runtime.ticket import Handle
     from kvps.torch.sync.parameter_sync import ParameterSync
 
-NAMED_MAX = 5
-"""Parameters that one text names."""
 _watched: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
 
@@ -374,7 +373,7 @@ class GradientSync:
         ]
         if changed:
             raise ConfigError(
-                f"the gradient of {listed(changed)} was changed (clipped, say) while the mean was on "
+                f"the gradient of {names_in_words(changed)} was changed (clipped, say) while the mean was on "
                 "its way: call synchronize() before, which waits for it"
             )
         left = [
@@ -479,10 +478,3 @@ def bring(weight: torch.Tensor, param: torch.Tensor) -> None:
 def _touches(param: torch.Tensor) -> int:
     """Return how often the gradient of ``param`` was written to."""
     return -1 if param.grad is None else param.grad._version
-
-
-def listed(names: list[str]) -> str:
-    """Return some of ``names`` for a text."""
-    shown = ", ".join(repr(name) for name in names[:NAMED_MAX])
-    more = len(names) - NAMED_MAX
-    return f"{shown} and {more} more" if more > 0 else shown

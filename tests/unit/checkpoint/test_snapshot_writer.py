@@ -34,7 +34,7 @@ from tests.support import snapshots
 
 
 def written(path: Path, image: Snapshot) -> atomic_file.Written:
-    return atomic_file.put(path, path.with_suffix(".aside"), snapshot_writer.stream(image).write)
+    return atomic_file.put(path, snapshot_writer.stream(image).write)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

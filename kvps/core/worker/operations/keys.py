@@ -27,6 +27,7 @@ from kvps.core.worker.plan import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import REFUSED, Mismatch
+from kvps.phrases import some_of
 from kvps.protocol.envelope import ENTRIES_MAX, Packet
 from kvps.protocol.stores import (
     Declare,
@@ -121,10 +122,8 @@ def broadcast(book: WorkerStore, call: calls.Broadcast, rows: Values) -> Convers
 def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
     """Return what a broadcast is of, in words; other words for other keys."""
     words = [f"{name!r} {spec}" for name, spec in keys]
-    few = ", ".join([one[:80] for one in words[:3]])
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return f"broadcast() of {few}{more} [{digest}]"
+    return f"broadcast() of {some_of([shown[:80] for shown in words], 3)} [{digest}]"
 
 
 def _relay(
