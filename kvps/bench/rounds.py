@@ -10,7 +10,8 @@ is no multiple of anything that systems cut arrays by, so a part in the wrong pl
     write this rank's gradients ─► wait for all ─► [ step ] ─► compare all numbers
                                                     timed
 
-Imports numpy and the list of workloads, and no system: peers run this in interpreters of their own.
+Imports numpy and the list of workloads, and no system: benchmarks/compare runs it in the interpreters
+of MXNet and Ray.
 """
 
 from __future__ import annotations
