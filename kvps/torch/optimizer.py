@@ -33,7 +33,6 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
-from kvps.phrases import names_in_words
 from kvps.store import residual_state
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
@@ -358,10 +357,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         missing = self._exchange.missing()
         if self._used is None:
             if missing:
-                raise ConfigError(
-                    f"no gradient for {names_in_words(missing)}, of {len(self._model.trained)} parameters: no "
-                    "backward() has reached them since zero_grad(). Use them, set "
-                    "requires_grad_(False) on them, or say find_unused=True"
+                raise self._exchange.hooks.no_gradient(
+                    missing,
+                    "zero_grad()",
+                    "Use them, set requires_grad_(False) on them, or say find_unused=True",
                 )
             return
         lacks = set(missing)
@@ -438,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._late is not None:
             self._late.close()
         self._exchange.discard()
-        self._exchange.close()
+        self._exchange.hooks.close()
         self._model.kv.close()
 
     def state_dict(self) -> dict[str, Any]:

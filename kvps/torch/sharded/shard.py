@@ -207,7 +207,7 @@ class Sharded:
 
     def _on_forward(self) -> None:
         """A forward pass of the model begins."""
-        self._gradients.watch()
+        self._gradients.hooks.watch()
         if self._gradients.is_given_up and not self._gradients.is_begun:
             self._gradients.begin()  # it was noticed when nothing was trained
             self._weights.forget()
@@ -329,7 +329,7 @@ class Sharded:
         The weights stay on the servers, and the module without any: save its ``state_dict()`` before.
         """
         self._passes.close()
-        self._gradients.close()
+        self._gradients.hooks.close()
         for hook in self._hooks:
             hook.remove()
         self._weights.forget()
