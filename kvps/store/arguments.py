@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch
 
 from kvps.core.placement import EMBEDDING
+from kvps.core.worker.plan import Numbers, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
@@ -277,3 +278,42 @@ def _blank_for(target: torch.Tensor) -> torch.Tensor:
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool = False) -> torch.Tensor:
     with torch.inference_mode(False):  # else only a thread in that mode may write to it
         return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+
+
+def seconds(name: str, value: object) -> float:
+    """Return a time limit.
+
+    Raises:
+        ConfigError: unless it is a number over 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError(f"{name}={value!r}: use a number of seconds over 0")
+    return float(value)
+
+
+def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
+    """Return the priority of each key, or one number where they are alike.
+
+    Raises:
+        ConfigError: unless it is a whole number, or one for each key.
+    """
+    if type(priority) is int:
+        return priority
+    if isinstance(priority, list | tuple) and all(type(number) is int for number in priority):
+        if len(priority) == len(names):
+            return alike(priority)
+        raise ConfigError(f"{len(names)} keys need as many priorities, got {len(priority)}")
+    raise ConfigError(f"priority={priority!r:.40}: use a whole number, or one for each key")
+
+
+def version_of(min_version: int | None) -> int:
+    """Return the version that a pull waits for, 0 for any.
+
+    Raises:
+        ConfigError: unless it is a whole number from 0 on.
+    """
+    if min_version is None:
+        return 0
+    if type(min_version) is not int or min_version < 0:
+        raise ConfigError(f"min_version={min_version!r}: use a whole number from 0 on")
+    return min_version

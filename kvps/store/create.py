@@ -21,8 +21,8 @@ from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
 from kvps.store.allreduce.store import AllreduceStore
+from kvps.store.arguments import seconds
 from kvps.store.base import KVStoreBase
-from kvps.store.calling import seconds
 from kvps.store.kvstore import KVStore
 from kvps.store.local.store import LocalStore
 from kvps.store.names import Kind, kind_of

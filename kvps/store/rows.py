@@ -37,6 +37,11 @@ class Rows(NamedTuple):
         return self.rows.index_select(0, self.places)
 
 
+def rows_in(values: Sequence[torch.Tensor]) -> list[Rows]:
+    """Return the rows of each key, from a flat list of their three parts."""
+    return [Rows(*values[start : start + 3]) for start in range(0, len(values), 3)]
+
+
 def are_rows(value: object, spec: Spec | None) -> bool:
     """Whether ``value``, or each of a list of values, one per device, is some rows of a table."""
     if isinstance(value, torch.Tensor):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from kvps.errors import KvpsError, Mismatch, WorkerLost
 from kvps.store.allreduce.rendezvous import Rendezvous
