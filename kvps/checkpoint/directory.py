@@ -6,12 +6,12 @@
                      server-1-of-2.safetensors
                      manifest.json              written last: with it the cut is complete
 
-In a folder of one server's own, only that server's image lies beside the manifest. Servers that share
+In a folder of one server's own, only that server's snapshot lies beside the manifest. Servers that share
 a folder write to it at the same time and never wait for each other: every file comes from a name
 that its writer alone uses, and a file that another has removed already is removed.
 
 Kept are the two newest complete cuts and all that have a tag. A cut is removed manifest first, so
-that no moment shows a manifest without its images.
+that no moment shows a manifest without its snapshots.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CheckpointDirectory:
 
     Args:
         folder: the directory; it is made when something is written.
-        server: whose view this is; None for a reader, who writes nothing. A server has one shelf,
+        server: whose view this is; None for a reader, who writes nothing. A server has one directory,
             and uses it from one thread at a time, but for reading.
         throttle: seconds to sleep for each second of writing.
 
@@ -70,19 +70,19 @@ class CheckpointDirectory:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def write(self, cut: int, image: Snapshot) -> Written:
-        """Write this server's image of a cut; return its size and SHA-256.
+    def write(self, cut: int, snapshot: Snapshot) -> Written:
+        """Write this server's snapshot of a cut; return its size and SHA-256.
 
         Raises:
             StorageError: if it cannot be written, with what it needed and what was free. Then nothing
                 half-written is left, and the cuts that are complete are as they were.
         """
-        stream = snapshot_writer.stream(image)
+        stream = snapshot_writer.stream(snapshot)
         folder = self.cut_folder(cut)
         try:
             atomic_file.make_folder(folder)
             self._remove_leftovers()
-            return self._put(folder / image_name(image.server, image.servers), stream.write)
+            return self._put(folder / image_name(snapshot.server, snapshot.servers), stream.write)
         except OSError as error:
             raise self._refusal(cut, stream.size, error) from error
 
@@ -94,13 +94,13 @@ class CheckpointDirectory:
         removed is logged, and no error.
 
         Raises:
-            StorageError: if the manifest cannot be written, or the image of it that should be here
+            StorageError: if the manifest cannot be written, or the snapshot of it that should be here
                 is not.
         """
         folder = self.cut_folder(manifest.cut)
         if self.server is not None and self.server not in self.here(manifest):
             raise StorageError(
-                f"checkpoint {manifest} not completed: the image of server {self.server} is not in "
+                f"checkpoint {manifest} not completed: the snapshot of server {self.server} is not in "
                 f"{folder}, or has another size than its manifest says"
             )
         octets = manifest.to_json().encode()
@@ -116,7 +116,7 @@ class CheckpointDirectory:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
     def drop(self, cut: int) -> None:
-        """Remove this server's image of a cut that was given up; a complete cut is left alone.
+        """Remove this server's snapshot of a cut that was given up; a complete cut is left alone.
 
         Raises:
             StorageError: if it cannot be removed.
@@ -136,7 +136,7 @@ class CheckpointDirectory:
 
     def _put(self, path: Path, fill: Callable[[Sink], None]) -> Written:
         if self.server is None:
-            raise ValueError("a shelf of no server is for reading")
+            raise ValueError("a directory of no server is for reading")
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
         self._under_way.add(aside)
         try:
@@ -201,7 +201,7 @@ class CheckpointDirectory:
         return found
 
     def here(self, manifest: Manifest) -> frozenset[int]:
-        """Return the servers whose images of a cut lie in this folder with the right size."""
+        """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
         sizes = (
             (server, atomic_file.size_of(folder / one.name), one) for server, one in _each(manifest)
@@ -217,7 +217,7 @@ class CheckpointDirectory:
             job: of this job only.
             server, servers: only those of which everything is here that :meth:`load` would read for
                 that server. Without ``servers``, as many as wrote the cut, if it is one of these.
-                Without both, every image that lies here must have the right size, and there must be
+                Without both, every snapshot that lies here must have the right size, and there must be
                 one.
 
         Raises:
@@ -272,7 +272,7 @@ class CheckpointDirectory:
 
         Args:
             manifest: of the cut.
-            server, servers: whose image is wanted. If as many servers wrote the cut, only that one's
+            server, servers: whose snapshot is wanted. If as many servers wrote the cut, only that one's
                 file is read, else all of them.
 
         Raises:
@@ -322,7 +322,7 @@ class CheckpointDirectory:
 
 
 def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
-    """Return the servers whose images make up that of ``server`` of ``servers``."""
+    """Return the servers whose snapshots make up that of ``server`` of ``servers``."""
     if servers is not None and not 0 <= server < servers:
         raise ValueError(f"there is no server {server} of {servers}")
     return (server,) if servers == manifest.servers else range(manifest.servers)

@@ -58,7 +58,7 @@ class _Counted(NamedTuple):
 
 
 def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
-    """Return the image that JSON and the tensors of a file describe.
+    """Return the snapshot that JSON and the tensors of a file describe.
 
     Raises:
         ValueError: if they describe none.
@@ -67,7 +67,7 @@ def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
     if type(given) is dict and given.get("format") != FORMAT:
         found = reprlib.repr(given.get("format"))
         raise ValueError(f"it has format {found}, and this version of kvps reads {FORMAT}")
-    row = validation.record("the image", given, "format", "server", "servers", "stores")
+    row = validation.record("the snapshot", given, "format", "server", "servers", "stores")
     servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
     server = validation.natural("server", row["server"], validation.RANK_MAX)
     if server >= servers:

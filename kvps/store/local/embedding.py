@@ -54,13 +54,13 @@ class LocalEmbedding(EmbeddingTable):
                 "checkpoint, or where it was made first; make it as it was made then"
             )
 
-    def image(self) -> TableSnapshot:
+    def snapshot(self) -> TableSnapshot:
         """Return it as a checkpoint has it."""
-        return checkpoint.table_image(self.name, self.here, self.pushes)
+        return checkpoint.table_snapshot(self.name, self.here, self.pushes)
 
-    def restore(self, image: TableSnapshot) -> None:
+    def restore(self, snapshot: TableSnapshot) -> None:
         """Be what it was in a checkpoint."""
-        self.here, self.pushes = filled(image), image.history.version
+        self.here, self.pushes = filled(snapshot), snapshot.history.version
 
     def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
         self._begin()

@@ -131,7 +131,7 @@ class LocalStore(KVStore):
             self._hyper,
             {name: self._kept(name) for name in self._rows_by_key},
             tag,
-            tuple([table.image() for table in self._local_tables.values()]),
+            tuple([table.snapshot() for table in self._local_tables.values()]),
         )
 
     def _restore(self, tag: str) -> int:
