@@ -60,7 +60,7 @@ Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
 LEVELS = 8
-"""How many priorities the parameters are given, by their order."""
+"""The number of priorities that parameters get, by their order."""
 BATCH_KEY = "kvps.batch_size"
 """The key by which rank 0 tells its first batch size."""
 
@@ -137,7 +137,7 @@ class Trainer:
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
         if on_store and isinstance(optimizer, torch.optim.Optimizer):
-            hyper = describe(optimizer, {one: name for name, one in self._params.items()})
+            hyper = describe(optimizer, {param: name for name, param in self._params.items()})
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         elif not on_store:
@@ -147,7 +147,7 @@ class Trainer:
             kv, self._params, None if self._local is None else self._local.forget
         )
         if kv is not None:
-            buffers = {name: one for name, one in tensors.items() if name not in self._params}
+            buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
         self.batch_size: float | None = None
         """For which size of batch gradients are scaled that leave during backward (``overlap``)."""

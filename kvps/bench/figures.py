@@ -16,7 +16,7 @@ from kvps.bench.workloads import payload_bytes, shapes_of
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What every system is given to do."""
+    """The workload of every system, and the numbers of workers and servers."""
 
     workload: str
     workers: int
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def arrays(self) -> int:
-        """How many arrays there are."""
+        """The number of arrays."""
         return len(shapes_of(self.workload))
 
 

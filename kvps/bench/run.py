@@ -20,7 +20,7 @@ from kvps.errors import StorageError
 WIDTH = 120
 """Columns of a table that goes into a file."""
 REFRESH_PER_S = 1
-"""How often the bar moves: it shares the cores with what is measured."""
+"""Updates of the bar in a second: it shares the cores with the measured systems."""
 
 
 def perform(plan: Plan, leash: Leash) -> None:

@@ -24,9 +24,9 @@ class LocatedCut:
     manifest: Manifest | None
     """None where none was written, or none can be read."""
     paths: tuple[Path, ...] = ()
-    """Of all snapshots in order, whether they are there or not."""
+    """The paths of all snapshots in order, whether they exist or not."""
     wrong: str = ""
-    """What keeps it from being complete; nothing else than a full reading finds more."""
+    """The fault that keeps it from being complete; only a full reading finds more."""
     under_way: bool = False
     """There is no manifest at all: it is being written, or was given up."""
 
@@ -84,7 +84,7 @@ def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
     for path, other in others:
         if other != manifest:
             return LocatedCut(number, None, (), f"{first} and {path} differ")
-    paths = tuple(_path_of(number, one.name, one.size, directories) for one in manifest.images)
+    paths = tuple(_path_of(number, file.name, file.size, directories) for file in manifest.images)
     return LocatedCut(number, manifest, paths, _wrong(manifest, paths))
 
 

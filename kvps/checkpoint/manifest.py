@@ -39,13 +39,13 @@ class ImageFile(NamedTuple):
 
     name: str
     size: int
-    """Octets."""
+    """Bytes."""
     sha256: str
     """In hexadecimal digits."""
 
 
 class StoreVersions(NamedTuple):
-    """How much of a store is in a cut, in keys and versions; for people."""
+    """The content of a store in a cut, in keys and versions; for people."""
 
     keys: int
     lowest: int
@@ -66,13 +66,13 @@ class Manifest:
     cut: int
     """Its number; each cut of a folder has a higher one than those before."""
     job: bytes
-    """16 octets."""
+    """16 bytes."""
     epoch: int
     workers: int
     version: str
-    """Of kvps."""
+    """The version of kvps."""
     images: tuple[ImageFile, ...]
-    """Of each server, in order."""
+    """The file of each server, in order."""
     stores: Mapping[str, StoreVersions] = field(default_factory=dict)
     tag: str = ""
     """A name that somebody gave it. One that has a name is kept."""
@@ -81,7 +81,7 @@ class Manifest:
 
     @property
     def servers(self) -> int:
-        """How many servers wrote it."""
+        """The number of servers that wrote it."""
         return len(self.images)
 
     @property
@@ -133,11 +133,11 @@ class Manifest:
             workers=validation.natural("workers", row["workers"], validation.RANK_MAX),
             version=validation.text("version", row["version"]),
             images=tuple(
-                _image_file(image_name(server, servers), one) for server, one in enumerate(images)
+                _image_file(image_name(server, servers), row) for server, row in enumerate(images)
             ),
             stores={
-                validation.text("a store", name, least=1): _holding(one)
-                for name, one in stores.items()
+                validation.text("a store", name, least=1): _holding(store)
+                for name, store in stores.items()
             },
             tag=validation.text("tag", row["tag"]),
             written=validation.text("written", row["written"]),

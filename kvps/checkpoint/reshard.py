@@ -31,7 +31,7 @@ _COUNTED = (
     *("hyper", "sent_hyper", "sent_lr"),
     *("optimize_calls", "rate_calls", "optimize_after", "rate_after"),
 )
-"""What every server knows alike of a store."""
+"""The fields of a store that are alike on every server."""
 
 
 def regroup(snapshots: Sequence[Snapshot], server: int, servers: int) -> Snapshot:

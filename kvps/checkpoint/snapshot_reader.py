@@ -40,7 +40,7 @@ Form = tuple[tuple[str, str], ...]
 
 
 class _Found(NamedTuple):
-    """What is read of one portion, before it has its tensors."""
+    """One portion as read from JSON, before it has its tensors."""
 
     start: int
     size: int
@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """What is read of one key."""
+    """One key as read from JSON."""
 
     name: str
     spec: Spec
@@ -223,12 +223,12 @@ def _with_tensors(
         portions = tuple(
             [
                 SnapshotPart(
-                    one.start,
-                    one.history,
+                    part.start,
+                    part.history,
                     next(weights_left),
-                    {state[0]: next(parts[names[state]]) for state in one.form},
+                    {state[0]: next(parts[names[state]]) for state in part.form},
                 )
-                for one in key.portions
+                for part in key.portions
             ]
         )
         made.append(KeySnapshot(key.name, key.spec, key.call, portions))

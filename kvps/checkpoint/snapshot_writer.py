@@ -43,7 +43,7 @@ from kvps.errors import KvpsError, StorageError
 from kvps.tensors import NAMES
 
 ENTRY = "kvps.image"
-"""Where in the file's metadata the JSON is."""
+"""The entry of the file's metadata with the JSON."""
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
         "rate_calls": store.rate_calls,
         "optimize_after": store.optimize_after,
         "rate_after": store.rate_after,
-        "joins": [store.joins.over, *(sorted(one.items()) for one in store.joins[1:])],
+        "joins": [store.joins.over, *(sorted(join.items()) for join in store.joins[1:])],
         "histories": histories.rows,
         "forms": list(forms),
         "keys": keys,

@@ -33,7 +33,7 @@ _KEYS = frozenset({str, int})
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the values of a list of keys must look like."""
+    """The types, shapes and sizes that the values of a list of keys must have."""
 
     dtypes: list[torch.dtype]
     dims: list[int]
@@ -44,15 +44,14 @@ class Form:
     @staticmethod
     def of(names: tuple[str, ...], specs: Mapping[str, Spec]) -> Form | None:
         """Return the form of ``names``; None if one of them is not known."""
-        found = [specs.get(name) for name in names]
-        known = [spec for spec in found if spec is not None]
-        if len(known) < len(found):
+        known = [specs[name] for name in names if name in specs]
+        if len(known) < len(names):
             return None
         return Form(
-            [TORCH[one.dtype] for one in known],
-            [len(one.shape) for one in known],
-            [one.count for one in known],
-            [(index, one.shape) for index, one in enumerate(known) if len(one.shape) > 1],
+            [TORCH[spec.dtype] for spec in known],
+            [len(spec.shape) for spec in known],
+            [spec.count for spec in known],
+            [(index, spec.shape) for index, spec in enumerate(known) if len(spec.shape) > 1],
         )
 
     def fits(self, values: object) -> bool:
@@ -66,7 +65,7 @@ class Form:
                 list(map(torch.Tensor.dim, values)) == self.dims
                 and list(map(torch.Tensor.numel, values)) == self.counts
                 and all(values[index].shape == shape for index, shape in self.shapes)
-                and [one.dtype for one in values] == self.dtypes
+                and [value.dtype for value in values] == self.dtypes
                 and all(map(attrgetter("is_cpu"), values))
                 and _STRIDED.issuperset(map(attrgetter("layout"), values))
                 and all(map(torch.Tensor.is_contiguous, values))
@@ -127,7 +126,7 @@ def tag_of(tag: object) -> str:
     return tag
 
 
-def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list[Array]]:
+def values_of(names: tuple[str, ...], is_many: bool, value: object) -> list[list[Array]]:
     """Return for each key its values, one per device.
 
     Raises:
@@ -135,16 +134,16 @@ def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list
     """
     per_key: Sequence[object]
     if not is_many:
-        per_key = (given,)
-    elif isinstance(given, list | tuple):
-        per_key = given
+        per_key = (value,)
+    elif isinstance(value, list | tuple):
+        per_key = value
     else:
-        raise ConfigError(f"{len(names)} keys need a list of values, got {type(given).__name__}")
+        raise ConfigError(f"{len(names)} keys need a list of values, got {type(value).__name__}")
     if len(per_key) != len(names):
         raise ConfigError(f"{len(names)} keys need as many values, got {len(per_key)}")
     values: list[list[Array]] = []
-    for name, one in zip(names, per_key, strict=True):
-        devices = list(one) if isinstance(one, list | tuple) else [one]
+    for name, of_key in zip(names, per_key, strict=True):
+        devices = list(of_key) if isinstance(of_key, list | tuple) else [of_key]
         if not devices:
             raise ConfigError(f"key {name!r}: the list of values is empty")
         values.append(devices)
@@ -165,9 +164,9 @@ def check_values(
         if spec is None:
             raise KeyNotFound(never_initialised(name))
         for value in devices:
-            given = spec_of(value)
-            if given != spec:
-                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {given}")
+            other = spec_of(value)
+            if other != spec:
+                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {other}")
 
 
 def reduce(devices: list[Array], on_device: bool) -> torch.Tensor:
@@ -193,7 +192,7 @@ def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, .
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Where pulled values go: rows to be written, and then to the user's tensors."""
+    """The destination of pulled values: rows to be written, and then the user's tensors."""
 
     rows: tuple[torch.Tensor, ...]
     deliver: Callable[[], object]
@@ -243,7 +242,8 @@ def targets_for(
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
     return [
-        [target_of(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
+        [target_of(name, value) for value in devices]
+        for name, devices in zip(names, outs, strict=True)
     ]
 
 

@@ -36,7 +36,7 @@ messages count for more."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
 RESERVED = "kvps."
-"""What the names of the front ends' own stores begin with."""
+"""The prefix of the names of the front ends' own stores."""
 
 
 def create(
@@ -230,11 +230,11 @@ def _chunk_bytes(session: WorkerSession) -> int:
         return wish
     view = session.core.member.view
     members = view.members if view is not None else ()
-    machines = {one.machine for one in members}
-    endpoints = [one.endpoint for one in members if one.endpoint]
+    machines = {member.machine for member in members}
+    endpoints = [member.endpoint for member in members if member.endpoint]
     if len(machines) == 1 and 0 not in machines:
         return SHARED_CHUNK_BYTES
-    if all(config.is_loopback(one) for one in endpoints):
+    if all(config.is_loopback(endpoint) for endpoint in endpoints):
         return LOOPBACK_CHUNK_BYTES
     return NETWORK_CHUNK_BYTES
 

@@ -17,7 +17,7 @@ from kvps.store.arguments import Form, as_list, names_of
 from kvps.store.rows import are_rows
 
 LISTS_MAX = 256
-"""How many lists of keys are remembered."""
+"""The number of lists of keys that are remembered."""
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

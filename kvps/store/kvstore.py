@@ -129,7 +129,7 @@ class KVStore(KVStoreBase, abc.ABC):
     @property
     @abc.abstractmethod
     def num_dead_nodes(self) -> int:
-        """How many members are lost."""
+        """The number of members that are lost."""
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @property
     def chunk_bytes(self) -> int:
-        """How much travels at once; who sends about as much in a call keeps all links busy."""
+        """Size of a chunk in bytes; calls with about as much keep all links busy."""
         return 8 << 20
 
     @property
@@ -619,7 +619,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @property
     def joins(self) -> int:
-        """How many joins are over; a replacement of a lost worker knows it after :meth:`resume`."""
+        """The number of joins that are over; a replacement of a lost worker knows it after :meth:`resume`."""
         return 0
 
     def join(self, timeout: float | None = None) -> int:
@@ -891,10 +891,10 @@ class KVStore(KVStoreBase, abc.ABC):
     def set_gradient_compression(self, compression_params: str | Mapping[str, Any]) -> None:
         """Push fewer bytes: gradients are compressed from the next push on.
 
-        What a push cannot say of a gradient is kept here, and added to the next one of that key, so
+        The residual of each push is kept here and added to the next push of that key (error feedback), so
         that nothing is lost but time. Only float32 keys of at least ``min_bytes`` are compressed. Each
-        rank says how its own pushes are written; with ``pull`` all should say the same, and values
-        come back as they are where they do not.
+        rank chooses how its own pushes are encoded; with ``pull`` all should choose the same, and values
+        come back uncompressed where they do not.
 
         Args:
             compression_params: a dict, or the ``type`` alone:
@@ -931,11 +931,11 @@ class KVStore(KVStoreBase, abc.ABC):
         self._compression = rules
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """Return what compression left out of this rank's pushes so far, by key.
+        """Return the residuals that compression has left of this rank's pushes, by key.
 
-        Who continues a training gives it to :meth:`load_compression_state`. Each tensor is float32, on
+        To continue a training, give them to :meth:`load_compression_state`. Each is a float32 tensor on
         the CPU, in the shape of its key. (In a local store with several values of a key, those of the
-        others than the first are called ``key@1`` and so on.)
+        second value on are called ``key@1`` and so on.)
         """
         self._begin()
         residuals: Any = self._call(calls.SaveRests(self._name))

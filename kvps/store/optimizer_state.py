@@ -1,7 +1,7 @@
 """Optimizer states on disk: one safetensors file, no code in it.
 
 Tensors are called ``key/state``; the step counts, the optimizer's name and its numbers are in the
-file's metadata. The file is written aside and renamed, so that a reader sees all of it or none.
+file's metadata. The file is replaced whole, so that a reader sees all of it or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvps.errors import Mismatch, StorageError
 States = dict[str, tuple[int, dict[str, torch.Tensor]]]
 """key -> (step, state name -> flat tensor)."""
 RESERVED = "__metadata__"
-"""What no tensor of a safetensors file may be called; it is written, and nobody reads the file."""
+"""A name that no tensor of a safetensors file may have: such a file is written, and cannot be read."""
 
 
 def save(path: str, hyper: HyperParams, states: States) -> None:

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     ids: torch.Tensor
     """Their numbers, ascending, each once."""
     places: torch.Tensor
-    """Where each of them is in ``rows``."""
+    """The place of each in ``rows``."""
     rows: torch.Tensor
     """[k, width]; perhaps the caller's own."""
 

@@ -73,12 +73,12 @@ class DistStore(KVStore):
 
     @property
     def chunk_bytes(self) -> int:
-        """How much travels at once."""
+        """The size of a chunk in bytes."""
         return self._opened.chunk_bytes
 
     @property
     def num_workers(self) -> int:
-        """How many workers the job has."""
+        """The number of workers of the job."""
         welcome = self._session.core.member.welcome
         assert welcome is not None
         return welcome.workers
@@ -90,14 +90,14 @@ class DistStore(KVStore):
 
     @property
     def num_dead_nodes(self) -> int:
-        """How many workers and servers are lost."""
+        """The number of workers and servers that are lost."""
         view = self._session.core.member.view
         members = view.members if view is not None else ()
-        return sum(one.state in ("lost", "gone") for one in members)
+        return sum(member.state in ("lost", "gone") for member in members)
 
     @property
     def joins(self) -> int:
-        """How many joins are over."""
+        """The number of joins that are over."""
         return self._session.core.books[self._name].joins
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
@@ -130,14 +130,14 @@ class DistStore(KVStore):
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that open rounds wait for, one entry per rank, oldest round first."""
         self._begin()
-        found: dict[int, Straggler] = {}
+        oldest: dict[int, Straggler] = {}
         for answer in self._status():
-            for one in answer.rounds:
-                for rank in one.missing:
-                    known = found.get(rank)
-                    if known is None or one.age_s > known.age_s:
-                        found[rank] = Straggler(rank, one.key, one.number, one.age_s)
-        return sorted(found.values(), key=lambda one: -one.age_s)
+            for pending in answer.rounds:
+                for rank in pending.missing:
+                    known = oldest.get(rank)
+                    if known is None or pending.age_s > known.age_s:
+                        oldest[rank] = Straggler(rank, pending.key, pending.number, pending.age_s)
+        return sorted(oldest.values(), key=lambda straggler: -straggler.age_s)
 
     def dropped_rounds(self) -> dict[str, int]:
         """Return of how many rounds of each key nothing came, as their sums were not finite.
@@ -174,14 +174,15 @@ class DistStore(KVStore):
 
         reduced = [reduce(devices, self._kind.on_device) for devices in values]
         rows: list[torch.Tensor | None] = [
-            ready_on_device(one)
-            if one.is_cuda and self._compression.setting_of(name, self._specs[name])
-            else None  # what is compressed leaves its device as few octets
-            for name, one in zip(names, reduced, strict=True)
+            ready_on_device(row)
+            if row.is_cuda and self._compression.setting_of(name, self._specs[name])
+            else None  # a compressed row leaves its device as few bytes
+            for name, row in zip(names, reduced, strict=True)
         ]
         left = [index for index, row in enumerate(rows) if row is None]
         brought = self._session.staging.bring(
-            [reduced[index] for index in left], lambda some: allocate([left[one] for one in some])
+            [reduced[index] for index in left],
+            lambda indices: allocate([left[index] for index in indices]),
         )
         for index, row in zip(left, brought, strict=True):
             rows[index] = row
@@ -210,4 +211,8 @@ class DistStore(KVStore):
     def _live(self) -> set[int]:
         view = self._session.core.member.view
         members = view.members if view is not None else ()
-        return {one.rank for one in members if one.role == Role.WORKER and one.state == "held"}
+        return {
+            member.rank
+            for member in members
+            if member.role == Role.WORKER and member.state == "held"
+        }

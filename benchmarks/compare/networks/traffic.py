@@ -10,7 +10,7 @@ from kvps.bench.figures import Measured, Trial
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one host's link carried in a round, on average."""
+    """The bytes that one host's link carried in a round, on average."""
 
     host: str
     in_bytes: float

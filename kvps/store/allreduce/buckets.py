@@ -34,7 +34,7 @@ class Bucket:
     carrier: torch.dtype
     """The type in which they are added."""
     indices: tuple[int, ...]
-    """Of the keys, in the list."""
+    """The places of the keys in the list."""
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     """Their numbers of elements."""
@@ -58,7 +58,7 @@ class Bucket:
 
 
 class BucketPlan:
-    """A call with a list of keys: how it travels, and how other ranks know it."""
+    """A call with a list of keys: its buckets, and the digest by which other ranks know it."""
 
     def __init__(self, verb: str, keys: Sequence[tuple[str, Spec]], device: str) -> None:
         self.buckets: tuple[Bucket, ...] = buckets_of([spec for _, spec in keys])
@@ -69,10 +69,10 @@ class BucketPlan:
 
     def rows(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the value of each key, in the order of the list."""
-        found: dict[int, torch.Tensor] = {}
+        by_index: dict[int, torch.Tensor] = {}
         for bucket, flat in zip(self.buckets, flats, strict=True):
-            found.update(zip(bucket.indices, bucket.parts(flat), strict=True))
-        return [found[index] for index in range(len(found))]
+            by_index.update(zip(bucket.indices, bucket.parts(flat), strict=True))
+        return [by_index[index] for index in range(len(by_index))]
 
 
 def buckets_of(specs: Sequence[Spec], limit_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:

@@ -110,7 +110,9 @@ class CollectiveTicket(Ticket):
     @property
     def is_over(self) -> bool:
         """Whether all collectives are over, or its time is."""
-        return time.monotonic() > self._deadline or all(one.done() for one in self._collectives)
+        return time.monotonic() > self._deadline or all(
+            collective.done() for collective in self._collectives
+        )
 
     def wait(self) -> object:
         """Wait; return what was read of each key.

@@ -31,11 +31,11 @@ class Rendezvous:
     """One store's ranks, before they are connected."""
 
     name: str
-    """Of the store, for people."""
+    """The name of the store, for people."""
     rank: int
     size: int
     board: Store | None
-    """What all ranks can read and write; None in a world of one."""
+    """The key-value store that all ranks share; None in a world of one."""
     host: str
     """The address at which this rank listens for its neighbours; empty to let gloo choose."""
 
@@ -57,7 +57,7 @@ class Rendezvous:
         try:
             self.board.wait(places, timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
-            away = [rank for rank, one in enumerate(places) if not self.board.check([one])]
+            away = [rank for rank, place in enumerate(places) if not self.board.check([place])]
             raise Timeout(
                 f"store {self.name!r}: {ranks_in_words(away)} did not create it in {timeout_s:g} s, and rank "
                 f"{self.rank} waited; every rank makes the same stores in the same order"
@@ -65,7 +65,7 @@ class Rendezvous:
 
 
 class Ranks:
-    """What this process knows of its world; its stores share one rendezvous."""
+    """The ranks that this process knows; its stores share one rendezvous."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class Ranks:
     def meet(
         self, name: str | None, prefix: str, taken: Collection[str], timeout_s: float
     ) -> Rendezvous:
-        """Return the meeting of one store.
+        """Return the rendezvous of one store.
 
         Args:
             name: the store's; None numbers it by order of creation.

@@ -95,7 +95,7 @@ class AllreduceStore(KVStore):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self._size
 
     @property
@@ -144,7 +144,9 @@ class AllreduceStore(KVStore):
                 self._stand(call, limit_s)
             case calls.Allocate():
                 specs = [self._specs[name] for name in call.keys]
-                return finished([torch.empty(one.shape, dtype=TORCH[one.dtype]) for one in specs])
+                return finished(
+                    [torch.empty(spec.shape, dtype=TORCH[spec.dtype]) for spec in specs]
+                )
             case calls.Lookup() | calls.SaveRests():
                 return finished({})
             case calls.Compress() if call.rules.are_off:

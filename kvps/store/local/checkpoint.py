@@ -40,7 +40,7 @@ class Kept:
     row: torch.Tensor
     version: int = 0
     step: int = 0
-    """How often the optimizer has updated it."""
+    """The number of updates by the optimizer."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     """The optimizer's, flat rows."""
 
@@ -101,16 +101,16 @@ def _store_snapshot(
 ) -> StoreSnapshot:
     opened = Open(name, "sync", 0, True, "wait", BIGARRAY_BOUND)
     rate = hyper.number("lr") if hyper is not None else 0.0
-    snapshots = tuple([_key_snapshot(key, one) for key, one in keys.items()])
+    snapshots = tuple([_key_snapshot(key, kept) for key, kept in keys.items()])
     calls = int(hyper is not None)
     return StoreSnapshot(opened, hyper, hyper, rate, calls, 0, snapshots, tables=tables)
 
 
-def _key_snapshot(name: str, one: Kept) -> KeySnapshot:
-    history = SpanHistory(one.version, one.step, {0: one.version}, {})
-    state = {title: row.cpu() for title, row in one.state.items()}
-    portions = (SnapshotPart(0, history, one.row.cpu(), state),) if one.spec.count else ()
-    return KeySnapshot(name, one.spec, 0, portions)
+def _key_snapshot(name: str, kept: Kept) -> KeySnapshot:
+    history = SpanHistory(kept.version, kept.step, {0: kept.version}, {})
+    state = {title: row.cpu() for title, row in kept.state.items()}
+    portions = (SnapshotPart(0, history, kept.row.cpu(), state),) if kept.spec.count else ()
+    return KeySnapshot(name, kept.spec, 0, portions)
 
 
 def table_snapshot(name: str, rows: EmbeddingRows, pushes: int) -> TableSnapshot:
@@ -133,11 +133,11 @@ def read(
     place = directory()
     manifest = place.find(tag)
     snapshot = place.load(manifest, 0, 1)
-    found = next((one for one in snapshot.stores if one.name == name), None)
+    found = next((store for store in snapshot.stores if store.name == name), None)
     if found is None:
-        names = ", ".join(repr(one.name) for one in snapshot.stores) or "none"
+        names = ", ".join(repr(store.name) for store in snapshot.stores) or "none"
         raise StorageError(f"checkpoint {manifest} has no store {name!r}; it has {names}")
-    tables = {one.key.removeprefix(EMBEDDING): one for one in found.tables}
+    tables = {table.key.removeprefix(EMBEDDING): table for table in found.tables}
     return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}, tables
 
 
@@ -145,14 +145,14 @@ def _kept(key: KeySnapshot) -> Kept:
     """Put the portions of a key together; where they differ, it stands where the last one does."""
     if not key.portions:
         return Kept(key.spec, torch.empty(0, dtype=TORCH[key.spec.dtype]))
-    histories = [one.history for one in key.portions]
-    titles = set.intersection(*[set(one.state) for one in key.portions])
-    state = {title: torch.cat([one.state[title] for one in key.portions]) for title in titles}
+    histories = [part.history for part in key.portions]
+    titles = set.intersection(*[set(part.state) for part in key.portions])
+    state = {title: torch.cat([part.state[title] for part in key.portions]) for title in titles}
     return Kept(
         key.spec,
-        torch.cat([one.weight for one in key.portions]),
-        min(one.version for one in histories),
-        min(one.step for one in histories),
+        torch.cat([part.weight for part in key.portions]),
+        min(history.version for history in histories),
+        min(history.step for history in histories),
         state,
     )
 

@@ -26,7 +26,7 @@ class LocalEmbedding(EmbeddingTable):
         self._begin = store._begin
         self.here = EmbeddingRows(recipe)
         self.pushes = 0
-        """How many were applied: the version."""
+        """The number of pushes that were applied: the version."""
 
     def __len__(self) -> int:
         """Return how many rows there are."""

@@ -2,7 +2,7 @@
 
 *Sums* are keys of a synchronous store: what all ranks push in a round is added up on the servers. *Posts*
 are keys of a store without rounds whose rule is ``assign``: one rank writes, others read, bit for bit, as
-octets. The version of a post says how often it was written anew, and a reader waits for the one it
+bytes. The version of a post says how often it was written anew, and a reader waits for the one it
 wants.
 
 Both end their calls at once when a worker is lost: a process group cannot go on without a rank.
@@ -28,7 +28,7 @@ READ = "/read"
 
 
 class Board:
-    """What this process's groups write to and read from.
+    """The stores that this process's groups write to and read from.
 
     Args:
         timeout_s: how long it may take to open the stores.
@@ -49,14 +49,18 @@ class Board:
 
     @property
     def workers(self) -> int:
-        """How many workers the job has."""
+        """The number of workers of the job."""
         return int(self._sums.num_workers)
 
     def left(self) -> list[int]:
         """Return the ranks that have left the job in good order."""
         view = self._session.core.member.view
         members = view.members if view is not None else ()
-        return [one.rank for one in members if one.role == Role.WORKER and one.state == "left"]
+        return [
+            member.rank
+            for member in members
+            if member.role == Role.WORKER and member.state == "left"
+        ]
 
     def close(self) -> None:
         """Wait until what was pushed is taken in, and end both stores."""
@@ -67,7 +71,7 @@ class Board:
 
     def make_sums(self, keys: Sequence[tuple[str, Spec]], limit_s: float) -> list[Ticket]:
         """Make those of ``keys`` that this process has not used yet; rank 0 creates them."""
-        new = [one for one in keys if one[0] not in self._made]
+        new = [key for key in keys if key[0] not in self._made]
         if not new:
             return []
         self._made.update(name for name, _ in new)
@@ -115,7 +119,7 @@ class Board:
 
     @property
     def posts(self) -> int:
-        """How many posts were used so far."""
+        """The number of keys of the mailbox that were used so far."""
         return len(self._uses)
 
     def make_posts(
@@ -129,7 +133,7 @@ class Board:
     def expect(
         self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
     ) -> Ticket:
-        """Wait until ``writer`` has made these posts, of so many octets."""
+        """Wait until ``writer`` has made these posts, of so many bytes."""
         specs = tuple(
             [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
         )

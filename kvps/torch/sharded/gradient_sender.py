@@ -37,11 +37,11 @@ class GradientHooks:
         self._free = free
         self._go_on = go_on
         self._left: set[str] = set()
-        """Whose gradients have left in this step."""
+        """Names of the parameters whose gradients have left in this step."""
         self._done: set[str] = set()
-        """Whose gradients are complete in this backward pass."""
+        """Names of the parameters whose gradients are complete in this backward pass."""
         self.is_given_up = False
-        """The servers have returned to a checkpoint: what is made in this step leads nowhere."""
+        """Whether the servers have returned to a checkpoint, so that the gradients of this step are void."""
         self.hooks = ParameterHooks(rule, passes, self._on_gradient)
 
     @property

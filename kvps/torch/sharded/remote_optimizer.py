@@ -41,7 +41,7 @@ class RemoteOptimizer(ParameterSync):
     ) -> None:
         super().__init__(kv, params, None)
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        self.key_of = {one: name for name, one in params.items()}
+        self.key_of = {param: name for name, param in params.items()}
         """The name of each parameter."""
         if self._optimizer is None:
             if not isinstance(optimizer, str):

@@ -44,7 +44,7 @@ class InFlight(Protocol):
     """Gradients that have left together, and what comes back in their place."""
 
     values: dict[str, torch.Tensor]
-    """By name: the tensors in which weights or dense sums come back."""
+    """Name -> the tensor in which its weight or dense sum comes back."""
 
     def wait(self) -> None:
         """Wait until they are back.
@@ -158,21 +158,21 @@ class GradientSync:
         self._brings_weights = brings_weights
         self.is_awaited = is_awaited
         self.scale = 1.0
-        """By what gradients are multiplied before they leave."""
+        """The factor of gradients before they leave."""
         self.is_held = False
         """Gradients stay until :meth:`complete` is called."""
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
-        sizes = {name: one.numel() * one.element_size() for name, one in model.params.items()}
+        sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
         if limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
-        """By name, where the gradients that have left in this step were, and what came back is."""
+        """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
         self._touched: dict[str, int] = {}
-        """Of gradients that are away, how often anybody had written to them when they left."""
+        """Name -> the number of writes to a gradient, as torch counts them, when it left."""
         self._failure: KvpsError | None = None
         self._is_begun = False
         self._is_rung = False
@@ -204,7 +204,7 @@ class GradientSync:
 
     def _on_end(self) -> None:
         self._is_rung = False
-        self._leave(self._buckets.rest())
+        self._leave(self._buckets.flush())
         if self.is_awaited and self._failure is None:
             try:
                 self.wait()
@@ -343,7 +343,7 @@ class GradientSync:
         ]
         for name in left:
             self._leave(self._buckets.add(name))
-        self._leave(self._buckets.rest())
+        self._leave(self._buckets.flush())
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until gradients are back in ``.grad``.
