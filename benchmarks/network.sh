@@ -3,12 +3,12 @@
 #
 #   benchmarks/network.sh [RATE] [DIR]     400mbit, and no files unless there is a DIR for them
 #
-# KVPS names another kvps than that of .venv.
+# PYTHON names another interpreter than that of .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 rate=${1:-400mbit}
 folder=${2:-}
-kvps=${KVPS:-.venv/bin/kvps}
+python=${PYTHON:-.venv/bin/python}
 
 for layout in 2x2 4x4 4x1 8@1x4; do
     files=()
@@ -16,5 +16,5 @@ for layout in 2x2 4x4 4x1 8@1x4; do
         mkdir -p "$folder/$layout"
         files=(--json "$folder/$layout/network.json" --plot "$folder/$layout")
     fi
-    "$kvps" bench --network "$layout" --rate "$rate" --workloads resnet50 small "${files[@]}"
+    "$python" -m benchmarks.compare --network "$layout" --rate "$rate" --workloads resnet50 small "${files[@]}"
 done

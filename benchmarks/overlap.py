@@ -29,8 +29,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare.networks.namespaces import Namespaces, demand_root
 from kvps import config
-from kvps.bench.networks.namespaces import Namespaces, demand_root
 from kvps.bench.workloads import resnet50
 
 WORKERS = SERVERS = 4

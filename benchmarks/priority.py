@@ -13,8 +13,8 @@ import os
 import subprocess
 import sys
 
+from benchmarks.compare.networks.namespaces import Namespaces, demand_root
 from kvps import config
-from kvps.bench.networks.namespaces import Namespaces, demand_root
 
 SERVERS = 2
 WORKER = """

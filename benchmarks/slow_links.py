@@ -102,8 +102,8 @@ def sizes(given: argparse.Namespace, rate: float) -> dict[str, int]:
 
 def measure(given: argparse.Namespace, rate: float) -> tuple[list[dict[str, float | str]], bool]:
     """Run a cluster behind links of ``rate``; return what each act took, and whether anything failed."""
+    from benchmarks.compare.networks import namespaces
     from kvps import config
-    from kvps.bench.networks import namespaces
 
     namespaces.BURST, namespaces.LATENCY = given.burst, given.queue
     with namespaces.Namespaces(1 + given.workers, f"{int(rate * 1000)}kbit") as hosts:

@@ -60,8 +60,8 @@ def main() -> None:
 
 def apart(given: argparse.Namespace) -> None:
     """Give each process a host of its own, and run the cluster there."""
+    from benchmarks.compare.networks.namespaces import Namespaces, demand_root
     from kvps import config
-    from kvps.bench.networks.namespaces import Namespaces, demand_root
 
     demand_root()
     with Namespaces(given.workers + given.servers, given.rate) as hosts:

@@ -37,6 +37,7 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
+from kvps.phrases import and_more
 from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
@@ -59,7 +60,7 @@ Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
 LEVELS = 8
-"""How many priorities the parameters are given, by their order."""
+"""The number of priorities that parameters get, by their order."""
 BATCH_KEY = "kvps.batch_size"
 """The key by which rank 0 tells its first batch size."""
 
@@ -136,7 +137,7 @@ class Trainer:
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
         if on_store and isinstance(optimizer, torch.optim.Optimizer):
-            hyper = describe(optimizer, {one: name for name, one in self._params.items()})
+            hyper = describe(optimizer, {param: name for name, param in self._params.items()})
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         elif not on_store:
@@ -146,7 +147,7 @@ class Trainer:
             kv, self._params, None if self._local is None else self._local.forget
         )
         if kv is not None:
-            buffers = {name: one for name, one in tensors.items() if name not in self._params}
+            buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
         self.batch_size: float | None = None
         """For which size of batch gradients are scaled that leave during backward (``overlap``)."""
@@ -395,9 +396,8 @@ class Trainer:
             return names
         stale = [name for name in names if self._params[name].grad is None]
         if stale:
-            more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
             raise ConfigError(
-                f"parameter {stale[0]!r}{more} of {len(names)} has no gradient: no backward() has "
+                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no backward() has "
                 "reached it since zero_grad(). Set requires_grad_(False) on what is not trained, "
                 "or give ignore_stale_grad=True, which counts such a gradient as 0"
             )

@@ -1,1 +1,1 @@
-"""The ``kvps bench`` command: kvps and its peers push and pull the same arrays, in turns."""
+"""The ``kvps bench`` command: kvps and gloo push and pull the same arrays, in turns."""

@@ -24,15 +24,15 @@ from kvps.errors import KvpsError
 
 TRIAL_MAX_S = 1800.0
 SERVERS_MAX_S = 10.0
-"""How long servers may take to end when all workers have."""
+"""Seconds that servers may take to end when all workers have."""
 END_MAX_S = 15.0
-"""How long anybody may take who is asked to end; over what kvps-launch gives its processes."""
+"""Seconds that a process may take when it is asked to end; more than kvps-launch gives its own."""
 WORDS = 8
-"""How many of the last lines of a process that failed are shown."""
+"""The number of last lines of a failed process that are shown."""
 
 
 class Leash(Protocol):
-    """What ends process groups if this process is killed."""
+    """A guard that ends process groups if this process is killed."""
 
     def hold(self, group: int) -> None:
         """End this group if we end."""

@@ -10,7 +10,8 @@ is no multiple of anything that systems cut arrays by, so a part in the wrong pl
     write this rank's gradients ─► wait for all ─► [ step ] ─► compare all numbers
                                                     timed
 
-Imports numpy and the list of workloads, and no system: peers run this in interpreters of their own.
+Imports numpy and the list of workloads, and no system: benchmarks/compare runs it in the interpreters
+of MXNet and Ray.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ START = 1 << 30
 """The number of the round whose values of rank 0 are the first weights."""
 LR, MOMENTUM = 0.01, 0.9
 JOINED_MAX = 1024
-"""How many rows are compared at once."""
+"""The number of rows that are compared at once."""
 ERROR_MAX = 1e-3
 """Sums of a few normal numbers in float32 are nearer than this in any order."""
 INT8_ERROR_MAX = 0.5
@@ -122,7 +123,7 @@ def measure(
 
 def report(rank: int, times_ms: Sequence[float]) -> None:
     """Print what was measured, as one line."""
-    found = {"rank": rank, "rounds_ms": [round(one, 4) for one in times_ms]}
+    found = {"rank": rank, "rounds_ms": [round(time_ms, 4) for time_ms in times_ms]}
     sys.stdout.write(f"{RESULT}{json.dumps(found)}\n")
     sys.stdout.flush()
 
@@ -155,21 +156,21 @@ def demand(period: Row, rows: Sequence[Row], where: str, most: float = ERROR_MAX
             raise ValueError(f"{where}: a result is {error:g} off; at most {most:g} is right")
 
 
-def _as_it_is(rest: Row) -> Row:
-    return rest.copy()
+def _as_it_is(residual: Row) -> Row:
+    return residual.copy()
 
 
-def _one_bit(rest: Row) -> Row:
-    return np.where(rest > THRESHOLD, np.float32(1), np.float32(-1))
+def _one_bit(residual: Row) -> Row:
+    return np.where(residual > THRESHOLD, np.float32(1), np.float32(-1))
 
 
-def _two_bits(rest: Row) -> Row:
-    some = np.where(rest <= -THRESHOLD, np.float32(-THRESHOLD), np.float32(0))
-    return np.where(rest >= THRESHOLD, np.float32(THRESHOLD), some)
+def _two_bits(residual: Row) -> Row:
+    some = np.where(residual <= -THRESHOLD, np.float32(-THRESHOLD), np.float32(0))
+    return np.where(residual >= THRESHOLD, np.float32(THRESHOLD), some)
 
 
-def _half(rest: Row) -> Row:
-    return rest.astype(np.float16).astype(np.float32)
+def _half(residual: Row) -> Row:
+    return residual.astype(np.float16).astype(np.float32)
 
 
 CODECS: dict[str, Callable[[Row], Row]] = {
@@ -178,22 +179,22 @@ CODECS: dict[str, Callable[[Row], Row]] = {
     "2bit": _two_bits,
     "1bit": _one_bit,
 }
-"""What each says of numbers: here once more, in the plainest way, to compare with."""
+"""Codec -> the values that it sends: once more, in the plainest way, to compare with."""
 
 
 class Truth:
-    """What each round has to give.
+    """The expected result of each round.
 
-    What a codec says of a number depends on what was pushed there before, and on no other number
-    (but for int8); so its rests are a period, too.
+    The value that a codec sends depends on earlier pushes of the same element, and on no other element
+    (except for int8); so its residuals are a period, too.
     """
 
     def __init__(self, workers: int, rule: str, how: str = "copy") -> None:
         self._workers = workers
         self._rule = rule
-        self._write = CODECS.get(how, _as_it_is)
-        self._rests = [np.zeros(PERIOD, np.float32) for _ in range(workers + 1)]
-        """Of each rank, and of the servers."""
+        self._encode = CODECS.get(how, _as_it_is)
+        self._residuals = [np.zeros(PERIOD, np.float32) for _ in range(workers + 1)]
+        """The residuals of each rank, and of the servers."""
         self._weights = first_weights()
         self._velocity = np.zeros_like(self._weights)
 
@@ -209,11 +210,11 @@ class Truth:
         return self._weights
 
     def _sent(self, whose: int, gradient: Row) -> Row:
-        """Return what is written of a gradient."""
-        rest = self._rests[whose]
-        rest += gradient
-        sent = self._write(rest)
-        rest -= sent
+        """Return a gradient as its codec sends it."""
+        residual = self._residuals[whose]
+        residual += gradient
+        sent = self._encode(residual)
+        residual -= sent
         return sent
 
 

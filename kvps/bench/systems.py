@@ -1,12 +1,8 @@
-"""The systems that are measured, one row of the table each, and how each pushes and pulls.
-
-A system is measured where what it needs is there: MXNet and Ray where an interpreter has them.
-"""
+"""The systems that are measured, one row of the table each, and how each pushes and pulls."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvps.bench.rounds import CODECS
@@ -14,9 +10,6 @@ from kvps.errors import ConfigError
 
 BASE = "gloo"
 """The system that all others are compared with."""
-PEERS = ("mxnet", "ray")
-"""What runs in an interpreter of its own."""
-IMPORT_MAX_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +18,7 @@ class System:
 
     name: str
     kind: str
-    """What it is a way to use: kvps, gloo, mxnet or ray."""
+    """The library that it uses: kvps or gloo."""
     what: str
     how: str = "copy"
     """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``); or by
@@ -44,80 +37,36 @@ _ALL = (
         how="in-place",
     ),
     System("kvps tcp", "kvps", "as kvps, through sockets", env={"KVPS_TRANSPORT": "tcp"}),
-    System(
-        "kvps apart",
-        "kvps",
-        "as kvps, workers of one host push for themselves (with --network)",
-        env={"KVPS_HOST_AGGREGATION": "0"},
-    ),
     *[
         System(f"kvps {codec}", "kvps", f"as kvps, compressed by {codec} both ways", how=codec)
         for codec in CODECS
     ],
     System("gloo", "gloo", "all_reduce of 25 MiB buckets, copied in and out"),
     System("gloo in place", "gloo", "the same, gradients already in the buckets", how="in-place"),
-    System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
-    System("mxnet sgd", "mxnet", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
-    System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
 )
-SYSTEMS = {one.name: one for one in _ALL}
-COMPRESSED = tuple(f"kvps {codec}" for codec in CODECS)
-NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", *COMPRESSED, "gloo")
-"""Those that run on several hosts."""
-NAMED_ONLY = ("kvps apart", *COMPRESSED)
-"""Those that are measured if they are named: they mean something on slow networks only."""
+SYSTEMS = {system.name: system for system in _ALL}
+NAMED_ONLY = tuple(f"kvps {codec}" for codec in CODECS)
+"""Systems that are measured only if they are named: compression is for slow networks."""
 
 
-def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[System]:
-    """Return the systems to measure: those named, or all that there are.
+def chosen(
+    names: Sequence[str] | None,
+    systems: Mapping[str, System] = SYSTEMS,
+    named_only: Iterable[str] = NAMED_ONLY,
+) -> list[System]:
+    """Return the systems to measure.
 
     Args:
-        names: what the user asked for; None for all.
-        interpreters: the peers for which there is an interpreter.
+        names: the systems that the user asked for; None for all but ``named_only``.
+        systems: name -> system, of all that can be measured.
+        named_only: the names of those that have to be asked for.
 
     Raises:
-        ConfigError: if one that is named cannot be measured.
+        ConfigError: for a name that no system has.
     """
-    lacking = {one.name: _lack(one, interpreters) for one in _ALL}
     if names is None:
-        usual = [one for one in _ALL if one.name not in NAMED_ONLY]
-        return [one for one in usual if not lacking[one.name]]
+        return [system for name, system in systems.items() if name not in set(named_only)]
     for name in names:
-        if name not in SYSTEMS:
-            raise ConfigError(f"no system {name!r}; use some of {', '.join(map(repr, SYSTEMS))}")
-        if lacking[name]:
-            raise ConfigError(f"system {name!r} cannot be measured: {lacking[name]}")
-    return [SYSTEMS[name] for name in dict.fromkeys(names)]
-
-
-def _lack(system: System, interpreters: Collection[str]) -> str:
-    """Say why a system cannot be measured; empty if it can."""
-    if system.kind in PEERS and system.kind not in interpreters:
-        return f"say which Python has it: --{system.kind} PATH/python (docs/benchmarks.md)"
-    return ""
-
-
-def version_of(peer: str, python: str) -> str:
-    """Return the version of a peer that an interpreter has.
-
-    Raises:
-        ConfigError: if it has none, or is no interpreter.
-    """
-    code = f"import {peer}; print({peer}.__version__)"
-    try:
-        asked = subprocess.run(
-            [python, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_MAX_S,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"--{peer}={python}: cannot run it: {error}") from error
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise ConfigError(
-            f"--{peer}={python}: it cannot import {peer}: {said[-1]}; docs/benchmarks.md tells how "
-            "to make an environment that can"
-        )
-    return asked.stdout.strip().splitlines()[-1]
+        if name not in systems:
+            raise ConfigError(f"no system {name!r}; use some of {', '.join(map(repr, systems))}")
+    return [systems[name] for name in dict.fromkeys(names)]

@@ -105,7 +105,7 @@ def opened(shapes: Shapes, rule: str) -> Any:
 
 def rows_of(tensors: Sequence[torch.Tensor]) -> list[Row]:
     """Return tensors as flat rows of numpy, in the same memory."""
-    return [one.view(-1).numpy() for one in tensors]
+    return [tensor.view(-1).numpy() for tensor in tensors]
 
 
 def make(shapes: Shapes, how: str, rule: str) -> rounds.SystemUnderTest:

@@ -82,7 +82,7 @@ def shapes_of(workload: str) -> Shapes:
 
 
 def numbers(shapes: Shapes) -> int:
-    """How many numbers all arrays have."""
+    """Return the number of elements of all arrays."""
     return sum(math.prod(shape) for shape in shapes)
 
 

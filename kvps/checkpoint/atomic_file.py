@@ -1,8 +1,8 @@
 """Atomic files: whole or not there at all, even if the process or the machine dies while writing.
 
-A file is written aside under another name, forced to the disk, and renamed; then its folder is
-forced to the disk too, since the new name is in there. What has been written is hashed on the way,
-while it is still in the processor's cache.
+A file is written aside under another name, forced to disk, and renamed. Then its folder is forced to
+disk too, since the new name is stored there. :func:`replacing` does this for every file that kvps writes;
+:func:`put` also hashes the contents on the way, while they are still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = 1 << 20
-"""Octets that are hashed and written, or read and hashed, at once."""
+"""Bytes that are hashed and written, or read and hashed, at once."""
 
 
 class Written(NamedTuple):
-    """What tells a file from another: its octets, and their SHA-256 in hexadecimal digits."""
+    """The identity of a file's contents: their size in bytes, and their SHA-256 in hexadecimal."""
 
     size: int
     sha256: str
@@ -30,12 +31,12 @@ class Written(NamedTuple):
 class Sink:
     """An open file that counts and hashes what is written to it.
 
-    It rests ``rest`` seconds for each second of work, so that others get at the memory and the disk.
+    It sleeps ``throttle`` seconds for each second of work, so that others get at the memory and the disk.
     """
 
-    def __init__(self, file: int, rest: float = 0.0) -> None:
+    def __init__(self, file: int, throttle: float = 0.0) -> None:
         self._file = file
-        self._rest = rest
+        self._throttle = throttle
         self._hash = hashlib.sha256()
         self._size = 0
 
@@ -48,10 +49,10 @@ class Sink:
         view = memoryview(more)
         if not view.nbytes:
             return  # a view of nothing cannot be cast
-        rest = view.cast("B")
-        for start in range(0, len(rest), BLOCK):
+        octets = view.cast("B")
+        for start in range(0, len(octets), BLOCK):
             began = time.monotonic()
-            block = rest[start : start + BLOCK]
+            block = octets[start : start + BLOCK]
             self._hash.update(block)
             self._size += len(block)
             while block:
@@ -59,52 +60,74 @@ class Sink:
                 if count == 0:
                     raise OSError(errno.EIO, "the file takes nothing more")
                 block = block[count:]
-            if self._rest:
-                time.sleep(self._rest * (time.monotonic() - began))
+            if self._throttle:
+                time.sleep(self._throttle * (time.monotonic() - began))
 
     @property
     def written(self) -> Written:
-        """What was written so far."""
+        """The size and hash of what was written so far."""
         return Written(self._size, self._hash.hexdigest())
 
 
-def put(path: Path, aside: Path, fill: Callable[[Sink], None], rest: float = 0.0) -> Written:
-    """Write the file ``path``, whole or not at all.
+@contextmanager
+def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
+    """Have a ``with`` block write a file, which then takes the place of ``path``, whole or not at all.
 
     Args:
         path: where it goes; a file of that name is replaced.
-        aside: a name in the same folder that nobody else uses.
-        fill: writes the contents.
-        rest: how long to rest, as :class:`Sink` has it.
+        aside: a name in the same folder that nobody else uses; None for a random one.
+
+    Yields:
+        The name to write it under.
 
     Raises:
-        OSError: if it cannot be written. Nothing is left at ``aside``. If only the folder could not
-            be forced to the disk, ``path`` is there already, whole.
+        OSError: if it cannot be put there. Nothing is left under the other name. If only the folder
+            could not be forced to disk, ``path`` is there already, whole.
     """
-    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    if aside is None:
+        aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        try:
-            sink = Sink(file, rest)
-            fill(sink)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        yield aside
+        force(aside)
         os.replace(aside, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(aside)
         raise
     force(path.parent)
+
+
+def put(
+    path: Path, fill: Callable[[Sink], None], aside: Path | None = None, throttle: float = 0.0
+) -> Written:
+    """Write the file ``path``, whole or not at all.
+
+    Args:
+        path: where it goes; a file of that name is replaced.
+        fill: writes the contents.
+        aside: as for :func:`replacing`.
+        throttle: seconds to sleep for each second of work.
+
+    Raises:
+        OSError: as :func:`replacing`.
+    """
+    with replacing(path, aside) as place:
+        file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            sink = Sink(file, throttle)
+            fill(sink)
+        finally:
+            os.close(file)
     return sink.written
 
 
-def force(folder: Path) -> None:
-    """Force the names in ``folder`` to the disk.
+def force(path: Path) -> None:
+    """Force the contents of a file, or the names in a folder, to disk.
 
     Raises:
         OSError: if that fails.
     """
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:
@@ -112,7 +135,7 @@ def force(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and those it is in, and force their names to the disk.
+    """Make ``folder`` and its parents, and force their names to disk.
 
     Raises:
         OSError: if that fails.
@@ -134,7 +157,7 @@ def remove(path: Path) -> None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return how many octets a file has; None where there is none that may be read."""
+    """Return the size of a file in bytes; None if there is none that may be read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -142,7 +165,7 @@ def size_of(path: Path) -> int | None:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return what lies in a folder; nothing where another server has just removed it."""
+    """Return the entries of a folder; none if another server has just removed it."""
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
@@ -150,7 +173,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder if nothing is in it."""
+    """Remove a folder if it is empty."""
     if folder.is_dir() and not files(folder):
         try:
             folder.rmdir()
@@ -159,7 +182,7 @@ def remove_empty(folder: Path) -> None:
 
 
 def force_if_there(folder: Path) -> None:
-    """As :func:`force`, for a folder that another server may remove."""
+    """Do as :func:`force`, for a folder that another server may remove."""
     try:
         force(folder)
     except FileNotFoundError:
@@ -178,7 +201,7 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def shown(size: int) -> str:
-    """Return a number of octets for people, such as ``1.2 GiB``."""
+    """Return a number of bytes for people, such as ``1.2 GiB``."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000:

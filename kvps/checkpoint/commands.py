@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +82,7 @@ def verify(folders: Sequence[str], number: int | None, tag: str | None, out: Tex
         if not wrong:
             good.append(cut)
             assert cut.manifest is not None  # a good one has one
-            text = f"good: {cut.manifest.servers} images, {atomic_file.shown(cut.manifest.size)}"
+            text = f"good: {cut.manifest.servers} snapshots, {atomic_file.shown(cut.manifest.size)}"
         elif cut.under_way and number is None:
             text = f"not complete, {cut.wrong}"  # and so nothing that ever counted
         else:
@@ -99,19 +98,19 @@ def _verify(cut: LocatedCut, screen: Console) -> list[str]:
     """Return what is wrong with a cut."""
     if cut.manifest is None:
         return [cut.wrong]
-    images: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     wrong: list[str] = []
     with _progress(screen, f"checkpoint {cut}", cut.manifest.size) as step:
         for server, path in enumerate(cut.paths):
             try:
                 for size in verified(path, cut.manifest.images[server]):
                     step(size)
-                images.append(read_image(path, cut.manifest, server))
+                snapshots.append(read_image(path, cut.manifest, server))
             except StorageError as error:
                 wrong.append(str(error))
     if not wrong:
         try:
-            gathered(images)
+            gathered(snapshots)
         except StorageError as error:
             wrong.append(str(error))
     return wrong
@@ -133,9 +132,9 @@ def export(
     """
     screen = _screen(out)
     cut = choose(all_cuts(folders), number, tag)
-    images = _images(cut, screen)
-    name = _store_of(images, store)
-    weights = merged(images, name)
+    snapshots = _images(cut, screen)
+    name = _store_of(snapshots, store)
+    weights = merged(snapshots, name)
     if "__metadata__" in weights:
         raise StorageError(
             f"store {name!r} has a key '__metadata__', which no safetensors file has"
@@ -147,7 +146,7 @@ def export(
     stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
     path = Path(file)
     try:
-        atomic_file.put(path, path.with_name(f"{path.name}.{os.getpid()}.tmp"), stream.write)
+        atomic_file.put(path, stream.write)
     except OSError as error:
         raise StorageError(
             f"cannot write {file}: {error} (need {atomic_file.shown(stream.size)}). An older file there is "
@@ -168,9 +167,9 @@ def _images(cut: LocatedCut, screen: Console) -> list[Snapshot]:
     return [read_image(path, manifest, server) for server, path in enumerate(cut.paths)]
 
 
-def _store_of(images: Sequence[Snapshot], wanted: str | None) -> str:
+def _store_of(snapshots: Sequence[Snapshot], wanted: str | None) -> str:
     """Return the store that is meant: the one that is named, or the only one with keys."""
-    stores = gathered(images)
+    stores = gathered(snapshots)
     names = [store.name for store in stores]
     with_keys = [store.name for store in stores if store.keys]
     listed = ", ".join(names) or "none"

@@ -1,6 +1,6 @@
 """Several directories of checkpoints seen as one: where each snapshot of each cut lies.
 
-Servers that have a folder each have an image of every cut in each of them, and all of them together
+Servers that have a folder each have a snapshot of every cut in each of them, and all of them together
 are what one shared folder would be.
 """
 
@@ -24,9 +24,9 @@ class LocatedCut:
     manifest: Manifest | None
     """None where none was written, or none can be read."""
     paths: tuple[Path, ...] = ()
-    """Of all images in order, whether they are there or not."""
+    """The paths of all snapshots in order, whether they exist or not."""
     wrong: str = ""
-    """What keeps it from being complete; nothing else than a full reading finds more."""
+    """The fault that keeps it from being complete; only a full reading finds more."""
     under_way: bool = False
     """There is no manifest at all: it is being written, or was given up."""
 
@@ -36,9 +36,9 @@ class LocatedCut:
 
 def all_cuts(folders: Iterable[str | Path]) -> list[LocatedCut]:
     """Return every cut in some folders, lowest number first."""
-    shelves = [CheckpointDirectory(folder) for folder in folders]
-    numbers = {number for shelf in shelves for number in shelf.numbers()}
-    return [_cut(number, shelves) for number in sorted(numbers)]
+    directories = [CheckpointDirectory(folder) for folder in folders]
+    numbers = {number for directory in directories for number in directory.numbers()}
+    return [_cut(number, directories) for number in sorted(numbers)]
 
 
 def choose(
@@ -67,14 +67,14 @@ def matches(cut: LocatedCut, number: int | None, tag: str | None) -> bool:
     return tag is None or (cut.manifest is not None and cut.manifest.tag == tag)
 
 
-def _cut(number: int, shelves: Sequence[CheckpointDirectory]) -> LocatedCut:
+def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
     found: dict[Path, Manifest] = {}
     errors = []
-    for shelf in shelves:
-        path = shelf.cut_folder(number) / NAME
+    for directory in directories:
+        path = directory.cut_folder(number) / NAME
         if atomic_file.size_of(path) is not None:
             try:
-                found[path] = shelf.manifest(number)
+                found[path] = directory.manifest(number)
             except StorageError as error:
                 errors.append(str(error))
     if errors or not found:
@@ -84,13 +84,13 @@ def _cut(number: int, shelves: Sequence[CheckpointDirectory]) -> LocatedCut:
     for path, other in others:
         if other != manifest:
             return LocatedCut(number, None, (), f"{first} and {path} differ")
-    paths = tuple(_path_of(number, one.name, one.size, shelves) for one in manifest.images)
+    paths = tuple(_path_of(number, file.name, file.size, directories) for file in manifest.images)
     return LocatedCut(number, manifest, paths, _wrong(manifest, paths))
 
 
-def _path_of(number: int, name: str, size: int, shelves: Sequence[CheckpointDirectory]) -> Path:
-    """Return where an image lies, whole if it is whole anywhere."""
-    paths = [shelf.cut_folder(number) / name for shelf in shelves]
+def _path_of(number: int, name: str, size: int, directories: Sequence[CheckpointDirectory]) -> Path:
+    """Return where a snapshot lies, whole if it is whole anywhere."""
+    paths = [directory.cut_folder(number) / name for directory in directories]
     there = [path for path in paths if atomic_file.size_of(path) is not None]
     whole = [path for path in there if atomic_file.size_of(path) == size]
     return (*whole, *there, *paths)[0]

@@ -6,12 +6,12 @@
                      server-1-of-2.safetensors
                      manifest.json              written last: with it the cut is complete
 
-In a folder of one server's own, only that server's image lies beside the manifest. Servers that share
+In a folder of one server's own, only that server's snapshot lies beside the manifest. Servers that share
 a folder write to it at the same time and never wait for each other: every file comes from a name
 that its writer alone uses, and a file that another has removed already is removed.
 
 Kept are the two newest complete cuts and all that have a tag. A cut is removed manifest first, so
-that no moment shows a manifest without its images.
+that no moment shows a manifest without its snapshots.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvps.errors import StorageError
 log = logging.getLogger("kvps")
 
 KEPT = 2
-"""How many complete cuts without a tag are kept."""
+"""The number of complete cuts without a tag that are kept."""
 MANIFEST_MAX = 64 << 20
-"""Octets of the longest manifest that is read."""
+"""Bytes of the longest manifest that is read."""
 _FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
 _OURS = re.compile(r"manifest\.json|server-\d+-of-\d+\.safetensors|server-\d+\.[0-9a-f]+\.tmp")
 
@@ -48,39 +48,41 @@ class CheckpointDirectory:
 
     Args:
         folder: the directory; it is made when something is written.
-        server: whose view this is; None for a reader, who writes nothing. A server has one shelf,
+        server: whose view this is; None for a reader, who writes nothing. A server has one directory,
             and uses it from one thread at a time, but for reading.
-        rest: for how many seconds it rests for each second in which it writes.
+        throttle: seconds to sleep for each second of writing.
 
     Example::
 
-        shelf = Shelf("/ckpt", server=0)
-        written = shelf.write(12, image)
-        shelf.commit(manifest)  # once all servers have written
-        image = shelf.load(shelf.find(), server=0, servers=2)
+        directory = CheckpointDirectory("/ckpt", server=0)
+        written = directory.write(12, snapshot)
+        directory.commit(manifest)  # once all servers have written
+        snapshot = directory.load(directory.find(), server=0, servers=2)
     """
 
-    def __init__(self, folder: str | Path, server: int | None = None, rest: float = 0.0) -> None:
+    def __init__(
+        self, folder: str | Path, server: int | None = None, throttle: float = 0.0
+    ) -> None:
         self.folder = Path(folder)
         self.server = server
-        self._rest = rest
+        self._throttle = throttle
         self._under_way: set[Path] = set()
 
     # --- writing ----------------------------------------------------------------------------
 
-    def write(self, cut: int, image: Snapshot) -> Written:
-        """Write this server's image of a cut; return its size and SHA-256.
+    def write(self, cut: int, snapshot: Snapshot) -> Written:
+        """Write this server's snapshot of a cut; return its size and SHA-256.
 
         Raises:
             StorageError: if it cannot be written, with what it needed and what was free. Then nothing
                 half-written is left, and the cuts that are complete are as they were.
         """
-        stream = snapshot_writer.stream(image)
+        stream = snapshot_writer.stream(snapshot)
         folder = self.cut_folder(cut)
         try:
             atomic_file.make_folder(folder)
             self._remove_leftovers()
-            return self._put(folder / image_name(image.server, image.servers), stream.write)
+            return self._put(folder / image_name(snapshot.server, snapshot.servers), stream.write)
         except OSError as error:
             raise self._refusal(cut, stream.size, error) from error
 
@@ -92,13 +94,13 @@ class CheckpointDirectory:
         removed is logged, and no error.
 
         Raises:
-            StorageError: if the manifest cannot be written, or the image of it that should be here
+            StorageError: if the manifest cannot be written, or the snapshot of it that should be here
                 is not.
         """
         folder = self.cut_folder(manifest.cut)
         if self.server is not None and self.server not in self.here(manifest):
             raise StorageError(
-                f"checkpoint {manifest} not completed: the image of server {self.server} is not in "
+                f"checkpoint {manifest} not completed: the snapshot of server {self.server} is not in "
                 f"{folder}, or has another size than its manifest says"
             )
         octets = manifest.to_json().encode()
@@ -114,7 +116,7 @@ class CheckpointDirectory:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
     def drop(self, cut: int) -> None:
-        """Remove this server's image of a cut that was given up; a complete cut is left alone.
+        """Remove this server's snapshot of a cut that was given up; a complete cut is left alone.
 
         Raises:
             StorageError: if it cannot be removed.
@@ -134,11 +136,11 @@ class CheckpointDirectory:
 
     def _put(self, path: Path, fill: Callable[[Sink], None]) -> Written:
         if self.server is None:
-            raise ValueError("a shelf of no server is for reading")
+            raise ValueError("a directory of no server is for reading")
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")
         self._under_way.add(aside)
         try:
-            return atomic_file.put(path, aside, fill, self._rest)
+            return atomic_file.put(path, fill, aside, self._throttle)
         finally:
             self._under_way.discard(aside)
 
@@ -199,7 +201,7 @@ class CheckpointDirectory:
         return found
 
     def here(self, manifest: Manifest) -> frozenset[int]:
-        """Return the servers whose images of a cut lie in this folder with the right size."""
+        """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
         sizes = (
             (server, atomic_file.size_of(folder / one.name), one) for server, one in _each(manifest)
@@ -215,7 +217,7 @@ class CheckpointDirectory:
             job: of this job only.
             server, servers: only those of which everything is here that :meth:`load` would read for
                 that server. Without ``servers``, as many as wrote the cut, if it is one of these.
-                Without both, every image that lies here must have the right size, and there must be
+                Without both, every snapshot that lies here must have the right size, and there must be
                 one.
 
         Raises:
@@ -270,7 +272,7 @@ class CheckpointDirectory:
 
         Args:
             manifest: of the cut.
-            server, servers: whose image is wanted. If as many servers wrote the cut, only that one's
+            server, servers: whose snapshot is wanted. If as many servers wrote the cut, only that one's
                 file is read, else all of them.
 
         Raises:
@@ -320,7 +322,7 @@ class CheckpointDirectory:
 
 
 def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
-    """Return the servers whose images make up that of ``server`` of ``servers``."""
+    """Return the servers whose snapshots make up that of ``server`` of ``servers``."""
     if servers is not None and not 0 <= server < servers:
         raise ValueError(f"there is no server {server} of {servers}")
     return (server,) if servers == manifest.servers else range(manifest.servers)

@@ -1,7 +1,7 @@
 """The manifest: the file, written last, that makes the snapshots of a cut one checkpoint.
 
-A manifest names the image of every server with its size and SHA-256, and says of which job and
-moment they are. Without it the images beside it are none: a cut is complete only once it lies there.
+A manifest names the snapshot of every server with its size and SHA-256, and says of which job and
+moment they are. Without it the snapshots beside it are none: a cut is complete only once it lies there.
 Cuts are ordered by their number alone; a time of writing is for people.
 """
 
@@ -25,7 +25,7 @@ _ENTRIES = (
 
 
 def image_name(server: int, servers: int) -> str:
-    """Return the name of one server's image.
+    """Return the name of one server's snapshot.
 
     Example:
         >>> image_name(0, 2)
@@ -35,17 +35,17 @@ def image_name(server: int, servers: int) -> str:
 
 
 class ImageFile(NamedTuple):
-    """One image of a cut."""
+    """One snapshot of a cut."""
 
     name: str
     size: int
-    """Octets."""
+    """Bytes."""
     sha256: str
     """In hexadecimal digits."""
 
 
 class StoreVersions(NamedTuple):
-    """How much of a store is in a cut, in keys and versions; for people."""
+    """The content of a store in a cut, in keys and versions; for people."""
 
     keys: int
     lowest: int
@@ -66,13 +66,13 @@ class Manifest:
     cut: int
     """Its number; each cut of a folder has a higher one than those before."""
     job: bytes
-    """16 octets."""
+    """16 bytes."""
     epoch: int
     workers: int
     version: str
-    """Of kvps."""
+    """The version of kvps."""
     images: tuple[ImageFile, ...]
-    """Of each server, in order."""
+    """The file of each server, in order."""
     stores: Mapping[str, StoreVersions] = field(default_factory=dict)
     tag: str = ""
     """A name that somebody gave it. One that has a name is kept."""
@@ -81,13 +81,13 @@ class Manifest:
 
     @property
     def servers(self) -> int:
-        """How many servers wrote it."""
+        """The number of servers that wrote it."""
         return len(self.images)
 
     @property
     def size(self) -> int:
-        """Octets of all images."""
-        return sum(image.size for image in self.images)
+        """Size of all snapshots in bytes."""
+        return sum(file.size for file in self.images)
 
     def __str__(self) -> str:
         return f"{self.cut} ({self.tag})" if self.tag else str(self.cut)
@@ -104,7 +104,7 @@ class Manifest:
             "workers": self.workers,
             "version": self.version,
             "written": self.written,
-            "images": [image._asdict() for image in self.images],
+            "images": [file._asdict() for file in self.images],
             "stores": {name: self.stores[name]._asdict() for name in sorted(self.stores)},
         }
         return json.dumps(row, indent=1, ensure_ascii=False) + "\n"
@@ -124,7 +124,7 @@ class Manifest:
         servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
         images = validation.array("images", row["images"])
         if not servers or len(images) != servers:
-            raise ValueError(f"it has {len(images)} images of {servers} servers")
+            raise ValueError(f"it has {len(images)} snapshots of {servers} servers")
         stores = validation.table("stores", row["stores"])
         return cls(
             cut=validation.natural("cut", row["cut"]),
@@ -133,11 +133,11 @@ class Manifest:
             workers=validation.natural("workers", row["workers"], validation.RANK_MAX),
             version=validation.text("version", row["version"]),
             images=tuple(
-                _image_file(image_name(server, servers), one) for server, one in enumerate(images)
+                _image_file(image_name(server, servers), row) for server, row in enumerate(images)
             ),
             stores={
-                validation.text("a store", name, least=1): _holding(one)
-                for name, one in stores.items()
+                validation.text("a store", name, least=1): _holding(store)
+                for name, store in stores.items()
             },
             tag=validation.text("tag", row["tag"]),
             written=validation.text("written", row["written"]),
@@ -145,9 +145,9 @@ class Manifest:
 
 
 def _image_file(name: str, given: object) -> ImageFile:
-    row = validation.record("an image", given, *ImageFile._fields)
+    row = validation.record("a snapshot", given, *ImageFile._fields)
     if row["name"] != name:  # never a path that leads elsewhere
-        raise validation.unlike(f"an image called {name!r}", row["name"])
+        raise validation.unlike(f"a snapshot called {name!r}", row["name"])
     sha256 = validation.octets("sha256", row["sha256"], 32).hex()
     return ImageFile(name, validation.natural("size", row["size"]), sha256)
 
@@ -165,16 +165,16 @@ def now_in_words() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def holdings(image: Snapshot) -> dict[str, StoreVersions]:
+def holdings(snapshot: Snapshot) -> dict[str, StoreVersions]:
     """Return what a manifest says of one server's stores; :func:`together` adds them up.
 
     A key counts where its first element lies, a table on server 0. A store without elements here is left
     out.
     """
     found = {}
-    for store in image.stores:
+    for store in snapshot.stores:
         firsts = [key.portions[0].start == 0 for key in store.keys if key.portions]
-        tables = 0 if image.server else len(store.tables)
+        tables = 0 if snapshot.server else len(store.tables)
         if firsts or store.tables:
             found[store.name] = StoreVersions(sum(firsts) + tables, *store.versions)
     return found

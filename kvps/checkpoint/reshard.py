@@ -1,6 +1,6 @@
 """Resharding: a cut laid out for another number of servers.
 
-The images of all servers are taken apart and put together again as
+The snapshots of all servers are taken apart and put together again as
 :func:`~kvps.core.placement.parts` says for the new number. Portions are cut where a boundary runs
 through them, and never joined: each piece is a view of the old tensor and keeps its history.
 """
@@ -31,31 +31,31 @@ _COUNTED = (
     *("hyper", "sent_hyper", "sent_lr"),
     *("optimize_calls", "rate_calls", "optimize_after", "rate_after"),
 )
-"""What every server knows alike of a store."""
+"""The fields of a store that are alike on every server."""
 
 
-def regroup(images: Sequence[Snapshot], server: int, servers: int) -> Snapshot:
-    """Return what server ``server`` of ``servers`` holds of the values in ``images``.
+def regroup(snapshots: Sequence[Snapshot], server: int, servers: int) -> Snapshot:
+    """Return what server ``server`` of ``servers`` holds of the values in ``snapshots``.
 
     Args:
-        images: of all servers of one cut, in any order.
-        server, servers: whose image is wanted.
+        snapshots: of all servers of one cut, in any order.
+        server, servers: whose snapshot is wanted.
 
     Raises:
-        StorageError: if an image is missing, they disagree about a store, or the elements of a key
+        StorageError: if a snapshot is missing, they disagree about a store, or the elements of a key
             are not all there or are there twice.
 
     Example::
 
         regroup([image_0_of_2, image_1_of_2], server=0, servers=1)  # all of it
     """
-    stores = gathered(images)
-    if servers == len(images):
-        return next(image for image in images if image.server == server)
+    stores = gathered(snapshots)
+    if servers == len(snapshots):
+        return next(snapshot for snapshot in snapshots if snapshot.server == server)
     return Snapshot(server, servers, tuple(_share(store, server, servers) for store in stores))
 
 
-def merged(images: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
+def merged(snapshots: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
     """Return the weights of one store, whole and in their shapes.
 
     A key that lies in one piece is not copied.
@@ -63,7 +63,7 @@ def merged(images: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
     Raises:
         StorageError: as :func:`regroup`, or if there is no such store.
     """
-    stores = gathered(images)
+    stores = gathered(snapshots)
     for one in stores:
         if one.name == store:
             return {key.name: _whole(key) for key in one.keys}
@@ -71,37 +71,39 @@ def merged(images: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
     raise StorageError(f"there is no store {store!r} in this checkpoint; there is {names}")
 
 
-def gathered(images: Sequence[Snapshot]) -> tuple[StoreSnapshot, ...]:
+def gathered(snapshots: Sequence[Snapshot]) -> tuple[StoreSnapshot, ...]:
     """Return the stores of a cut, each with all elements of all its keys.
 
     Raises:
         StorageError: as :func:`regroup`.
     """
-    in_order = sorted(images, key=attrgetter("server"))
-    expected = [(server, len(images)) for server in range(len(images))]
-    if not images or [(image.server, image.servers) for image in in_order] != expected:
-        found = ", ".join(f"{image.server} of {image.servers}" for image in in_order) or "none"
-        raise StorageError(f"one image of each server is needed; these are of servers {found}")
+    in_order = sorted(snapshots, key=attrgetter("server"))
+    expected = [(server, len(snapshots)) for server in range(len(snapshots))]
+    if not snapshots or [(snapshot.server, snapshot.servers) for snapshot in in_order] != expected:
+        found = (
+            ", ".join(f"{snapshot.server} of {snapshot.servers}" for snapshot in in_order) or "none"
+        )
+        raise StorageError(f"one snapshot of each server is needed; these are of servers {found}")
     by_name: dict[str, list[tuple[int, StoreSnapshot]]] = {}
-    for image in in_order:
-        for store in image.stores:
-            by_name.setdefault(store.name, []).append((image.server, store))
+    for snapshot in in_order:
+        for store in snapshot.stores:
+            by_name.setdefault(store.name, []).append((snapshot.server, store))
     return tuple(_gathered_store(some) for some in by_name.values())
 
 
-def demand_own(image: Snapshot) -> None:
-    """Check that ``image`` holds of each of its keys what belongs on its server, no more, no less.
+def demand_own(snapshot: Snapshot) -> None:
+    """Check that ``snapshot`` holds of each of its keys what belongs on its server, no more, no less.
 
     Raises:
         StorageError: naming the key and its elements.
     """
-    for store in image.stores:
+    for store in snapshot.stores:
         for key in store.keys:
-            part = _part(store, key, image.server, image.servers)
+            part = _part(store, key, snapshot.server, snapshot.servers)
             if part is None:
                 raise StorageError(
                     f"key {key.name!r} of store {store.name!r} does not belong on server "
-                    f"{image.server} of {image.servers}"
+                    f"{snapshot.server} of {snapshot.servers}"
                 )
             _demand_all(store, key, part.start, part.start + part.size)
 
@@ -116,7 +118,7 @@ def _gathered_store(some: Sequence[tuple[int, StoreSnapshot]]) -> StoreSnapshot:
             if here != there:
                 raise StorageError(
                     f"store {first.name!r}: {name} is {here} on server {first_server} and {there} "
-                    f"on server {server}; these images are not of one cut"
+                    f"on server {server}; these snapshots are not of one cut"
                 )
         for key in store.keys:
             known = keys.get(key.name)
@@ -147,7 +149,7 @@ def _gathered_tables(some: Sequence[StoreSnapshot]) -> tuple[TableSnapshot, ...]
             if difference := known.recipe.difference(table.recipe):
                 raise StorageError(
                     f"table {table.key!r} of store {store.name!r} has another {difference} on another "
-                    "server; these images are not of one cut"
+                    "server; these snapshots are not of one cut"
                 )
             history = _later(known.history, table.history)
             tables[table.key] = replace(known, history=history, parts=known.parts + table.parts)

@@ -1,6 +1,6 @@
-"""A safetensors file as a stream: out of the tensors' own memory, without a copy of the model.
+"""Safetensors files written as streams, from the tensors' own memory, without a copy of the model.
 
-The format: 8 octets with the length of the header, little-endian; the header, JSON; the tensors,
+The format: 8 bytes with the length of the header, little-endian; the header, JSON; the tensors,
 without gaps. A tensor of the file, a :class:`Column`, may be put together from many in memory.
 Those of wide elements come first, so that each begins at a multiple of its element size.
 """
@@ -8,7 +8,8 @@ Those of wide elements come first, so that each begins at a multiple of its elem
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +20,9 @@ from kvps.errors import StorageError
 from kvps.tensors import to_frame
 
 HEADER_MAX = 100_000_000
-"""Octets of the longest header that safetensors reads."""
+"""Size in bytes of the longest header that safetensors reads."""
 JOIN_BYTES = 1 << 20
-"""Tensors below this are put side by side before they are written: a call for each would be slow."""
+"""Smaller tensors are put side by side before they are written: a call for each would be slow."""
 
 TITLES = {
     "float32": "F32",
@@ -34,7 +35,7 @@ TITLES = {
     "int64": "I64",
     "uint8": "U8",
 }
-"""What safetensors calls the element types of :data:`kvps.dtypes.DTYPES`."""
+"""Element type, as in :data:`kvps.dtypes.DTYPES` -> its name in safetensors."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Stream:
     head: bytes
     columns: tuple[Column, ...]
     size: int
-    """Octets of the whole file."""
+    """Size of the whole file in bytes."""
 
     def write(self, sink: Sink) -> None:
         """Write the file.
@@ -79,27 +80,48 @@ def stream_of(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> Str
     Raises:
         StorageError: if there are so many that no reader would take the header.
     """
-    wide_first = sorted(columns.items(), key=lambda one: -BY_NAME[one[1].dtype].itemsize)
+    wide_first = dict(sorted(columns.items(), key=lambda entry: -BY_NAME[entry[1].dtype].itemsize))
+    head, size = header_of(
+        (
+            (name, column.dtype, (column.count,) if column.shape is None else column.shape)
+            for name, column in wide_first.items()
+        ),
+        metadata,
+    )
+    return Stream(head, tuple(wide_first.values()), len(head) + size)
+
+
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], room: int = 0
+) -> tuple[bytes, int]:
+    """Return the beginning of a file, and how many bytes of tensors follow it.
+
+    Args:
+        tensors: name, element type and shape of each, in the order in which they lie in the file.
+        metadata: texts about the file.
+        room: pad it to so many bytes; 0 for as few as possible.
+
+    Raises:
+        StorageError: if there are so many that no reader would take the header.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, column in wide_first:
-        count = column.count
-        end = offset + count * BY_NAME[column.dtype].itemsize
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * BY_NAME[dtype].itemsize
         header[name] = {
-            "dtype": TITLES[column.dtype],
-            "shape": [count] if column.shape is None else list(column.shape),
+            "dtype": TITLES[dtype],
+            "shape": list(shape),
             "data_offsets": [offset, end],
         }
         offset = end
     octets = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    octets += b" " * (-len(octets) % 8)  # so that the tensors begin aligned
+    octets += b" " * max(-len(octets) % 8, room - 8 - len(octets))  # so that tensors begin aligned
     if len(octets) > HEADER_MAX:
         raise StorageError(
             f"the header would have {len(octets)} octets, and safetensors reads {HEADER_MAX}: "
             "there are too many keys, or their names are too long; use more servers"
         )
-    head = len(octets).to_bytes(8, "little") + octets
-    return Stream(head, tuple(column for _, column in wide_first), len(head) + offset)
+    return len(octets).to_bytes(8, "little") + octets, offset
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

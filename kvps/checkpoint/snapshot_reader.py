@@ -40,7 +40,7 @@ Form = tuple[tuple[str, str], ...]
 
 
 class _Found(NamedTuple):
-    """What is read of one portion, before it has its tensors."""
+    """One portion as read from JSON, before it has its tensors."""
 
     start: int
     size: int
@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """What is read of one key."""
+    """One key as read from JSON."""
 
     name: str
     spec: Spec
@@ -58,7 +58,7 @@ class _Counted(NamedTuple):
 
 
 def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
-    """Return the image that JSON and the tensors of a file describe.
+    """Return the snapshot that JSON and the tensors of a file describe.
 
     Raises:
         ValueError: if they describe none.
@@ -67,7 +67,7 @@ def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
     if type(given) is dict and given.get("format") != FORMAT:
         found = reprlib.repr(given.get("format"))
         raise ValueError(f"it has format {found}, and this version of kvps reads {FORMAT}")
-    row = validation.record("the image", given, "format", "server", "servers", "stores")
+    row = validation.record("the snapshot", given, "format", "server", "servers", "stores")
     servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
     server = validation.natural("server", row["server"], validation.RANK_MAX)
     if server >= servers:
@@ -223,12 +223,12 @@ def _with_tensors(
         portions = tuple(
             [
                 SnapshotPart(
-                    one.start,
-                    one.history,
+                    part.start,
+                    part.history,
                     next(weights_left),
-                    {state[0]: next(parts[names[state]]) for state in one.form},
+                    {state[0]: next(parts[names[state]]) for state in part.form},
                 )
-                for one in key.portions
+                for part in key.portions
             ]
         )
         made.append(KeySnapshot(key.name, key.spec, key.call, portions))

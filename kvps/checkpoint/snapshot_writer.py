@@ -43,7 +43,7 @@ from kvps.errors import KvpsError, StorageError
 from kvps.tensors import NAMES
 
 ENTRY = "kvps.image"
-"""Where in the file's metadata the JSON is."""
+"""The entry of the file's metadata with the JSON."""
 
 
 @contextmanager
@@ -58,23 +58,28 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-# --- an image as a file -----------------------------------------------------------------------
+# --- a snapshot as a file -----------------------------------------------------------------------
 
 
-def stream(image: Snapshot) -> Stream:
-    """Return the file that holds ``image``, ready to be written.
+def stream(snapshot: Snapshot) -> Stream:
+    """Return the file that holds ``snapshot``, ready to be written.
 
     Raises:
-        StorageError: if the image contradicts itself, or is too much for one file.
+        StorageError: if the snapshot contradicts itself, or is too much for one file.
     """
     columns: dict[str, Column] = {}
     with _collector_paused():
-        stores = [_store_row(index, store, columns) for index, store in enumerate(image.stores)]
-    row = {"format": FORMAT, "server": image.server, "servers": image.servers, "stores": stores}
+        stores = [_store_row(index, store, columns) for index, store in enumerate(snapshot.stores)]
+    row = {
+        "format": FORMAT,
+        "server": snapshot.server,
+        "servers": snapshot.servers,
+        "stores": stores,
+    }
     try:
         text = json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     except ValueError as error:  # NaN
-        raise StorageError(f"the image of server {image.server}: {error}") from error
+        raise StorageError(f"the snapshot of server {snapshot.server}: {error}") from error
     return stream_of(columns, {ENTRY: text})
 
 
@@ -107,7 +112,7 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
         "rate_calls": store.rate_calls,
         "optimize_after": store.optimize_after,
         "rate_after": store.rate_after,
-        "joins": [store.joins.over, *(sorted(one.items()) for one in store.joins[1:])],
+        "joins": [store.joins.over, *(sorted(join.items()) for join in store.joins[1:])],
         "histories": histories.rows,
         "forms": list(forms),
         "keys": keys,
@@ -174,25 +179,25 @@ class _Histories:
         return number
 
 
-# --- a file as an image -----------------------------------------------------------------------
+# --- a file as a snapshot -----------------------------------------------------------------------
 
 
 def read(path: Path) -> Snapshot:
-    """Return the image in a file.
+    """Return the snapshot in a file.
 
     Its tensors are the file's own pages, read when they are first touched; writing to them does not
     change the file. Portions with equal histories share one: copy its maps before you change them.
 
     Raises:
-        StorageError: if it cannot be read or is no image, naming the file and what is wrong.
+        StorageError: if it cannot be read or is no snapshot, naming the file and what is wrong.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if ENTRY not in metadata:
-            raise ValueError(f"its metadata has no {ENTRY!r}: it is no image of a kvps server")
+            raise ValueError(f"its metadata has no {ENTRY!r}: it is no snapshot of a kvps server")
         with _collector_paused():
             return image_of(validation.parsed(metadata[ENTRY]), tensors)
     except (OSError, SafetensorError, ValueError, RuntimeError, KvpsError) as error:
-        raise StorageError(f"cannot read the image {path}: {error}") from error
+        raise StorageError(f"cannot read the snapshot {path}: {error}") from error

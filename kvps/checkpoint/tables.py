@@ -41,7 +41,7 @@ def row_of(name: str, table: TableSnapshot, columns: dict[str, Column]) -> dict[
     columns[f"{name}/stamps/int64"] = Column("int64", [part.stamps])
     for title, rows in part.columns.items():
         dtype = NAMES[rows[0].dtype] if rows else "uint8"
-        flat = [one.reshape(-1) for one in rows]
+        flat = [row.reshape(-1) for row in rows]
         if rows:
             columns[f"{name}/{_column(title)}/{dtype}"] = Column(dtype, flat)
     if part.counts.numel():

@@ -14,7 +14,7 @@ from kvps.errors import StorageError
 
 
 def load_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
-    """Return the image of one server from its file, verified.
+    """Return the snapshot of one server from its file, verified.
 
     Raises:
         StorageError: if it is missing, damaged, or of something else.
@@ -25,26 +25,26 @@ def load_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
 
 
 def read_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
-    """Return the image of one server from its file, whose SHA-256 was compared before.
+    """Return the snapshot of one server from its file, whose SHA-256 was compared before.
 
     Raises:
-        StorageError: if it is no image, or of something else.
+        StorageError: if it is no snapshot, or of something else.
     """
-    image = snapshot_writer.read(path)
-    if (image.server, image.servers) != (server, manifest.servers):
+    snapshot = snapshot_writer.read(path)
+    if (snapshot.server, snapshot.servers) != (server, manifest.servers):
         raise StorageError(
-            f"{path} is the image of server {image.server} of {image.servers}, and should be that "
+            f"{path} is the snapshot of server {snapshot.server} of {snapshot.servers}, and should be that "
             f"of {server} of {manifest.servers}"
         )
     try:
-        demand_own(image)
+        demand_own(snapshot)
     except StorageError as error:
         raise StorageError(f"{path}: {error}") from error
-    return image
+    return snapshot
 
 
 def verified(path: Path, expected: ImageFile) -> Iterator[int]:
-    """Read a file and compare it with its manifest; yield how many octets each step read.
+    """Read a file and compare it with its manifest; yield how many bytes each step read.
 
     Raises:
         StorageError: if it cannot be read, or is not what was written.

@@ -10,10 +10,10 @@ from kvps import config
 from kvps.cli import flags
 from kvps.core.agents.status_client import StatusClient
 from kvps.core.effects import Exit
-from kvps.core.liveness import ranks_in_words
 from kvps.errors import KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, drive
 from kvps.net.zeromq import ZmqTransport
+from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import OldRound, Seen, Sight
 

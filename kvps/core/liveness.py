@@ -6,7 +6,6 @@ script. What does is when the script last called; or, if it waits in a call, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 SILENT_AFTER_S = 3.0
@@ -17,17 +16,6 @@ QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 HANGS_AFTER_S = 10.0
 """One who lives, and did nothing for so long while others wait for it, may hang."""
-NAMED_MAX = 20
-"""Ranks that one text names."""
-
-
-def ranks_in_words(ranks: Iterable[int], describe: Callable[[int], str] = lambda rank: "") -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``, each with what ``describe`` says of it; not too many."""
-    listed = list(ranks)
-    told = [(rank, describe(rank)) for rank in listed[:NAMED_MAX]]
-    named = ", ".join(f"{rank} ({words})" if words else f"{rank}" for rank, words in told)
-    more = len(listed) - NAMED_MAX
-    return f"rank{'s' * (len(listed) != 1)} {named}" + (f" and {more} more" if more > 0 else "")
 
 
 def quiet_in_words(quiet_s: float, what: str) -> str:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvps.phrases import some_of
+
 ACTIONS = ("apply", "skip", "error")
 """What becomes of an update whose gradient is not finite."""
 RANKS_MAX = 20
@@ -56,6 +58,5 @@ def _source(ranks: Sequence[int]) -> str:
         return "every push is finite, their sum is not"
     if len(ranks) == 1:
         return f"from rank {ranks[0]}"
-    named, more = ", ".join(map(str, ranks[:RANKS_MAX])), len(ranks) - RANKS_MAX
-    others = f" and {more} more" if more > 0 else ""
-    return f"from ranks among {named}{others}, or from their sum"
+    named = some_of([str(rank) for rank in ranks], RANKS_MAX)
+    return f"from ranks among {named}, or from their sum"

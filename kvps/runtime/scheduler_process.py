@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvps import config
+from kvps.checkpoint import atomic_file
 from kvps.core.effects import Exit
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.scheduler import Scheduler
@@ -92,10 +93,9 @@ class StateFile(NullListener):
         """
         aside = self._path.with_suffix(".tmp")
         try:
-            self._write(aside, state)
+            aside.unlink(missing_ok=True)  # left by a scheduler that was killed as it wrote
+            atomic_file.put(self._path, lambda sink: sink.write(state), aside)
         except OSError as error:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
             self._tell(f"{error.strerror or error}")
         else:
             self._tell("")
@@ -113,18 +113,6 @@ class StateFile(NullListener):
         elif self._failure and not failure:
             log.warning("the scheduler's state is saved again (%s)", self._path)
         self._failure = failure
-
-    def _write(self, aside: Path, state: bytes) -> None:
-        with open(aside, "wb") as file:
-            file.write(state)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self._path)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def remove(self) -> None:
         """The job is over: a restart begins another."""

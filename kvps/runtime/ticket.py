@@ -94,6 +94,13 @@ class Ticket:
         return self.value
 
 
+def finished(value: object = None) -> Ticket:
+    """Return the ticket of a call that is over, and returned ``value``."""
+    ticket = Ticket()
+    ticket.end(value, None)
+    return ticket
+
+
 class Handle:
     """The user's end of a call made with ``async_op=True``.
 

@@ -18,8 +18,10 @@ from operator import attrgetter
 import torch
 
 from kvps.core.placement import EMBEDDING
+from kvps.core.worker.plan import Numbers, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.phrases import never_initialised
 from kvps.protocol.envelope import KEY_MAX
 from kvps.runtime.cuda_staging import bring_back
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
@@ -31,7 +33,7 @@ _KEYS = frozenset({str, int})
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the values of a list of keys must look like."""
+    """The types, shapes and sizes that the values of a list of keys must have."""
 
     dtypes: list[torch.dtype]
     dims: list[int]
@@ -42,15 +44,14 @@ class Form:
     @staticmethod
     def of(names: tuple[str, ...], specs: Mapping[str, Spec]) -> Form | None:
         """Return the form of ``names``; None if one of them is not known."""
-        found = [specs.get(name) for name in names]
-        known = [spec for spec in found if spec is not None]
-        if len(known) < len(found):
+        known = [specs[name] for name in names if name in specs]
+        if len(known) < len(names):
             return None
         return Form(
-            [TORCH[one.dtype] for one in known],
-            [len(one.shape) for one in known],
-            [one.count for one in known],
-            [(index, one.shape) for index, one in enumerate(known) if len(one.shape) > 1],
+            [TORCH[spec.dtype] for spec in known],
+            [len(spec.shape) for spec in known],
+            [spec.count for spec in known],
+            [(index, spec.shape) for index, spec in enumerate(known) if len(spec.shape) > 1],
         )
 
     def fits(self, values: object) -> bool:
@@ -64,7 +65,7 @@ class Form:
                 list(map(torch.Tensor.dim, values)) == self.dims
                 and list(map(torch.Tensor.numel, values)) == self.counts
                 and all(values[index].shape == shape for index, shape in self.shapes)
-                and [one.dtype for one in values] == self.dtypes
+                and [value.dtype for value in values] == self.dtypes
                 and all(map(attrgetter("is_cpu"), values))
                 and _STRIDED.issuperset(map(attrgetter("layout"), values))
                 and all(map(torch.Tensor.is_contiguous, values))
@@ -125,7 +126,7 @@ def tag_of(tag: object) -> str:
     return tag
 
 
-def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list[Array]]:
+def values_of(names: tuple[str, ...], is_many: bool, value: object) -> list[list[Array]]:
     """Return for each key its values, one per device.
 
     Raises:
@@ -133,16 +134,16 @@ def values_of(names: tuple[str, ...], is_many: bool, given: object) -> list[list
     """
     per_key: Sequence[object]
     if not is_many:
-        per_key = (given,)
-    elif isinstance(given, list | tuple):
-        per_key = given
+        per_key = (value,)
+    elif isinstance(value, list | tuple):
+        per_key = value
     else:
-        raise ConfigError(f"{len(names)} keys need a list of values, got {type(given).__name__}")
+        raise ConfigError(f"{len(names)} keys need a list of values, got {type(value).__name__}")
     if len(per_key) != len(names):
         raise ConfigError(f"{len(names)} keys need as many values, got {len(per_key)}")
     values: list[list[Array]] = []
-    for name, one in zip(names, per_key, strict=True):
-        devices = list(one) if isinstance(one, list | tuple) else [one]
+    for name, of_key in zip(names, per_key, strict=True):
+        devices = list(of_key) if isinstance(of_key, list | tuple) else [of_key]
         if not devices:
             raise ConfigError(f"key {name!r}: the list of values is empty")
         values.append(devices)
@@ -161,13 +162,11 @@ def check_values(
     for name, devices in zip(names, values, strict=True):
         spec = specs.get(name)
         if spec is None:
-            raise KeyNotFound(
-                f"key {name!r} was never initialised; call init({name!r}, value) on every worker"
-            )
+            raise KeyNotFound(never_initialised(name))
         for value in devices:
-            given = spec_of(value)
-            if given != spec:
-                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {given}")
+            other = spec_of(value)
+            if other != spec:
+                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {other}")
 
 
 def reduce(devices: list[Array], on_device: bool) -> torch.Tensor:
@@ -193,7 +192,7 @@ def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, .
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Where pulled values go: rows to be written, and then to the user's tensors."""
+    """The destination of pulled values: rows to be written, and then the user's tensors."""
 
     rows: tuple[torch.Tensor, ...]
     deliver: Callable[[], object]
@@ -213,7 +212,7 @@ def sinks_for(
         for name in names:
             spec = specs.get(name)
             if spec is None:
-                raise KeyNotFound(f"key {name!r} was never initialised; call init() first")
+                raise KeyNotFound(never_initialised(name))
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
         return Sinks(tuple(new), lambda: result)
@@ -243,7 +242,8 @@ def targets_for(
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
     return [
-        [target_of(name, one) for one in devices] for name, devices in zip(names, outs, strict=True)
+        [target_of(name, value) for value in devices]
+        for name, devices in zip(names, outs, strict=True)
     ]
 
 
@@ -278,3 +278,42 @@ def _blank_for(target: torch.Tensor) -> torch.Tensor:
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool = False) -> torch.Tensor:
     with torch.inference_mode(False):  # else only a thread in that mode may write to it
         return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+
+
+def seconds(name: str, value: object) -> float:
+    """Return a time limit.
+
+    Raises:
+        ConfigError: unless it is a number over 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError(f"{name}={value!r}: use a number of seconds over 0")
+    return float(value)
+
+
+def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
+    """Return the priority of each key, or one number where they are alike.
+
+    Raises:
+        ConfigError: unless it is a whole number, or one for each key.
+    """
+    if type(priority) is int:
+        return priority
+    if isinstance(priority, list | tuple) and all(type(number) is int for number in priority):
+        if len(priority) == len(names):
+            return alike(priority)
+        raise ConfigError(f"{len(names)} keys need as many priorities, got {len(priority)}")
+    raise ConfigError(f"priority={priority!r:.40}: use a whole number, or one for each key")
+
+
+def version_of(min_version: int | None) -> int:
+    """Return the version that a pull waits for, 0 for any.
+
+    Raises:
+        ConfigError: unless it is a whole number from 0 on.
+    """
+    if min_version is None:
+        return 0
+    if type(min_version) is not int or min_version < 0:
+        raise ConfigError(f"min_version={min_version!r}: use a whole number from 0 on")
+    return min_version

@@ -21,7 +21,7 @@ S = TypeVar("S", bound="type[KVStoreBase]")
 
 
 class KVStoreBase:
-    """What every store has; the plug-in contract."""
+    """The plug-in contract: the methods that every store has."""
 
     OPTIMIZER: ClassVar[str] = "optimizer"
     """The capability of running the optimizer in the store."""
@@ -61,7 +61,7 @@ class KVStoreBase:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         raise NotImplementedError
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> object:

@@ -21,8 +21,8 @@ from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
 from kvps.store.allreduce.store import AllreduceStore
+from kvps.store.arguments import seconds
 from kvps.store.base import KVStoreBase
-from kvps.store.calling import seconds
 from kvps.store.kvstore import KVStore
 from kvps.store.local.store import LocalStore
 from kvps.store.names import Kind, kind_of
@@ -36,7 +36,7 @@ messages count for more."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
 RESERVED = "kvps."
-"""What the names of the front ends' own stores begin with."""
+"""The prefix of the names of the front ends' own stores."""
 
 
 def create(
@@ -233,7 +233,7 @@ def _chunk_bytes(session: WorkerSession) -> int:
     endpoints = [one.endpoint for one in members if one.endpoint]
     if len(machines) == 1 and 0 not in machines:
         return SHARED_CHUNK_BYTES
-    if all(config.is_loopback(one) for one in endpoints):
+    if all(config.is_loopback(endpoint) for endpoint in endpoints):
         return LOOPBACK_CHUNK_BYTES
     return NETWORK_CHUNK_BYTES
 

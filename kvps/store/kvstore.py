@@ -1,42 +1,82 @@
-"""The KVStore that users call: one face for every kind of store.
+"""The KVStore that users call: one class for every kind of store.
 
-The public methods turn arguments into names, rows and sinks (:mod:`kvps.store.calling`), and hand these to
-the few hooks that a kind of store implements (:mod:`kvps.store.contract`).
+Its methods check the user's arguments and turn them into the calls of :mod:`kvps.core.worker.calls`. A kind of
+store answers these, by :meth:`KVStore._start`: :class:`~kvps.store.local.store.LocalStore` within the process,
+:class:`~kvps.store.server_store.DistStore` by the worker core, and
+:class:`~kvps.store.allreduce.store.AllreduceStore` by collectives among the workers.
 """
 
 from __future__ import annotations
 
+import abc
 import builtins
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from kvps.compression.policy import rules_of
-from kvps.core.embedding.spec import recipe_of
+from kvps.compression.policy import OFF, rules_of
+from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
-from kvps.core.placement import EMBEDDING
-from kvps.errors import ConfigError, Mismatch
+from kvps.core.placement import EMBEDDING, Part
+from kvps.core.worker import calls
+from kvps.core.worker.calls import Fresh
+from kvps.core.worker.plan import Numbers, alike, of_key
+from kvps.errors import REFUSED, ConfigError, EpochChanged, KvpsError, Mismatch
 from kvps.protocol.envelope import KEY_MAX
-from kvps.runtime.ticket import Handle
+from kvps.runtime.ticket import Handle, Ticket
+from kvps.store import optimizer_state
 from kvps.store.arguments import (
+    check_values,
     names_of,
+    priority_of,
     rows_of,
+    seconds,
     sinks_for,
+    tag_of,
     values_of,
+    version_of,
 )
 from kvps.store.base import KVStoreBase
-from kvps.store.calling import Outcome, priority_of
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.store.row_methods import RowMethods
-from kvps.tensors import spec_of
+from kvps.store.known_keys import KnownKeys
+from kvps.store.names import Kind
+from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
+from kvps.store.rows import Rows, are_rows, picks_of, table_of
+from kvps.store.rows import rows_of as row_values
+from kvps.tensors import Array, spec_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
+LOAD = "kvps.load_optimizer_states"
+"""The barrier behind which all ranks have the states of a file."""
 
-class KVStore(RowMethods):
+
+class Straggler(NamedTuple):
+    """A rank that an open round waits for."""
+
+    rank: int
+    key: str
+    """One key of that round."""
+    round: int
+    age_s: float
+    """Seconds since the round was opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a pull: where values go, and the result of the call, made of the value of its ticket."""
+
+    sinks: calls.Sinks
+    result: Callable[[Any], Any]
+
+
+class KVStore(KVStoreBase, abc.ABC):
     """A store of named tensors that workers push gradients to and pull weights from.
 
     Use :meth:`create`; the classes of the stores are not for calling.
@@ -55,6 +95,41 @@ class KVStore(RowMethods):
     create: ClassVar[Callable[..., Any]]
     """Returns a store: :func:`kvps.create`. :mod:`kvps.store.create` puts it here, as it knows every kind
     of store, and each kind knows this class."""
+
+    knows_changes: ClassVar[bool] = False
+    """Whether the rows of a table that changed can be had without the others."""
+
+    def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
+        self._kind = kind
+        self._name = name
+        self._timeout_s = timeout_s
+        self._keys = KnownKeys()
+        self._specs = self._keys.specs
+        self._hyper: HyperParams | None = None
+        self._compression = OFF
+        self._tables: dict[str, EmbeddingTable] = {}
+        self._is_closed = False
+        self._later: list[KvpsError] = []
+        """Errors of pushes whose callers have gone on; the next call raises them."""
+
+    # --- what a kind of store does ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _start(self, call: calls.Call, limit_s: float) -> Ticket:
+        """Begin a call; its ticket ends within ``limit_s`` seconds."""
+
+    @abc.abstractmethod
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
+        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Flush, and let go of what the store has."""
+
+    @property
+    @abc.abstractmethod
+    def num_dead_nodes(self) -> int:
+        """The number of members that are lost."""
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -89,7 +164,7 @@ class KVStore(RowMethods):
 
     @property
     def chunk_bytes(self) -> int:
-        """How much travels at once; who sends about as much in a call keeps all links busy."""
+        """Size of a chunk in bytes; calls with about as much keep all links busy."""
         return 8 << 20
 
     @property
@@ -139,9 +214,9 @@ class KVStore(RowMethods):
         values = values_of(names, is_many, value)
         specs = [spec_of(devices[0]) for devices in values]
         rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
-        self._init(tuple(zip(names, specs, strict=True)), rows, self._limit(timeout))
-        self._specs.update(zip(names, specs, strict=True))
-        self._forms.clear()
+        keys = tuple(zip(names, specs, strict=True))
+        self._call(calls.Init(self._name, keys, rows), timeout)
+        self._keys.declare(keys)
 
     def push(
         self,
@@ -182,7 +257,7 @@ class KVStore(RowMethods):
             tensor([1., 2.])
         """
         self._begin()
-        names, is_many = self._names_of(key)
+        names, is_many = self._keys.names_of(key)
         tickets = self._pushes(names, is_many, value, priority, not async_op, timeout)
         if async_op:
             return Handle(tickets[-1], lambda: None, tickets[:-1])
@@ -226,14 +301,12 @@ class KVStore(RowMethods):
             WorkerLost: if a round waits for a worker that ended.
         """
         self._begin()
-        names, is_many = self._names_of(key)
+        names, is_many = self._keys.names_of(key)
         self._know(names, timeout)
         wanted = self._wanted(names, is_many, out, copy)
-        least = _version_of(min_version)
-        ticket = self._pull(
-            names, wanted.rows, priority_of(names, priority), least, self._limit(timeout)
-        )
-        return self._result(ticket, wanted, async_op)
+        urgency, least = priority_of(names, priority), version_of(min_version)
+        call = calls.PullValues(self._name, names, wanted.sinks, urgency, least)
+        return self._result(self._start(call, self._limit(timeout)), wanted, async_op)
 
     def pushpull(
         self,
@@ -251,20 +324,20 @@ class KVStore(RowMethods):
         If some of the values are rows it is a push and then a pull, of whole keys.
         """
         self._begin()
-        names, is_many = self._names_of(key)
+        names, is_many = self._keys.names_of(key)
         self._know(names, timeout)
-        if self._have_rows(names, is_many, value):
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        pushes: list[Ticket] = []
+        call: calls.Call
+        if self._keys.have_rows(names, is_many, value):
             wanted = self._wanted(names, is_many, out, copy)
             pushes = self._pushes(names, is_many, value, priority, False, timeout)
-            urgency = priority_of(names, priority)
-            ticket = self._pull(names, wanted.rows, urgency, 0, self._limit(timeout))
-            return self._result(ticket, wanted, async_op, pushes)
-        rows = self._rows(names, is_many, value, timeout)
-        wanted = self._wanted(names, is_many, out, copy)
-        ticket = self._push(
-            names, rows, wanted.rows, priority_of(names, priority), False, self._limit(timeout)
-        )
-        return self._result(ticket, wanted, async_op)
+            call = calls.PullValues(self._name, names, wanted.sinks, urgency, 0)
+        else:
+            rows = self._rows(names, is_many, value, timeout)
+            wanted = self._wanted(names, is_many, out, copy)
+            call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False)
+        return self._result(self._start(call, limit_s), wanted, async_op, pushes)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
         """Return a tensor like the key, contents undefined, that is pushed without a copy.
@@ -291,11 +364,11 @@ class KVStore(RowMethods):
             tensor([3., 3.])
         """
         self._begin()
-        names, is_many = self._names_of(key)
+        names, is_many = self._keys.names_of(key)
         self._know(names, timeout)
-        self._demand_known(names)
-        found = self._allocate(names, self._limit(timeout))
-        return found if is_many else found[0]
+        self._keys.demand(names)
+        tensors: Any = self._call(calls.Allocate(self._name, names), timeout)
+        return tensors if is_many else tensors[0]
 
     def broadcast(
         self,
@@ -313,13 +386,300 @@ class KVStore(RowMethods):
         self._begin()
         names, is_many = names_of(key)
         values = values_of(names, is_many, value)
-        specs = {name: spec_of(one[0]) for name, one in zip(names, values, strict=True)}
+        specs = {name: spec_of(devices[0]) for name, devices in zip(names, values, strict=True)}
         sinks = sinks_for(names, is_many, out, specs)
         rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
-        ticket = self._broadcast(tuple(specs.items()), rows, sinks.rows, self._limit(timeout))
-        self._specs.update(specs)
-        self._forms.clear()
+        call = calls.Broadcast(self._name, tuple(specs.items()), rows, sinks.rows)
+        ticket = self._start(call, self._limit(timeout))
+        self._keys.declare(specs.items())
         return self._result(ticket, Outcome(sinks.rows, lambda _: sinks.deliver()), async_op=False)
+
+    # --- rows --------------------------------------------------------------------------------------
+
+    def row_sparse_pull(
+        self,
+        key: object,
+        out: object = None,
+        row_ids: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return some rows of a key after this rank's own pushes; only they travel.
+
+        Each row is of one version, and all of a key's are of the same.
+
+        Args:
+            key: a str or int, or a list of them, each of two or more dimensions.
+            out: None returns a new tensor. One of the key's shape: those of its rows are written that
+                are pulled. One of the shape of the rows: they are written in the order of
+                ``row_ids``. Or a list of either, one per device; for a list of keys, a list of these.
+            row_ids: numbers of rows, a tensor, an array or a list, in any order and shape, repeats
+                allowed; for a list of keys, a list of these.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            The rows in the order of ``row_ids``, as a tensor of its shape with the further
+            dimensions of the key behind it; or ``out``.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for a number that is no row of the key, or an output that does not fit.
+            ConfigError: without ``row_ids``. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(4, 2))
+            >>> kv.push("table", ([2, 0, 2], torch.ones(3, 2)))
+            >>> kv.row_sparse_pull("table", row_ids=[2, 1])
+            tensor([[2., 2.],
+                    [0., 0.]])
+        """
+        self._begin()
+        names, is_many = self._keys.names_of(key)
+        self._know(names, timeout)
+        self._keys.demand(names)
+        picks = picks_of(names, is_many, self._specs, row_ids, out)
+        ids = tuple([pick.ids for pick in picks])
+        places = tuple([pick.places for pick in picks])
+        call = calls.PullKeyRows(self._name, names, ids, places, priority_of(names, priority))
+        ticket = self._start(call, self._limit(timeout))
+
+        def deliver(tables: Any) -> object:
+            results = [pick.deliver(rows) for pick, rows in zip(picks, tables, strict=True)]
+            return (out if out is not None else results) if is_many else results[0]
+
+        return self._result(ticket, Outcome(None, deliver), async_op)
+
+    def refresh(
+        self,
+        key: object,
+        out: object,
+        held: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Bring ``out`` up to date, after this rank's own pushes: a pull of what changed.
+
+        Where a table is pushed to by rows, those rows alone travel that were updated since the last
+        call, whoever pushed them. It is a pull of all of the key the first time; when ``out`` is
+        another tensor, or was written to in between; when the key was not changed by rows; when half of
+        the rows changed, or so much that the servers have forgotten it; and in ``local``, ``device`` and
+        ``allreduce`` stores. What ``out`` holds then is what :meth:`pull` would write.
+
+        (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, go unseen: they stay
+        where nothing new comes.)
+
+        Args:
+            key: a str or int, or a list of them.
+            out: a tensor of the key's shape or a list of them, one per device; for a list of keys, a list
+                of these.
+            held: what the last call for this key and ``out`` returned; for a list of keys, a list.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` writes to ``out`` and returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            What ``out`` holds, for the next call; for a list of keys, a list.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for an output that does not fit. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(4, 2))
+            >>> kv.set_optimizer("sgd", lr=0.5)
+            >>> table = torch.empty(4, 2)
+            >>> held = kv.refresh("table", table)
+            >>> kv.push("table", ([1], torch.ones(1, 2)))
+            >>> held = kv.refresh("table", table, held)
+            >>> table[:2]
+            tensor([[ 0.0000,  0.0000],
+                    [-0.5000, -0.5000]])
+        """
+        self._begin()
+        names, is_many = self._keys.names_of(key)
+        self._know(names, timeout)
+        self._keys.demand(names)
+        copies = Copies(names, is_many, out, held, self._specs, is_direct=not async_op)
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        ticket, fresh = self._refreshed(names, copies.sinks, copies.marks, urgency, limit_s)
+        wanted = Outcome(None, lambda value: copies.deliver(fresh(value)))
+        return self._result(ticket, wanted, async_op)
+
+    def pull_changed(
+        self,
+        key: object,
+        held: object = None,
+        priority: int | Sequence[int] = 0,
+        async_op: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return those rows of a key that changed since the last call, after this rank's own pushes.
+
+        It is :meth:`refresh` for a caller that keeps no copy, or keeps it in another form than a tensor. All rows come where it is not known
+        what changed, as there. Without an optimizer a row changed whenever the sum of a round named it, or
+        that of the round before, since it is 0 again.
+
+        Args:
+            key: a str or int, or a list of them, each of two or more dimensions.
+            held: the ``held`` of what the last call returned; for a list of keys, a list.
+            priority: keys of a higher priority travel first; a list gives each key its own.
+            async_op: return a handle, whose ``wait()`` returns the result.
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            :class:`~kvps.store.row_copies.RowChanges`: ``row_ids``, ascending, ``rows`` and ``held``; for a
+            list of keys, a list.
+
+        Raises:
+            KeyNotFound: for a key that was never initialised.
+            Mismatch: for a key without rows. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> kv.init("table", torch.zeros(2, 1))
+            >>> row_ids, rows, held = kv.pull_changed("table")
+            >>> row_ids
+            tensor([0, 1])
+        """
+        self._begin()
+        names, is_many = self._keys.names_of(key)
+        self._know(names, timeout)
+        self._keys.demand(names)
+        marks = marks_of(names, is_many, held)
+        specs = [table_of(name, self._specs[name]) for name in names]
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        ticket, fresh = self._refreshed(names, (None,) * len(names), marks, urgency, limit_s)
+
+        def deliver(value: object) -> object:
+            changes = [changes_of(*pair) for pair in zip(specs, fresh(value), strict=True)]
+            return changes if is_many else changes[0]
+
+        return self._result(ticket, Outcome(None, deliver), async_op)
+
+    # --- versions and workers -------------------------------------------------------------------------
+
+    def version(self, key: object, *, timeout: float | None = None) -> Any:
+        """Return the closed rounds (sync) or applied pushes (async) of a key since init.
+
+        For a list of keys a list. Waits, as pull does, for this rank's own pushes.
+        """
+        self._begin()
+        names, is_many = names_of(key)
+        self._know(names, timeout)
+        self._keys.demand(names)
+        versions: Any = self._call(calls.Versions(self._name, names), timeout)
+        return versions if is_many else versions[0]
+
+    def resume(self, keys: object, *, timeout: float | None = None) -> int:
+        """Return the lowest push number that this rank owes on any part of ``keys``.
+
+        The next pushes of these keys are numbered from it: a replacement of a lost worker calls
+        this to learn where to go on. What its predecessor got in beyond that number is
+        acknowledged and not applied again. In a fresh job it is 0.
+
+        Call it behind init() and set_optimizer(), which every process makes at its beginning. Its
+        next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
+        too, if each step makes them alike, and sets the rate before it pushes. Barriers that the
+        predecessor has behind it, or should have, are passed at once.
+
+        Example:
+            >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        self._begin()
+        names, _ = names_of(keys)
+        owed = self._call(calls.ResumeKeys(self._name, names), timeout)
+        assert isinstance(owed, int)
+        return owed
+
+    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
+        """Flush, then wait until every worker stands here.
+
+        After it every worker's earlier pushes are visible. Calls without a name are numbered per
+        store; a replacement of a lost worker passes those that were released before.
+
+        Raises:
+            Timeout: if others are late; WorkerLost: if one ended.
+        """
+        self._begin()
+        self._call(calls.StandAtBarrier(self._name, name), timeout)
+        self._raise_later()
+
+    @property
+    def joins(self) -> int:
+        """The number of joins that are over; a replacement of a lost worker knows it after :meth:`resume`."""
+        return 0
+
+    def join(self, timeout: float | None = None) -> int:
+        """Say that this worker has run out of batches; return when every worker has.
+
+        Flushes first. From then on rounds of this store close without this worker, and nobody
+        waits for its clock. When the last worker has joined all calls return, and everybody takes
+        part again: the next push of a key is of the same round on every worker. While it waits,
+        this worker cannot push; other stores go on as they are.
+
+        Args:
+            timeout: seconds to wait, instead of the store's.
+
+        Returns:
+            The rank that joined last, the same on every worker: it has seen every round.
+
+        Raises:
+            Timeout: naming who has not joined; the call stands, and is made again to wait on.
+            WorkerLost: if one of those ended, and none replaces it.
+
+        Example:
+            >>> for x, y in batches:  # other workers may have more of them  # doctest: +SKIP
+            ...     train(x, y)
+            >>> last = kv.join()  # doctest: +SKIP
+            >>> kv.broadcast("w", w, out=w)  # doctest: +SKIP
+        """
+        self._begin()
+        last = self._call(calls.JoinStore(self._name), timeout)
+        assert isinstance(last, int)
+        self._raise_later()
+        return last
+
+    def placement(self) -> dict[str, tuple[Part, ...]]:
+        """Return which elements of each key lie on which server; nothing without servers.
+
+        Example:
+            >>> kv.placement()["bias"]  # doctest: +SKIP
+            (Part(server=1, start=0, size=10),)
+        """
+        return {}
+
+    def staleness(self) -> dict[str, int]:
+        """Return for each key by how many pushes this rank is ahead of the slowest live one."""
+        return dict.fromkeys(self._specs, 0)
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that open rounds wait for, one entry per rank, oldest round first."""
+        return []
+
+    def dropped_rounds(self) -> dict[str, int]:
+        """Return key -> the number of rounds that were dropped, as their sums were not finite.
+
+        Where each push is applied by itself they are pushes. Keys without any are left out. Needs
+        a store that was created with ``on_nonfinite="skip"`` or ``"error"``; see :func:`kvps.create`.
+
+        Example:
+            >>> kv.dropped_rounds()  # doctest: +SKIP
+            {'fc.weight': 2}
+        """
+        return {}
 
     # --- tables that grow ---------------------------------------------------------------------------
 
@@ -384,8 +744,8 @@ class KVStore(RowMethods):
                 f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
                 "same arguments, or the second table another name"
             )
-        found = self._embedding(name, recipe, self._limit(timeout))
-        return self._tables.setdefault(name, found)
+        table = self._embedding(name, recipe, self._limit(timeout))
+        return self._tables.setdefault(name, table)
 
     # --- the optimizer ----------------------------------------------------------------------------
 
@@ -419,11 +779,11 @@ class KVStore(RowMethods):
         self._begin()
         if isinstance(optimizer, torch.optim.Optimizer):
             described = describe(optimizer)
-            given: Mapping[str, object] = {**described.to_wire(), **hyper}
-            resolved = resolve(described.name, given)
+            numbers: Mapping[str, object] = {**described.to_wire(), **hyper}
+            resolved = resolve(described.name, numbers)
         else:
             resolved = resolve(optimizer, hyper)
-        self._set_optimizer(resolved, self._limit(timeout))
+        self._call(calls.SetOptimizer(self._name, resolved), timeout)
         self._hyper = resolved
 
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
@@ -436,25 +796,105 @@ class KVStore(RowMethods):
         """
         self._begin()
         changed = self._optimizer().with_lr(lr)
-        self._set_rate(changed, self._limit(timeout))
+        self._call(calls.SetRate(self._name, changed.number("lr")), timeout)
         self._hyper = changed
 
-    def _optimizer(self) -> HyperParams:
-        if self._hyper is None:
-            raise ConfigError(
-                f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
-            )
-        return self._hyper
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of every key to a safetensors file.
+
+        Raises:
+            ConfigError: without an optimizer. StorageError: if the file cannot be written.
+        """
+        optimizer_state.save(path, self._optimizer(), self.optimizer_states())
+
+    def optimizer_states(self) -> optimizer_state.States:
+        """Return the optimizer's state of every key that was updated, on the CPU.
+
+        Returns:
+            key -> (number of updates, name of the state -> flat tensor). Names are torch.optim's, where
+            torch has the optimizer.
+
+        Raises:
+            ConfigError: without an optimizer.
+        """
+        self._begin()
+        self._optimizer()
+        states: Any = self._call(calls.SaveState(self._name))
+        return {key: state for key, state in states.items() if state[0]}
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Put back what :meth:`save_optimizer_states` wrote; every rank calls, rank 0's counts.
+
+        Raises:
+            Mismatch: if it is the state of another optimizer, or of other keys.
+            StorageError: if the file cannot be read.
+        """
+        self._begin()
+        with self._all_fail(LOAD):
+            states = optimizer_state.load(path, self._optimizer(), self._specs)
+        self.set_optimizer_states(states)
+
+    def set_optimizer_states(self, states: optimizer_state.States) -> None:
+        """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
+        self._begin()
+        with self._all_fail(LOAD):
+            self._optimizer()
+            if self.rank == 0:
+                self._call(calls.LoadState(self._name, states))
+        self.barrier(LOAD)
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Have everything that the store (and every other of its job) holds written; return the checkpoint's number.
+
+        Every worker calls; all pushes of all workers are in it. One with a tag is kept until
+        somebody removes it, of the others the newest two. ``kvps checkpoint list`` shows them.
+
+        Args:
+            tag: a name to find it by.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: without a place for checkpoints (``kvps-server --checkpoint-dir``, or
+                ``KVPS_CHECKPOINT_DIR`` for a local store).
+            StorageError: if it could not be written; training can go on.
+        """
+        self._begin()
+        cut = self._call(calls.TakeCheckpoint(self._name, tag_of(tag)), timeout)
+        assert isinstance(cut, int)
+        return cut
+
+    def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
+        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
+
+        Every worker calls. Keys, versions, the optimizer and its state come back, and the next
+        pushes are numbered from there, also where the number of servers has changed. Keys that the
+        checkpoint does not have keep their values. Whoever sets the learning rate later calls
+        ``set_optimizer`` in this process, too, before or after; states are kept.
+
+        Args:
+            tag: restore the newest with this tag; None for the newest of all.
+            timeout: seconds to wait, instead of the store's.
+
+        Raises:
+            ConfigError: without a place for checkpoints. StorageError: if there is none, or it
+                cannot be read. Mismatch: if a key has another shape or type here.
+        """
+        self._begin()
+        cut = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
+        assert isinstance(cut, int)
+        return cut
 
     # --- compression ------------------------------------------------------------------------------
 
     def set_gradient_compression(self, compression_params: str | Mapping[str, Any]) -> None:
         """Push fewer bytes: gradients are compressed from the next push on.
 
-        What a push cannot say of a gradient is kept here, and added to the next one of that key, so
+        The residual of each push is kept here and added to the next push of that key (error feedback), so
         that nothing is lost but time. Only float32 keys of at least ``min_bytes`` are compressed. Each
-        rank says how its own pushes are written; with ``pull`` all should say the same, and values
-        come back as they are where they do not.
+        rank chooses how its own pushes are encoded; with ``pull`` all should choose the same, and values
+        come back uncompressed where they do not.
 
         Args:
             compression_params: a dict, or the ``type`` alone:
@@ -487,20 +927,21 @@ class KVStore(RowMethods):
         """
         self._begin()
         rules = rules_of(compression_params)
-        self._compress(rules)
+        self._call(calls.Compress(self._name, rules))
         self._compression = rules
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """Return what compression left out of this rank's pushes so far, by key.
+        """Return the residuals that compression has left of this rank's pushes, by key.
 
-        Who continues a training gives it to :meth:`load_compression_state`. Each tensor is float32, on
+        To continue a training, give them to :meth:`load_compression_state`. Each is a float32 tensor on
         the CPU, in the shape of its key. (In a local store with several values of a key, those of the
-        others than the first are called ``key@1`` and so on.)
+        second value on are called ``key@1`` and so on.)
         """
         self._begin()
+        residuals: Any = self._call(calls.SaveResiduals(self._name))
         return {
-            key: rest.view(self._specs[key].shape) if key in self._specs else rest
-            for key, rest in self._rests().items()
+            key: residual.view(self._specs[key].shape) if key in self._specs else residual
+            for key, residual in residuals.items()
         }
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -510,14 +951,15 @@ class KVStore(RowMethods):
             Mismatch: if a tensor does not have the shape of its key.
         """
         self._begin()
-        for key, rest in state.items():
+        for key, residual in state.items():
             spec = self._specs.get(key)
-            if spec is not None and tuple(rest.shape) != spec.shape:
+            if spec is not None and tuple(residual.shape) != spec.shape:
                 raise Mismatch(
                     f"key {key!r} is {spec}, and what compression left out of it is of shape "
-                    f"{tuple(rest.shape)}; give the state of this model"
+                    f"{tuple(residual.shape)}; give the state of this model"
                 )
-        self._set_rests({key: rest.float().reshape(-1) for key, rest in state.items()})
+        residuals = {key: residual.float().reshape(-1) for key, residual in state.items()}
+        self._call(calls.LoadResiduals(self._name, residuals))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -545,10 +987,150 @@ class KVStore(RowMethods):
     def __repr__(self) -> str:
         return f"<KVStore {self.type} {self._name!r} rank {self.rank} of {self.num_workers}>"
 
+    # --- the steps that calls have in common ----------------------------------------------------------
 
-def _version_of(given: int | None) -> int:
-    if given is None:
-        return 0
-    if type(given) is not int or given < 0:
-        raise ConfigError(f"min_version={given!r}: use a whole number from 0 on")
-    return given
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"store {self._name!r} is closed; create another one")
+        self._raise_later()
+
+    def _raise_later(self) -> None:
+        """Raise what an earlier push, whose caller had gone on, has failed with."""
+        while self._later:
+            error = self._later.pop(0)
+            if not isinstance(error, EpochChanged):
+                raise error
+            if not error.was_raised:  # several calls end with one
+                error.was_raised = True
+                raise error
+
+    def _limit(self, timeout: float | None) -> float:
+        return self._timeout_s if timeout is None else seconds("timeout", timeout)
+
+    def _call(self, call: calls.Call, timeout: float | None = None) -> object:
+        """Make a call and wait for its end; return what it finishes with."""
+        return self._start(call, self._limit(timeout)).wait()
+
+    @contextmanager
+    def _all_fail(self, barrier: str) -> Iterator[None]:
+        """If the block fails here, have it fail for all ranks, which meet at a barrier behind it."""
+        try:
+            yield
+        except REFUSED as error:
+            with suppress(KvpsError):  # the answer is this error, or another rank's
+                self._call(calls.StandAtBarrier(self._name, barrier, error))
+            raise
+
+    def _optimizer(self) -> HyperParams:
+        if self._hyper is None:
+            raise ConfigError(
+                f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
+            )
+        return self._hyper
+
+    def _know(self, names: tuple[str, ...], timeout: float | None) -> None:
+        """Learn of keys that another rank has initialised and this one has not declared."""
+        if unknown := self._keys.unknown(names):
+            specs: Any = self._call(calls.Lookup(self._name, unknown), timeout)
+            self._specs.update({name: spec for name, spec in specs.items() if spec is not None})
+
+    def _pushes(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        value: object,
+        priority: object,
+        eager: bool,
+        timeout: float | None,
+    ) -> list[Ticket]:
+        """Push dense values in one call, and rows, if there are any, in another."""
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        self._know(names, timeout)
+        if not self._keys.have_rows(names, is_many, value):
+            values = self._rows(names, is_many, value, timeout)
+            call = calls.PushValues(self._name, names, values, None, urgency, eager)
+            return [self._start(call, limit_s)]
+        given = value if is_many else [value]
+        assert isinstance(given, list | tuple)
+        if len(given) != len(names):
+            raise ConfigError(f"{len(names)} keys need as many values, got {len(given)}")
+        self._keys.demand(names)
+        sparse: dict[int, Rows] = {}
+        dense: list[int] = []
+        for index, (name, single) in enumerate(zip(names, given, strict=True)):
+            if are_rows(single, self._specs[name]):
+                sparse[index] = row_values(name, self._specs[name], single)
+            else:
+                dense.append(index)
+        tickets = []
+        if dense:
+            whole = tuple([names[index] for index in dense])
+            values = self._rows(whole, True, [given[index] for index in dense], timeout)
+            each = alike([of_key(urgency, index) for index in dense])
+            call = calls.PushValues(self._name, whole, values, None, each, eager)
+            tickets.append(self._start(call, limit_s))
+        tables = tuple([names[index] for index in sparse])
+        each = alike([of_key(urgency, index) for index in sparse])
+        parts = tuple([part for rows in sparse.values() for part in rows])
+        tickets.append(
+            self._start(calls.PushKeyRows(self._name, tables, parts, each, eager), limit_s)
+        )
+        return tickets
+
+    def _rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+    ) -> tuple[torch.Tensor, ...]:
+        self._know(names, timeout)
+        form = self._keys.form(names)
+        given = value if is_many else [value]
+        if form is not None and form.fits(given):
+            return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+        values = values_of(names, is_many, value)
+        check_values(names, values, self._specs, "push")
+        return self._rows_of(names, values, self._limit(timeout))
+
+    def _rows_of(
+        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key: the sum of its values, in this machine's memory."""
+        return rows_of(values, self._kind.on_device)
+
+    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
+        """Return what becomes of pulled values."""
+        if not copy:
+            if out is not None:
+                raise ConfigError(COPY_FALSE)
+            return Outcome(calls.Views.VIEWS, lambda views: views if is_many else views[0])
+        form = self._keys.form(names)
+        given = out if is_many else [out]
+        if form is not None and form.fits_as_sinks(given):
+            return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
+        sinks = sinks_for(names, is_many, out, self._specs)
+        return Outcome(sinks.rows, lambda _: sinks.deliver())
+
+    def _refreshed(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor | None, ...],
+        marks: Marks,
+        priority: Numbers,
+        limit_s: float,
+    ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
+        """Ask for what is new; return the ticket, and what makes :class:`Fresh` of its value.
+
+        In a store that knows of no changes that is all there is, in new tensors.
+        """
+        if self.knows_changes:
+            call = calls.Refresh(self._name, names, sinks, marks, priority)
+            return self._start(call, limit_s), lambda fresh: fresh
+        wanted = self._wanted(names, is_many=True, out=None, copy=True)
+        pull = calls.PullValues(self._name, names, wanted.sinks, priority, 0)
+        return self._start(pull, limit_s), lambda value: [
+            Fresh(None, whole=tensor) for tensor in wanted.result(value)
+        ]
+
+    def _result(
+        self, ticket: Ticket, wanted: Outcome, async_op: bool, before: Sequence[Ticket] = ()
+    ) -> Any:
+        handle = Handle(ticket, lambda: wanted.result(ticket.value), before)
+        return handle if async_op else handle.wait()

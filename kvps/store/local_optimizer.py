@@ -98,7 +98,7 @@ class ServerRules:
         ready = accumulator(rows)
         update_rows(
             table,
-            {name: one.view(table.shape) for name, one in self._states[key].items()},
+            {name: state.view(table.shape) for name, state in self._states[key].items()},
             ids,
             ready.clone() if ready is rows else ready,
             self._updater,

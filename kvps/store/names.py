@@ -14,7 +14,7 @@ from kvps.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a store behaves."""
+    """The behaviour of a kind of store."""
 
     type: str
     """The name that ``kv.type`` shows."""

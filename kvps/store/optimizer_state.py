@@ -1,13 +1,12 @@
 """Optimizer states on disk: one safetensors file, no code in it.
 
 Tensors are called ``key/state``; the step counts, the optimizer's name and its numbers are in the
-file's metadata. The file is written aside and renamed, so that a reader sees all of it or none.
+file's metadata. The file is replaced whole, so that a reader sees all of it or none.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvps.checkpoint.atomic_file import replacing
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
@@ -23,7 +23,7 @@ from kvps.errors import Mismatch, StorageError
 States = dict[str, tuple[int, dict[str, torch.Tensor]]]
 """key -> (step, state name -> flat tensor)."""
 RESERVED = "__metadata__"
-"""What no tensor of a safetensors file may be called; it is written, and nobody reads the file."""
+"""A name that no tensor of a safetensors file may have: such a file is written, and cannot be read."""
 
 
 def save(path: str, hyper: HyperParams, states: States) -> None:
@@ -52,14 +52,10 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
             f"cannot write {path}: a key is called {RESERVED!r}, and no safetensors file can be read "
             "that has a tensor of that name; call the key something else"
         )
-    aside = Path(
-        f"{path}.{secrets.token_hex(8)}.tmp"
-    )  # its own: several workers may write this file
     try:
-        save_file(tensors, aside, metadata)
-        aside.replace(path)
+        with replacing(Path(path)) as aside:  # several workers may write this file
+            save_file(tensors, aside, metadata)
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write optimizer states to {path}: {error}. An older file there is kept; "
             "free space or choose another path"

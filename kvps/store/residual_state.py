@@ -1,8 +1,8 @@
 """Compression settings of a front end, and its residuals in a saved training state.
 
-A store keeps for each worker what its pushes could not say so far: the *rests*. They are this worker's
-alone: another one's would be counted twice, and its own would be lost. So what is saved says whose it is,
-and whoever loads that of another rank begins with nothing owed.
+A store keeps the residuals of each worker's compressed pushes. They are this worker's alone: those of another
+would be counted twice, and its own would be lost. So a saved state names its rank, and a worker that loads
+the state of another rank begins without residuals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvps.store import optimizer_state
 from kvps.store.kvstore import KVStore
 
 State = dict[str, Any]
-"""``{"rank": whose, "rests": key -> tensor}``, or empty."""
+"""``{"rank": the worker's, "rests": key -> residual}``, or empty."""
 
 
 def compress(kv: Any, params: object, argument: str) -> None:
@@ -52,17 +52,17 @@ def compress(kv: Any, params: object, argument: str) -> None:
 
 
 def state_of(kv: Any) -> State:
-    """Return what compression left out of this worker's pushes; empty if that is nothing.
+    """Return the residuals of this worker's pushes; empty if there are none.
 
     A plug-in keeps its own. A store that is closed has none any more, and an optimizer that runs here can
     be saved all the same.
     """
-    rests = kv.compression_state() if isinstance(kv, KVStore) and not kv.is_over else {}
-    return {"rank": kv.rank, "rests": rests} if rests else {}
+    residuals = kv.compression_state() if isinstance(kv, KVStore) and not kv.is_over else {}
+    return {"rank": kv.rank, "rests": residuals} if residuals else {}
 
 
 def put(kv: Any, state: Mapping[str, Any]) -> None:
-    """Go on with what :func:`state_of` gave this rank; nothing is owed if it is another's, or empty.
+    """Go on with the residuals that :func:`state_of` gave this rank; without any if they are another's.
 
     Raises:
         Mismatch: if it is of another model.
@@ -73,7 +73,7 @@ def put(kv: Any, state: Mapping[str, Any]) -> None:
 
 
 def save(kv: Any, path: str) -> None:
-    """Write this worker's rests beside ``path``, or take away what an earlier call wrote there.
+    """Write this worker's residuals beside ``path``, or remove the file that an earlier call wrote there.
 
     Raises:
         StorageError: if they cannot be written.
@@ -86,24 +86,24 @@ def save(kv: Any, path: str) -> None:
 
 
 def load(kv: Any, path: str) -> None:
-    """Put back what :func:`save` wrote; nothing is owed if there is no such file.
+    """Put back the residuals that :func:`save` wrote; none if there is no such file.
 
     Raises:
         StorageError: if it cannot be read. Mismatch: if it is of another model.
     """
     if not isinstance(kv, KVStore) or kv.is_over:
         return
-    rests: dict[str, torch.Tensor] = {}
+    residuals: dict[str, torch.Tensor] = {}
     beside = _beside(kv, path)
     if Path(beside).exists():
         try:
-            rests = load_file(beside)
+            residuals = load_file(beside)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"cannot read what compression left out from {beside}: {error}. Without that file "
                 "nothing is owed, and training goes on"
             ) from error
-    kv.load_compression_state(rests)
+    kv.load_compression_state(residuals)
 
 
 def _beside(kv: KVStore, path: str) -> str:

@@ -22,7 +22,7 @@ from kvps.tensors import TORCH
 
 
 class Holding:
-    """What a caller holds of a key since its last call for it; give it to the next."""
+    """The copy of a key that a caller has since its last call; it gives it to the next call."""
 
     __slots__ = ("_left", "_mark")
 
@@ -30,7 +30,7 @@ class Holding:
         self, mark: CopyVersion | None = None, targets: Sequence[torch.Tensor] = ()
     ) -> None:
         self._mark = mark
-        self._left = [(one, one._version) for one in targets] if mark is not None else []
+        self._left = [(target, target._version) for target in targets] if mark is not None else []
 
     def mark_of(self, targets: Sequence[torch.Tensor]) -> CopyVersion | None:
         """Return what ``targets`` hold; None unless they are those that were left, and as they were."""
@@ -51,7 +51,7 @@ class RowChanges(NamedTuple):
     rows: torch.Tensor
     """Their values, [k, ...] with the further dimensions of the key, on the CPU."""
     held: Holding
-    """What whoever has them holds; give it to the next call."""
+    """The copy that the caller has now, for the next call."""
 
 
 Marks = tuple[CopyVersion | None, ...]
@@ -120,11 +120,11 @@ class Copies:
         self._is_many = is_many
         self._specs = [specs[name] for name in names]
         self._targets = [
-            [target_of(name, one) for one in devices]
+            [target_of(name, value) for value in devices]
             for name, devices in zip(names, outs, strict=True)
         ]
         self._are_counted = [
-            all(isinstance(one, torch.Tensor) and not one.is_inference() for one in devices)
+            all(isinstance(value, torch.Tensor) and not value.is_inference() for value in devices)
             for devices in outs
         ]
         self.sinks = tuple(
@@ -133,7 +133,7 @@ class Copies:
                 for some in self._targets
             ]
         )
-        """Of each key, the tensor to which it may be written directly."""
+        """For each key the tensor to which it may be written directly."""
         self.marks = marks_of(names, is_many, held, self._targets)
 
     @torch.no_grad()

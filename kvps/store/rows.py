@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     ids: torch.Tensor
     """Their numbers, ascending, each once."""
     places: torch.Tensor
-    """Where each of them is in ``rows``."""
+    """The place of each in ``rows``."""
     rows: torch.Tensor
     """[k, width]; perhaps the caller's own."""
 
@@ -35,6 +35,11 @@ class Rows(NamedTuple):
     def inorder(self) -> torch.Tensor:
         """The rows in the order of their numbers, in memory of their own."""
         return self.rows.index_select(0, self.places)
+
+
+def rows_in(values: Sequence[torch.Tensor]) -> list[Rows]:
+    """Return the rows of each key, from a flat list of their three parts."""
+    return [Rows(*values[start : start + 3]) for start in range(0, len(values), 3)]
 
 
 def are_rows(value: object, spec: Spec | None) -> bool:

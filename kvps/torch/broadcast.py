@@ -168,7 +168,7 @@ def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], ro
         rows = [one.detach() if one.dtype in NAMES else bits(one).clone() for one in tensors]
         kv.broadcast(list(names), rows, out=rows)
     for tensor, row in zip(tensors, rows, strict=True):
-        if row.dtype != tensor.dtype or root:  # it came as octets
+        if row.dtype != tensor.dtype or root:  # it came as bytes
             values = row.clone().view(tensor.dtype).view(tensor.shape)
             tensor.detach().copy_(values)
 

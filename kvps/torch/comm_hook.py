@@ -35,7 +35,7 @@ KINDS = ("dist_sync", "dist_sync_device")
 
 
 class CommState:
-    """What :func:`comm_hook` needs: a store, and how it compresses. Every rank makes one alike.
+    """The state of :func:`comm_hook`: a store, and how it compresses. Every rank makes one alike.
 
     Args:
         compression: as for :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit",
@@ -102,8 +102,8 @@ class CommState:
                 f"a gradient is {buffer.layout}, and comm_hook takes dense ones: say sparse=False in "
                 "the Embedding"
             )
-        names = [self._name_of(one) for one in params]
-        values = list(torch.split(buffer, [one.numel() for one in params]))
+        names = [self._name_of(param) for param in params]
+        values = list(torch.split(buffer, [param.numel() for param in params]))
         known = set(self._kv.keys())
         new = [index for index, name in enumerate(names) if name not in known]
         if new:

@@ -19,7 +19,7 @@ from kvps.torch.sync.parameter_sync import ParameterSync
 
 
 class DeferredUpdates:
-    """What is left to do of a step that has returned.
+    """The updates that are left to do of a step that has returned.
 
     Args:
         module: the model, whose modules wait.
@@ -39,7 +39,7 @@ class DeferredUpdates:
         self._optimizer = optimizer
         self._on_store = on_store
         self._buckets: dict[str, InFlight] = {}
-        """By parameter, what it waits for."""
+        """Parameter -> the gradients that its update waits for."""
         self._rates: list[dict[str, Any]] = []
         """The optimizer's groups without their parameters, as they were at that step."""
         number_of = {

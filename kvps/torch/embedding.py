@@ -70,7 +70,7 @@ class Embedding(torch.nn.Module):
         self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Ids and gradients of this backward."""
         self._backward = -1
-        """Which one that is."""
+        """The number of that backward pass."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.

@@ -44,7 +44,7 @@ class ForwardOverlap:
     ) -> None:
         self._update = update
         self._waits = _own(module, params)
-        """By module, the parameters that it waits for."""
+        """Module -> the parameters that it waits for."""
         self._called: set[str] = set()
         self.is_known = False
         """The first forward pass has shown which modules are called."""
@@ -58,7 +58,7 @@ class ForwardOverlap:
 
     def learn(self) -> None:
         """A forward pass is over: have modules wait for what those inside would, and are not called."""
-        for path in [one for one in self._waits if one not in self._called]:
+        for path in [waiting for waiting in self._waits if waiting not in self._called]:
             around = path
             while around and around not in self._called:
                 around = around.rpartition(".")[0]
@@ -84,7 +84,7 @@ class ForwardOverlap:
             self._update(due)
 
     def forget(self) -> None:
-        """What was put off is not to be updated any more."""
+        """Drop the updates that were deferred."""
         self._pending.clear()
 
     def close(self) -> None:

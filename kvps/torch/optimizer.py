@@ -38,7 +38,7 @@ from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
 from kvps.torch.sync.arguments import buffers_of, divisor_of, is_free, numbered
-from kvps.torch.sync.gradient_sync import GradientSync, listed
+from kvps.torch.sync.gradient_sync import GradientSync
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -52,7 +52,7 @@ from kvps.torch.sync.state_dict import from_torch, to_torch
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
 RESTS = "compression"
-"""Where :meth:`DistributedOptimizer.state_dict` has what compression left out; torch takes no notice."""
+"""The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -239,7 +239,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return True
         scale = vars(self).get("grad_scale")
         if scale is not None:
-            present = [one.grad for one in self._model.params.values() if one.grad is not None]
+            present = [
+                param.grad for param in self._model.params.values() if param.grad is not None
+            ]
             torch._foreach_div_(present, float(scale))
         return False
 
@@ -357,10 +359,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         missing = self._exchange.missing()
         if self._used is None:
             if missing:
-                raise ConfigError(
-                    f"no gradient for {listed(missing)}, of {len(self._model.trained)} parameters: no "
-                    "backward() has reached them since zero_grad(). Use them, set "
-                    "requires_grad_(False) on them, or say find_unused=True"
+                raise self._exchange.hooks.no_gradient(
+                    missing,
+                    "zero_grad()",
+                    "Use them, set requires_grad_(False) on them, or say find_unused=True",
                 )
             return
         lacks = set(missing)
@@ -378,7 +380,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- rates ------------------------------------------------------------------------------------
 
     def _hyper(self) -> HyperParams:
-        return describe(self._inner, {one: name for name, one in self._model.params.items()})
+        return describe(self._inner, {param: name for name, param in self._model.params.items()})
 
     def _send_rates(self) -> None:
         """Give the store what a scheduler has changed."""
@@ -399,7 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer that is wrapped.
+        """The parameter groups of the wrapped optimizer.
 
         A GradScaler finds the gradients here; it gets them when they are back.
         """
@@ -409,12 +411,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer that is wrapped; empty where it lives in the store."""
+        """The state of the wrapped optimizer; empty where it lives in the store."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the optimizer that is wrapped."""
+        """The default hyper-parameters of the wrapped optimizer."""
         return self._inner.defaults
 
     @property
@@ -437,7 +439,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._late is not None:
             self._late.close()
         self._exchange.discard()
-        self._exchange.close()
+        self._exchange.hooks.close()
         self._model.kv.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kvps.store.kvstore import KVStore
 from kvps.torch.sync.shared_stores import own_store
 
 PREFIX = "kvps.batchnorm/"
-"""Of the keys."""
+"""The prefix of the keys."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -147,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class StatisticsExchange:
-    """Where one layer's sums meet: two keys of a store, numbered by order of first forward passes."""
+    """The sums of one layer: two keys of a store, numbered by order of first forward passes."""
 
     def __init__(self, kv: KVStore, channels: int) -> None:
         self.kv = kv

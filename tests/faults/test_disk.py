@@ -182,7 +182,7 @@ def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: Small
         assert process.wait() == 0, process
 
 
-@pytest.mark.parametrize("step", ["builtins.open", "os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("step", ["os.open", "os.write", "os.fsync", "os.replace"])
 def test_a_save_that_fails_at_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:

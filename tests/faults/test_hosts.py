@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvps.bench.networks.namespaces import Namespaces
+from benchmarks.compare.networks.namespaces import Namespaces
 from tests.faults.jobs import Job
 from tests.integration.processes import BIN, Process, Processes, until
 

@@ -1,4 +1,4 @@
-"""``kvps`` and ``kvps bench`` as a user calls them."""
+"""``kvps``, ``kvps bench`` and ``python -m benchmarks.compare`` as a user calls them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ COMMANDS: list[list[str]] = [[], ["bench"], ["checkpoint"], ["checkpoint", "expo
 
 def called(processes: Processes, *words: object, **env: str) -> Process:
     return processes.start("kvps", BIN / "kvps", *words, **env)
+
+
+def compared(processes: Processes, *words: object) -> Process:
+    return processes.python("-m", "benchmarks.compare", *words)
+
+
+def test_help_of_the_comparison_teaches(processes: Processes) -> None:
+    helped = compared(processes, "--help")
+    assert helped.wait() == 0
+    for part in ("usage: python -m benchmarks.compare ", "examples:", "--sweep AXIS", "exit codes"):
+        assert part in helped.out
+    assert max(map(len, helped.out.splitlines())) <= 110
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,8 +79,8 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: lis
         (["bench", "--workers", "two"], "--workers='two'"),
         (["bench", "--workloads", "huge"], "no workload 'huge'"),
         (["bench", "--systems", "kvsp"], "no system 'kvsp'"),
-        (["bench", "--network", "4"], "write it as 4x4"),
-        (["bench", "--mxnet", "/dev/null"], "--mxnet=/dev/null: cannot run it"),
+        (["bench", "--network", "4x4"], "run: python -m benchmarks.compare --network 4x4"),
+        (["bench", "--systems", "ray"], "run: python -m benchmarks.compare --systems ray"),
         (["bench", "--log-level", "loud"], "debug, info"),
     ],
 )
@@ -81,7 +93,7 @@ def test_a_wrong_flag_is_named(processes: Processes, flags: list[str], told: str
 
 @pytest.mark.timeout(240)
 def test_the_table(processes: Processes, tmp_path: Path) -> None:
-    bench = called(processes, "bench", *QUICK, "--json", "figures.json", "--plot", "plots")
+    bench = called(processes, "bench", *QUICK, "--json", "figures.json")
     assert bench.wait(200) == 0, bench
     for part in ("2 workers, 2 servers", "│ small ", "│ kvps sgd ", "│ gloo in place ", "loopback"):
         assert part in bench.out
@@ -90,14 +102,14 @@ def test_the_table(processes: Processes, tmp_path: Path) -> None:
     assert {row["system"] for row in found["rows"]} >= {"kvps", "kvps sgd", "kvps tcp", "gloo"}
     assert all(len(row["trials"][0]["rounds_ms"]) == 2 for row in found["rows"])
     assert found["limits_gb_per_s"]["copy, one core"] > 0
-    assert (tmp_path / "plots" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep(processes: Processes) -> None:
-    sweep = ("--sweep", "keys", "--at", "1", "10", "--systems", "gloo")
-    bench = called(processes, "bench", *sweep, "--rounds", "2", "--repeat", "1")
+def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
+    sweep = ("--sweep", "keys", "--at", "1", "10", "--systems", "gloo", "--plot", "plots")
+    bench = compared(processes, *sweep, "--rounds", "2", "--repeat", "1")
     assert bench.wait() == 0, bench
     assert "│ gloo " in bench.out
+    assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_system_that_fails_is_named(processes: Processes) -> None:
@@ -125,7 +137,7 @@ class TestNetwork:
     def network(self, processes: Processes) -> Process:
         """Measures on two workers of one host and a server of another."""
         flags = ("--network", "2@1x1", "--rate", "1gbit", "--json", "figures.json")
-        return called(processes, "bench", *QUICK, *flags, "--systems", "kvps", "kvps apart")
+        return compared(processes, *QUICK, *flags, "--systems", "kvps", "kvps apart")
 
     def test_links_carry_the_model(self, network: Process, tmp_path: Path) -> None:
         assert network.wait(60) == 0, network

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvps.bench.networks.namespaces import Namespaces
+from benchmarks.compare.networks.namespaces import Namespaces
 from tests.integration.processes import BIN, Process, Processes, until
 
 WORKERS = 3

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping
 
 from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.phrases import some_of
 from kvps.protocol.envelope import Node, Role
 
 _NAMED_MAX = 8
@@ -56,9 +57,9 @@ def assess(
 
 def told(seats: list[Seat]) -> str:
     """Say what became of these seats, and why."""
-    named = [f"{seat.node} is {seat.state.value} ({seat.reason})" for seat in seats[:_NAMED_MAX]]
-    more = len(seats) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
+    return some_of(
+        [f"{seat.node} is {seat.state.value} ({seat.reason})" for seat in seats], _NAMED_MAX
+    )
 
 
 def _waiting(missing: list[Node], settings: Settings) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvps.core.liveness import ranks_in_words
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.phase import Phase
@@ -29,6 +28,7 @@ from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
 from kvps.core.scheduler.status import sights
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost, unforeseen
+from kvps.phrases import ranks_in_words
 from kvps.protocol.checkpoint import (
     Checkpoint,
     Committed,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from kvps.core.liveness import ranks_in_words
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JUDGE
 from kvps.core.refusals import Attempt
@@ -35,6 +34,7 @@ from kvps.errors import (
     ProtocolError,
     StorageError,
 )
+from kvps.phrases import and_more, ranks_in_words
 from kvps.protocol.envelope import Message
 from kvps.protocol.membership import (
     Done,
@@ -234,10 +234,8 @@ class Control:
 
         def why(describe: Describe) -> str:
             key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
-            more = f" and {left} more" if left else ""
-            return (
-                f"key {key[:64]!r}{more}: {_of(message.creator, 'has not given a value')(describe)}"
-            )
+            reason = _of(message.creator, "has not given a value")(describe)
+            return f"key {key[:64]!r}{and_more(left)}: {reason}"
 
         self._context.attempt(session, seq, PendingRequest(retry, why))
 

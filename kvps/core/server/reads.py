@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import torch
 
-from kvps.core.liveness import ranks_in_words
 from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
@@ -26,6 +25,7 @@ from kvps.core.server.store import ServerStore
 from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
+from kvps.phrases import ranks_in_words
 from kvps.protocol.values import (
     Ask,
     Changed,

@@ -26,6 +26,7 @@ from kvps.core.server.join import JoinTracker
 from kvps.core.server.nonfinite_log import NonFiniteLog
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
+from kvps.phrases import and_more
 from kvps.protocol.stores import Entry, Open, Piece, Place
 from kvps.protocol.values import Load
 from kvps.tensors import TORCH
@@ -323,9 +324,7 @@ class ServerStore:
             old = self.shards.get(key)
             used -= old.count * BY_NAME[old.spec.dtype].itemsize if old else 0
         if self._limit_bytes is not None and used + need > self._limit_bytes:
-            keys = f"key {next(iter(new))!r}" + (
-                f" and {len(new) - 1} more" if len(new) > 1 else ""
-            )
+            keys = f"key {next(iter(new))!r}{and_more(len(new) - 1)}"
             raise Overload(
                 f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
                 "--memory-limit hold weights; add servers or raise the limit"

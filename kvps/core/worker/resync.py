@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvps.core.worker.quiesce import DeferredCall
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged
+from kvps.phrases import some_of
 
 NAMED_MAX = 3
 """Most keys that the text names."""
@@ -39,10 +40,9 @@ def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochC
         f"{name!r} {version} -> {resync.after.get(name, 'absent')}"
         for name, version in resync.before.items()
     ]
-    more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
     return EpochChanged(
         f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {store.name!r} went back ({', '.join(moved[:NAMED_MAX])}{more}). What was "
+        f"of store {store.name!r} went back ({some_of(moved, NAMED_MAX)}). What was "
         "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
         "from there",
         resync.before,

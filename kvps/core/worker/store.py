@@ -12,6 +12,7 @@ from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
+from kvps.phrases import never_initialised
 from kvps.protocol.stores import Open
 from kvps.tensors import PRIVATE, Memory
 
@@ -148,10 +149,7 @@ class WorkerStore:
                 f"embedding({title!r}, ...) on every worker"
             )
         if key is None:
-            raise KeyNotFound(
-                f"key {name!r} of store {self.name!r} was never initialised; call "
-                "init(key, value) on every worker first"
-            )
+            raise KeyNotFound(never_initialised(name, self.name))
         return key
 
     def versions(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.calls.base import Call
 from kvps.core.worker.connection import Connection, Request
 from kvps.errors import KvpsError, SchedulerLost, Timeout
+from kvps.phrases import and_more
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.membership import Barrier
 
@@ -51,8 +52,7 @@ def timeout_error(
         why = [_of_scheduler(request, member) for request in asked]
     else:
         why = sorted({request.waits_for or _silence(link_of(request), now) for request in requests})
-    left = len(why) - REASONS_MAX
-    more = f" and {left} more" if left > 0 else ""
+    more = and_more(len(why) - REASONS_MAX)
     return Timeout(
         f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {call.on_timeout.value}, or give a longer timeout="
     )

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from kvps.dtypes import Spec, summed_in
+from kvps.phrases import some_of
 from kvps.tensors import TORCH
 
+KEYS_SHOWN = 3
+"""Keys of a call that a text names."""
 BUCKET_BYTES = 25 << 20
 """Bytes of a bucket, as in DistributedDataParallel; a larger tensor has one of its own."""
 _CARRIERS = {"int16": "int32"}
@@ -31,7 +34,7 @@ class Bucket:
     carrier: torch.dtype
     """The type in which they are added."""
     indices: tuple[int, ...]
-    """Of the keys, in the list."""
+    """The places of the keys in the list."""
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     """Their numbers of elements."""
@@ -55,22 +58,21 @@ class Bucket:
 
 
 class BucketPlan:
-    """A call with a list of keys: how it travels, and how other ranks know it."""
+    """A call with a list of keys: its buckets, and the digest by which other ranks know it."""
 
     def __init__(self, verb: str, keys: Sequence[tuple[str, Spec]], device: str) -> None:
         self.buckets: tuple[Bucket, ...] = buckets_of([spec for _, spec in keys])
         said = "\0".join(f"{name}\0{spec}" for name, spec in keys)
         self.digest = hashlib.blake2b(f"{verb}\0{device}\0{said}".encode(), digest_size=16).digest()
-        shown = ", ".join(f"{name!r} {spec}" for name, spec in keys[:3])
-        more = f" and {len(keys) - 3} more keys" if len(keys) > 3 else ""
-        self.words = f"{verb}({shown}{more}{'' if device == 'cpu' else ' on ' + device})"
+        shown = some_of([f"{name!r} {spec}" for name, spec in keys], KEYS_SHOWN, "keys")
+        self.words = f"{verb}({shown}{'' if device == 'cpu' else ' on ' + device})"
 
     def rows(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the value of each key, in the order of the list."""
-        found: dict[int, torch.Tensor] = {}
+        by_index: dict[int, torch.Tensor] = {}
         for bucket, flat in zip(self.buckets, flats, strict=True):
-            found.update(zip(bucket.indices, bucket.parts(flat), strict=True))
-        return [found[index] for index in range(len(found))]
+            by_index.update(zip(bucket.indices, bucket.parts(flat), strict=True))
+        return [by_index[index] for index in range(len(by_index))]
 
 
 def buckets_of(specs: Sequence[Spec], limit_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from kvps.errors import KvpsError, Mismatch, WorkerLost
 from kvps.store.allreduce.rendezvous import Rendezvous
 
 FOREVER = timedelta(days=30)
-"""A collective waits for late ranks; who waits for it has a time limit of his own."""
+"""A collective waits for late ranks; the call that waits for it has a time limit of its own."""
 NOTICE = timedelta(seconds=0.2)
-"""After this long a rank that waits says so on the board, where those look who ask who is missing."""
+"""After this long a rank that waits says so on the board, where the others see who is missing."""
 AT_ONCE = timedelta(milliseconds=1)
 CANCEL_TAG = 1 << 20
-"""Of a message that nobody sends."""
+"""The tag of a message that nobody sends."""
 WORDS_BYTES, CARD_BYTES = 512, 128
 
 
@@ -38,12 +38,12 @@ class CollectiveGroup:
         """Connect to the other ranks, all of which are there."""
         self.rank, self.size = meeting.rank, meeting.size
         self.number = 0
-        """How many calls were begun."""
+        """The number of calls that were begun."""
         self._name = meeting.name
         self._board = meeting.board
         self._is_alone = meeting.board is None
         self._under_way = 0
-        """How many collectives have begun and not ended."""
+        """The number of collectives that have begun and not ended."""
         self._mutex = threading.Lock()
         """Held to begin one, and to close: one that begins is cancelled, or does not begin."""
         self._group: Any = None
@@ -79,15 +79,15 @@ class CollectiveGroup:
         if self._is_alone:
             return
         digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        if all(torch.equal(one, digests[0]) for one in digests):
+        if all(torch.equal(row, digests[0]) for row in digests):
             return
         text = words.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)
         texts = [
-            one.numpy().tobytes().decode(errors="ignore").rstrip()
-            for one in self._gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            row.numpy().tobytes().decode(errors="ignore").rstrip()
+            for row in self._gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         ]
         own = self.rank if not torch.equal(digests[self.rank], digests[0]) else 0
-        other = next(r for r, one in enumerate(digests) if not torch.equal(one, digests[own]))
+        other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[own]))
         first, second = sorted((own, other))
         raise Mismatch(
             f"store {self._name!r}: call {self.number} of rank {first} is {texts[first]}, that of "
@@ -123,12 +123,12 @@ class CollectiveGroup:
         """
         if self._is_alone:
             return
-        works = [self._begin("broadcast", one.view(torch.uint8), 0) for one in flats if len(one)]
+        works = [self._begin("broadcast", flat.view(torch.uint8), 0) for flat in flats if len(flat)]
         for work in works:
             self._wait(work)
 
     def _sum_here(self, flats: Sequence[torch.Tensor]) -> None:
-        works = [self._begin("allreduce", one) for one in flats if len(one)]
+        works = [self._begin("allreduce", flat) for flat in flats if len(flat)]
         for work in works:
             self._wait(work)
 
@@ -138,7 +138,7 @@ class CollectiveGroup:
         device: torch.device,
         sum_: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
-        copies = [one.to(device) for one in flats]
+        copies = [flat.to(device) for flat in flats]
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         sum_(copies)
@@ -161,12 +161,12 @@ class CollectiveGroup:
         self._wait(self._begin("_allgather_base", every, row))
         return list(every.view(self.size, -1))
 
-    def _begin(self, what: str, *given: Any) -> Any:
+    def _begin(self, what: str, *arguments: Any) -> Any:
         with self._mutex:
             try:
                 if self._group is None:
                     raise RuntimeError("this rank has closed the store")
-                work = getattr(self._group, what)(*given)
+                work = getattr(self._group, what)(*arguments)
             except RuntimeError as error:
                 raise self._lost(error) from error
             self._under_way += 1

@@ -14,11 +14,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from kvps import config
 from kvps.errors import ConfigError, Timeout
+from kvps.phrases import ranks_in_words
 from kvps.runtime.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
@@ -30,11 +31,11 @@ class Rendezvous:
     """One store's ranks, before they are connected."""
 
     name: str
-    """Of the store, for people."""
+    """The name of the store, for people."""
     rank: int
     size: int
     board: Store | None
-    """What all ranks can read and write; None in a world of one."""
+    """The key-value store that all ranks share; None in a world of one."""
     host: str
     """The address at which this rank listens for its neighbours; empty to let gloo choose."""
 
@@ -56,15 +57,15 @@ class Rendezvous:
         try:
             self.board.wait(places, timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
-            away = [rank for rank, one in enumerate(places) if not self.board.check([one])]
+            away = [rank for rank, place in enumerate(places) if not self.board.check([place])]
             raise Timeout(
-                f"store {self.name!r}: {ranks(away)} did not create it in {timeout_s:g} s, and rank "
+                f"store {self.name!r}: {ranks_in_words(away)} did not create it in {timeout_s:g} s, and rank "
                 f"{self.rank} waited; every rank makes the same stores in the same order"
             ) from error
 
 
 class Ranks:
-    """What this process knows of its world; its stores share one rendezvous."""
+    """The ranks that this process knows; its stores share one rendezvous."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +77,7 @@ class Ranks:
     def meet(
         self, name: str | None, prefix: str, taken: Collection[str], timeout_s: float
     ) -> Rendezvous:
-        """Return the meeting of one store.
+        """Return the rendezvous of one store.
 
         Args:
             name: the store's; None numbers it by order of creation.
@@ -123,16 +124,6 @@ class Ranks:
 
 
 places = Ranks()
-
-
-def ranks(some: list[int]) -> str:
-    """Return ranks as words.
-
-    Example:
-        >>> ranks([2]), ranks([0, 3])
-        ('rank 2', 'ranks 0, 3')
-    """
-    return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some)) or '?'}"
 
 
 def _demand_free(name: str, taken: Collection[str]) -> None:

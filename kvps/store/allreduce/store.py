@@ -9,12 +9,12 @@ compares the two::
 
     script:   push a, b ──────── pull a ────── push c ───
                   │ copied          ▲ waits        │
-    turns:        └─► [agree|sum a,b]──────────────└─► [agree|sum c]
+    queue:        └─► [agree|sum a,b]──────────────└─► [agree|sum c]
                            │    ▲
-    other ranks: ··········▼····│··· the same turns in the same order
+    other ranks: ··········▼····│··· the same calls in the same order
 
 What servers would do for it, nobody does here: keep values when a rank is lost, run an optimizer, sort calls
-that ranks make in different orders. Such a call is refused with the name of the store that can.
+that ranks make in different orders. A call in :data:`UNSUPPORTED` is refused with the name of the store that can.
 """
 
 from __future__ import annotations
@@ -23,38 +23,53 @@ import builtins
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
-from kvps.core.worker.calls import Sinks
-from kvps.core.worker.plan import Numbers
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
+from kvps.phrases import ranks_in_words
 from kvps.runtime.cuda_staging import bring_back
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.ticket import Ticket
+from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
-from kvps.store.allreduce.cells import Cells, CollectiveTicket
 from kvps.store.allreduce.group import CollectiveGroup
+from kvps.store.allreduce.latest_values import CollectiveTicket, LatestValues
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
-from kvps.store.allreduce.rendezvous import Rendezvous, ranks
-from kvps.store.allreduce.unsupported import Serverless
-from kvps.store.arguments import names_of, reduce, targets_for
-from kvps.store.calling import Outcome
-from kvps.store.contract import Straggler
+from kvps.store.allreduce.rendezvous import Rendezvous
+from kvps.store.arguments import reduce, targets_for
+from kvps.store.base import KVStoreBase
+from kvps.store.kvstore import COPY_FALSE, KVStore, Outcome, Straggler
 from kvps.store.names import Kind
+from kvps.store.rows import dense_of, rows_in, taken
 from kvps.tensors import TORCH, Array
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-LOADS_MAX = 256
-"""How many lists of keys are remembered with their buckets."""
+PLANS_MAX = 256
+"""The number of lists of keys that are remembered with their buckets."""
 STOP_MAX_S = 5.0
 
 
-class AllreduceStore(Serverless):
+UNSUPPORTED: dict[type[calls.Call], tuple[str, str]] = {
+    calls.JoinStore: ("join()", "give every rank as many batches (kvps.data_sampler does)"),
+    calls.TakeCheckpoint: ("checkpoint()", "save the model on rank 0"),
+    calls.RestoreCheckpoint: ("restore()", "load the model on rank 0 and broadcast() it"),
+    calls.MakeTable: ("embedding()", "keep an ordinary table, pushed by rows, in the model"),
+    calls.Compress: (
+        "set_gradient_compression()",
+        "a ring sums what it is given; use a dist store, or kvps.torch.comm_hook with DDP",
+    ),
+    calls.LoadResiduals: ("load_compression_state()", "nothing is compressed here"),
+}
+"""Call that needs servers -> its name, and what to do instead."""
+
+
+class AllreduceStore(KVStore):
     """One store of ranks that add up among themselves; make it with :func:`kvps.create`."""
 
     def __init__(
@@ -64,12 +79,12 @@ class AllreduceStore(Serverless):
         super().__init__(kind, meeting.name, timeout_s)
         self._rank, self._size = meeting.rank, meeting.size
         self._stood: dict[bytes, Collective] = {}
-        """Calls that all ranks make together and that have timed out: made again they are the same."""
-        self._loads: dict[tuple[object, ...], BucketPlan] = {}
+        """Digest -> a collective that has timed out, and that the same call made again waits for."""
+        self._plans: dict[tuple[object, ...], BucketPlan] = {}
         meeting.gather(timeout_s)
         self._ring = CollectiveGroup(meeting)
-        self._turns = CollectiveQueue(meeting.name)
-        self._cells = Cells(self._turns)
+        self._queue = CollectiveQueue(meeting.name)
+        self._values = LatestValues(self._queue)
         self._endings = endings
         endings.watch(self)
 
@@ -80,203 +95,249 @@ class AllreduceStore(Serverless):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self._size
 
     @property
     def num_dead_nodes(self) -> int:
         """1 once a rank was lost, which ends the ring; else 0."""
-        return int(isinstance(self._turns.over, WorkerLost))
+        return int(isinstance(self._queue.over, WorkerLost))
 
-    def version(self, key: object, *, timeout: float | None = None) -> Any:
-        """Return how many pushes of a key were summed since init; for a list of keys a list."""
-        self._begin()
-        names, is_many = names_of(key)
-        turns = self._cells.of(names)
-        CollectiveTicket(names, turns, self._limit(timeout), self.wait).wait()
-        found = [turn.version(name) for name, turn in zip(names, turns, strict=True)]
-        return found if is_many else found[0]
-
-    def resume(self, keys: object, *, timeout: float | None = None) -> int:
-        """Return how many pushes of ``keys`` this rank has made: no rank is ever replaced."""
-        self._begin()
-        names, _ = names_of(keys)
-        known = [name for name in names if name in self._cells]
-        versions = self.version(known, timeout=timeout)
-        return min(versions, default=0) if len(known) == len(names) else 0
-
-    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
-        """Wait until every rank stands here; their earlier pushes are summed then.
-
-        Raises:
-            Timeout: naming who is late. Mismatch: if another rank makes another call.
-        """
-        self._begin()
-        load = self._load(f"barrier {name!r}" if name else "barrier", (), "cpu")
-        limit_s = self._limit(timeout)
-        self._together(load, lambda: self._stand(load, limit_s), limit_s)
-        self._raise_later()
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether the store can do ``capability``: there is nobody to run an optimizer."""
+        return KVStore.is_capable(capability) and capability != KVStoreBase.OPTIMIZER
 
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this one waits for in a sum that it has begun."""
         self._begin()
-        turn, since = self._turns.now, self._turns.since
-        if turn is None:
+        collective, since = self._queue.now, self._queue.since
+        if collective is None:
             return []
         age_s = time.monotonic() - since
         return [
-            Straggler(one, turn.words, self._ring.number, age_s) for one in self._ring.missing()
+            Straggler(rank, collective.title, self._ring.number, age_s)
+            for rank in self._ring.missing()
         ]
 
-    # --- hooks --------------------------------------------------------------------------------------
+    # --- what a kind of store does --------------------------------------------------------------------
 
-    def _init(
-        self, keys: tuple[tuple[str, Spec], ...], rows: tuple[torch.Tensor, ...], limit_s: float
-    ) -> None:
-        for name, spec in keys:
+    def _start(self, call: calls.Call, limit_s: float) -> Ticket:
+        match call:
+            case calls.PushValues():
+                return self._push(call, limit_s)
+            case calls.PushKeyRows():
+                return self._push(self._densified(call), limit_s)
+            case calls.PullValues():
+                return self._pull(call, limit_s)
+            case calls.PullKeyRows():
+                return self._pull_rows(call, limit_s)
+            case calls.Versions():
+                return self._awaited(call.keys, limit_s, lambda made, name: made.versions[name])
+            case calls.ResumeKeys():
+                return finished(self._resume(call.keys, limit_s))
+            case calls.Init():
+                self._init(call, limit_s)
+            case calls.Broadcast():
+                self._broadcast(call, limit_s)
+            case calls.StandAtBarrier():
+                self._stand(call, limit_s)
+            case calls.Allocate():
+                specs = [self._specs[name] for name in call.keys]
+                return finished(
+                    [torch.empty(spec.shape, dtype=TORCH[spec.dtype]) for spec in specs]
+                )
+            case calls.Lookup() | calls.SaveResiduals():
+                return finished({})
+            case calls.Compress() if call.rules.are_off:
+                pass
+            case calls.LoadResiduals() if not call.residuals:
+                pass
+            case calls.SetOptimizer() | calls.SetRate() | calls.SaveState() | calls.LoadState():
+                self._optimizer()
+            case _:
+                self._refuse(type(call))
+        return finished()
+
+    def _refuse(self, call: type[calls.Call]) -> NoReturn:
+        what, instead = UNSUPPORTED[call]
+        raise ConfigError(
+            f"store {self._name!r} is allreduce, which has no servers, and cannot do {what}; "
+            f"{instead}, or use dist_sync, which can"
+        )
+
+    def _optimizer(self) -> NoReturn:
+        raise ConfigError(
+            f"store {self._name!r} is allreduce: it has no optimizer, and no servers to run one; update "
+            "the weights by the sums that you pull, as kvps.Trainer(..., kvstore='allreduce') does, or "
+            "use dist_sync"
+        )
+
+    def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> NoReturn:
+        self._refuse(calls.MakeTable)
+
+    def _init(self, call: calls.Init, limit_s: float) -> None:
+        for name, spec in call.keys:
             known = self._specs.get(name)
             if known is not None and known != spec:
                 raise Mismatch(
                     f"key {name!r} is {known} and cannot be initialised as {spec}; broadcast() "
                     "replaces a key"
                 )
-        new = [index for index, (name, _) in enumerate(keys) if name not in self._specs]
+        new = [index for index, (name, _) in enumerate(call.keys) if name not in self._specs]
         if new:
-            load = BucketPlan("init", [keys[index] for index in new], "cpu")
-            given = [rows[index] for index in new]
-            names = tuple(keys[index][0] for index in new)
-            self._together(load, lambda: self._spread(load, names, given, limit_s), limit_s)
+            keys = [call.keys[index] for index in new]
+            plan = BucketPlan("init", keys, "cpu")
+            rows = [call.rows[index] for index in new]
+            self._together(plan, lambda: self._spread(plan, keys, rows, limit_s), limit_s)
 
-    def _broadcast(
-        self,
-        keys: tuple[tuple[str, Spec], ...],
-        rows: tuple[torch.Tensor, ...],
-        sinks: tuple[torch.Tensor, ...],
-        limit_s: float,
-    ) -> Ticket:
-        self._loads.clear()  # types and shapes may change
-        turn = self._spread(
-            BucketPlan("broadcast", keys, "cpu"), tuple(name for name, _ in keys), rows, limit_s
+    def _broadcast(self, call: calls.Broadcast, limit_s: float) -> None:
+        self._plans.clear()  # types and shapes may change
+        plan = BucketPlan("broadcast", call.keys, "cpu")
+        collective = self._spread(plan, call.keys, call.rows, limit_s)
+        self.wait(collective, limit_s, limit_s)
+        _deliver(call.sinks, collective.result())
+
+    def _resume(self, names: tuple[str, ...], limit_s: float) -> int:
+        """Return the number of pushes of these keys: no rank is ever replaced."""
+        if not names or not all(name in self._values for name in names):
+            return 0
+        versions = self._awaited(names, limit_s, lambda made, name: made.versions[name]).wait()
+        return min(cast("list[int]", versions))
+
+    def _stand(self, call: calls.StandAtBarrier, limit_s: float) -> None:
+        if call.failure is not None:
+            return  # it fails at every rank, before anything is sent
+        plan = self._plan(f"barrier {call.name!r}" if call.name else "barrier", (), "cpu")
+
+        def make() -> list[torch.Tensor]:
+            self._ring.agree(plan.digest, plan.words)
+            return []
+
+        self._together(
+            plan, lambda: self._queue.add(Collective(plan.words, make), limit_s), limit_s
         )
-        self.wait(turn, limit_s, limit_s)
-        _deliver(sinks, turn.rows)
-        return _over()
 
     def _spread(
-        self, load: BucketPlan, names: tuple[str, ...], rows: Sequence[torch.Tensor], limit_s: float
+        self,
+        plan: BucketPlan,
+        keys: Sequence[tuple[str, Spec]],
+        rows: Sequence[torch.Tensor],
+        limit_s: float,
     ) -> Collective:
-        """Have rank 0's values become those of ``names``."""
+        """Have rank 0's rows become the values of ``keys``."""
         if self._rank == 0:  # not in the type that sums are taken in, but bit by bit
             flats = [
                 torch.cat([rows[index].view(-1) for index in bucket.indices])
-                for bucket in load.buckets
+                for bucket in plan.buckets
             ]
         else:
-            flats = [bucket.blank() for bucket in load.buckets]
+            flats = [bucket.blank() for bucket in plan.buckets]
 
         def make() -> list[torch.Tensor]:
-            self._ring.agree(load.digest, load.words)
+            self._ring.agree(plan.digest, plan.words)
             self._ring.spread(flats)
-            return load.rows(flats)
+            return plan.rows(flats)
 
-        return self._cells.begin(Collective(load.words, make), names, 0, limit_s)
-
-    def _stand(self, load: BucketPlan, limit_s: float) -> Collective:
-        def make() -> list[torch.Tensor]:
-            self._ring.agree(load.digest, load.words)
-            return []
-
-        return self._turns.add(Collective(load.words, make), limit_s)
+        names = [name for name, _ in keys]
+        return self._values.begin(Collective(plan.words, make, names), 0, limit_s)
 
     def _rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
     ) -> tuple[torch.Tensor, ...]:
         reduced = [reduce(devices, self._kind.on_device) for devices in values]
-        if len({one.device for one in reduced}) > 1:  # one collective is of one device
-            reduced = [one.cpu() for one in reduced]
+        if len({row.device for row in reduced}) > 1:  # one collective is of one device
+            reduced = [row.cpu() for row in reduced]
         return tuple(reduced)
 
-    def _push(
-        self,
-        names: tuple[str, ...],
-        rows: tuple[torch.Tensor, ...],
-        sinks: Sinks,
-        priority: Numbers,
-        eager: bool,
-        limit_s: float,
-    ) -> Ticket:
-        device = rows[0].device if rows else torch.device("cpu")
-        load = self._load("push", names, device.type)
+    def _push(self, call: calls.PushValues, limit_s: float) -> Ticket:
+        device = call.rows[0].device if call.rows else torch.device("cpu")
+        plan = self._plan("push", call.keys, device.type)
         with torch.no_grad():
-            flats = [bucket.filled(rows) for bucket in load.buckets]
+            flats = [bucket.filled(call.rows) for bucket in plan.buckets]
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
         def make() -> list[torch.Tensor]:
             if ready is not None:
                 ready.synchronize()
-            self._ring.agree(load.digest, load.words)
+            self._ring.agree(plan.digest, plan.words)
             self._ring.sum(flats)
-            found = load.rows(flats)
+            rows = plan.rows(flats)
             if ready is not None:
                 torch.cuda.current_stream(device).synchronize()  # of this thread
-            return found
+            return rows
 
-        turn = Collective(load.words, make)
-        if sinks is not None:
-            self._cells.begin(turn, names, 1, limit_s)
-            return CollectiveTicket(names, [turn] * len(names), limit_s, self.wait)
-        turn.on_error = self._owe
-        self._cells.begin(turn, names, 1, limit_s)
-        return _over()  # it is copied; whether it can be summed shows later
+        collective = Collective(plan.words, make, call.keys)
+        if call.sinks is not None:
+            self._values.begin(collective, 1, limit_s)
+            return CollectiveTicket(call.keys, [collective] * len(call.keys), limit_s, self.wait)
+        collective.on_error = self._owe
+        self._values.begin(collective, 1, limit_s)
+        return finished()  # it is copied; whether it can be summed shows later
 
-    def _pull(
+    def _densified(self, call: calls.PushKeyRows) -> calls.PushValues:
+        pairs = zip(call.keys, rows_in(call.rows), strict=True)
+        dense = tuple([dense_of(self._specs[name], rows) for name, rows in pairs])
+        return calls.PushValues(self._name, call.keys, dense, None, call.priority, call.eager)
+
+    def _pull(self, call: calls.PullValues, limit_s: float) -> Ticket:
+        ticket = self._awaited(call.keys, limit_s)
+        if call.min_version:
+            collectives = self._values.of(call.keys)
+            ticket = CollectiveTicket(call.keys, collectives, limit_s, self.wait)
+            ticket.wait()
+            for name, collective in zip(call.keys, collectives, strict=True):
+                if collective.versions[name] < call.min_version:
+                    raise ConfigError(
+                        f"key {name!r} stands at version {collective.versions[name]}, and in an "
+                        "allreduce store only this rank's own pushes bring it to "
+                        f"min_version={call.min_version}"
+                    )
+        return ticket
+
+    def _pull_rows(self, call: calls.PullKeyRows, limit_s: float) -> Ticket:
+        picks = dict(zip(call.keys, zip(call.ids, call.places, strict=True), strict=True))
+
+        def read(collective: Collective, name: str) -> torch.Tensor:
+            return taken(collective.row(name).view(-1, self._specs[name].width), *picks[name])
+
+        return self._awaited(call.keys, limit_s, read)
+
+    def _awaited(
         self,
         names: tuple[str, ...],
-        sinks: Sinks,
-        priority: Numbers,
-        least: int,
         limit_s: float,
+        read: Callable[[Collective, str], object] = Collective.row,
     ) -> Ticket:
-        turns = self._cells.of(names)
-        found = CollectiveTicket(names, turns, limit_s, self.wait)
-        if least:
-            found.wait()
-            for name, turn in zip(names, turns, strict=True):
-                if turn.version(name) < least:
-                    raise ConfigError(
-                        f"key {name!r} stands at version {turn.version(name)}, and in an allreduce "
-                        f"store only this rank's own pushes bring it to min_version={least}"
-                    )
-        return found
+        """Return the ticket of a call that waits for the newest values of some keys."""
+        return CollectiveTicket(names, self._values.of(names), limit_s, self.wait, read)
 
     def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
-        if out is not None:
-            if not copy:
-                raise ConfigError("copy=False returns the values where they are; leave out= away")
-            form = self._form(names)
-            given: Any = out if is_many else [out]
-            if form is not None and form.fits_as_sinks(given):
-                targets, places = list(given), list(range(len(given)))
-            else:  # several of one key, or such as must be looked at
-                lists = targets_for(names, is_many, out, self._specs)
-                targets = [target for devices in lists for target in devices]
-                places = [index for index, devices in enumerate(lists) for _ in devices]
+        if out is None:
 
-            def deliver(rows: Any) -> object:
-                _deliver(targets, [rows[index] for index in places])
-                return out
+            def returned(rows: Any) -> object:
+                if not copy:
+                    return rows if is_many else rows[0]
+                copies = [row.clone() if row.device.type == "cpu" else row.cpu() for row in rows]
+                return copies if is_many else copies[0]
 
-            return Outcome((), deliver)
+            return Outcome((), returned)
+        if not copy:
+            raise ConfigError(COPY_FALSE)
+        form = self._keys.form(names)
+        given: Any = out if is_many else [out]
+        if form is not None and form.fits_as_sinks(given):
+            targets, places = list(given), list(range(len(given)))
+        else:  # several of one key, or such as must be looked at
+            lists = targets_for(names, is_many, out, self._specs)
+            targets = [target for devices in lists for target in devices]
+            places = [index for index, devices in enumerate(lists) for _ in devices]
 
-        def hand(rows: Any) -> object:
-            found = [one.clone() if one.device.type == "cpu" else one.cpu() for one in rows]
-            return found if is_many else found[0]
+        def deliver(rows: Any) -> object:
+            _deliver(targets, [rows[place] for place in places])
+            return out
 
-        return Outcome((), hand if copy else lambda rows: rows if is_many else rows[0])
-
-    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
-        specs = [self._specs[name] for name in names]
-        return [torch.empty(spec.shape, dtype=TORCH[spec.dtype]) for spec in specs]
+        return Outcome((), deliver)
 
     def __exit__(
         self,
@@ -288,73 +349,74 @@ class AllreduceStore(Serverless):
         self.abandon()  # the others wait for this rank, and are to know that it does not come
 
     def _close(self) -> None:
-        if not self._turns.flush(self._timeout_s):
+        if not self._queue.flush(self._timeout_s):
             self._later.append(self._late("close()", self._timeout_s))
         self.abandon()
 
     def abandon(self) -> None:
         """Let go of the other ranks without waiting for what is under way; again: nothing."""
         self._is_closed = True
-        self._turns.fail(ConfigError(f"store {self._name!r} is closed; create another one"))
+        self._queue.fail(ConfigError(f"store {self._name!r} is closed; create another one"))
         self._ring.close()
-        self._turns.stop(STOP_MAX_S)
+        self._queue.stop(STOP_MAX_S)
         self._endings.forget(self)
 
     # --- small things -------------------------------------------------------------------------------
 
-    def wait(self, turn: Collective, left_s: float, limit_s: float) -> None:
-        """Wait for the end of a turn.
+    def wait(self, collective: Collective, left_s: float, limit_s: float) -> None:
+        """Wait for the end of a collective.
 
         Raises:
             KvpsError: if it failed, or, as Timeout, if it is not over in time.
         """
-        if not turn.wait(max(0.0, left_s)):
-            raise self._late(turn.words, limit_s)
-        if turn.error is not None:
+        if not collective.wait(max(0.0, left_s)):
+            raise self._late(collective.title, limit_s)
+        error = collective.exception()
+        if error is not None:
             with suppress(ValueError):
-                self._later.remove(turn.error)  # it is told here, and not again
-            raise turn.error
+                self._later.remove(error)  # type: ignore[arg-type]  # the queue sets no others
+            raise error  # here, and not again in the next call
 
-    def _together(self, load: BucketPlan, begin: Callable[[], Collective], limit_s: float) -> None:
+    def _together(self, plan: BucketPlan, begin: Callable[[], Collective], limit_s: float) -> None:
         """Make a call that counts when it succeeds; after a Timeout the same call waits on."""
-        turn = self._stood.pop(load.digest, None) or begin()
+        collective = self._stood.pop(plan.digest, None) or begin()
         try:
-            self.wait(turn, limit_s, limit_s)
+            self.wait(collective, limit_s, limit_s)
         except Timeout:
-            self._stood[load.digest] = turn
+            self._stood[plan.digest] = collective
             raise
 
     def _owe(self, error: KvpsError) -> None:
-        """A push has failed whose caller has gone on."""
+        """Have the next call raise the error of a push whose caller has gone on."""
         if error not in self._later:
             self._later.append(error)
 
-    def _late(self, words: str, limit_s: float) -> Timeout:
+    def _late(self, title: str, limit_s: float) -> Timeout:
         missing = self._ring.missing()
         if missing:
-            who = f"{ranks(missing)} {'has' if len(missing) == 1 else 'have'} not made it"
+            who = f"{ranks_in_words(missing)} {'has' if len(missing) == 1 else 'have'} not made it"
         else:
             who = "all ranks have begun it, and one of them or the network does not go on"
         return Timeout(
-            f"store {self._name!r}: {words} is not over after {limit_s:g} s: this rank waits in call "
+            f"store {self._name!r}: {title} is not over after {limit_s:g} s: this rank waits in call "
             f"{self._ring.number}, and {who}. Nothing is cancelled: the calls stand, and a pull waits "
             "for them again"
         )
 
-    def _load(self, verb: str, names: tuple[str, ...], device: str) -> BucketPlan:
-        known = self._loads.get((verb, names, device))
+    def _plan(self, verb: str, names: tuple[str, ...], device: str) -> BucketPlan:
+        known = self._plans.get((verb, names, device))
         if known is None:
             known = BucketPlan(verb, [(name, self._specs[name]) for name in names], device)
-            if len(self._loads) >= LOADS_MAX:
-                self._loads.clear()
-            self._loads[verb, names, device] = known
+            if len(self._plans) >= PLANS_MAX:
+                self._plans.clear()
+            self._plans[verb, names, device] = known
         return known
 
 
 @torch.no_grad()
 def _deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
     """Copy each row into its target, a tensor of the user's, wherever either is."""
-    if all(one.is_cpu for one in targets) and all(one.is_cpu for one in rows):
+    if all(row.is_cpu for row in (*targets, *rows)):
         torch._foreach_copy_(list(targets), list(rows))  # all at once: there may be thousands
         return
     pairs = list(zip(targets, rows, strict=True))
@@ -363,9 +425,3 @@ def _deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> N
         if row.is_cuda:
             target.copy_(row)
             row.record_stream(torch.cuda.current_stream(row.device))
-
-
-def _over() -> Ticket:
-    ticket = Ticket()
-    ticket.end(None, None)
-    return ticket

@@ -9,8 +9,6 @@ wide elements come first, so that each begins at a multiple of its element size.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +18,8 @@ from typing import IO
 
 import torch
 
-from kvps.checkpoint.safetensors_writer import TITLES
+from kvps.checkpoint.atomic_file import replacing
+from kvps.checkpoint.safetensors_writer import header_of
 from kvps.core.embedding.arena import WEIGHT
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
@@ -37,15 +36,9 @@ def write(path: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec) -> i
     Raises:
         StorageError: if that fails; what lay there before still does.
     """
-    part = path.with_name(
-        f"{path.name}.{secrets.token_hex(8)}.part"
-    )  # several workers may write it
     try:
-        with ExitStack() as stack:
-            stack.callback(lambda: part.unlink(missing_ok=True))
-            count = _write(part, blocks, recipe, stack)
-            part.replace(path)
-        return count
+        with replacing(path) as part, ExitStack() as stack:
+            return _write(part, blocks, recipe, stack)
     except OSError as error:
         raise StorageError(f"cannot write the table to {path}: {error}") from error
 
@@ -68,24 +61,17 @@ def _write(
                 spools[name] = spool, column.dtype, column.shape[1] if column.dim() > 1 else 0
             if len(column):  # a numpy array of nothing has no strides that torch likes
                 spools[name][0].write(to_frame(column.reshape(-1).contiguous()))
-    header: dict[str, object] = {"__metadata__": {"kvps.recipe": _text(recipe)}}
-    begin = 0
-    for name, (spool, dtype, width) in spools.items():
-        size = count * max(1, width) * dtype.itemsize
-        header[name] = {
-            "dtype": TITLES[NAMES[dtype]],
-            "shape": [count, width] if width else [count],
-            "data_offsets": [begin, begin + size],
-        }
-        begin += size
+    for spool, _, _ in spools.values():
         if spool is not file:
             spool.seek(0)
             shutil.copyfileobj(spool, file, 1 << 20)
-    octets = json.dumps(header, separators=(",", ":")).encode()
+    shapes = (
+        (name, NAMES[dtype], (count, width) if width else (count,))
+        for name, (_, dtype, width) in spools.items()
+    )
+    head, _ = header_of(shapes, {"kvps.recipe": _text(recipe)}, HEAD_BYTES)
     file.seek(0)
-    file.write((HEAD_BYTES - 8).to_bytes(8, "little") + octets.ljust(HEAD_BYTES - 8))
-    file.flush()
-    os.fsync(file.fileno())
+    file.write(head)
     return count
 
 

@@ -78,7 +78,7 @@ class DistEmbedding(EmbeddingTable):
     ) -> Any:
         whole = torch.from_numpy(ids)
         places = [torch.from_numpy(one) for one in split(ids, self._servers)]
-        parts = tuple([(whole[one], gradients[one]) for one in places])
+        parts = tuple([(whole[place], gradients[place]) for place in places])
         check_size(f"table {self.name!r}", parts)
         store = self._dist
         store._begin()

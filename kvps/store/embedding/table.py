@@ -1,7 +1,7 @@
-"""The face of an embedding table: rows by 64-bit ids, pulled and pushed by the list.
+"""The embedding table that users call: rows by 64-bit ids, pulled and pushed by the list.
 
-What a user gives is checked here and brought into order: ids become sorted ones, each named once, and
-gradients of one id are added up. A kind of store only has to pull, push and hand out blocks.
+Arguments are checked and put in order here: ids are sorted, each named once, and gradients of the same id
+are added up. A kind of store only has to pull, push and hand out blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Owner(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """How many workers push to it."""
+        """The number of workers that push to it."""
 
     @property
     def average(self) -> bool:
@@ -79,7 +79,7 @@ class EmbeddingTable(abc.ABC):
         self.store = store
         self.name = name
         self.recipe = recipe
-        """What it is made by: all workers must agree on it."""
+        """The description that it is made from: all workers must agree on it."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 
@@ -227,7 +227,9 @@ class EmbeddingTable(abc.ABC):
         blocks = self._blocks(since, max(1, BLOCK_BYTES // self._row_bytes), with_state)
         if path is None:
             return (
-                (torch.from_numpy(one.ids), one.columns["weight"]) for one in blocks if len(one.ids)
+                (torch.from_numpy(block.ids), block.columns["weight"])
+                for block in blocks
+                if len(block.ids)
             )
         return write(Path(path), blocks, self.recipe)
 

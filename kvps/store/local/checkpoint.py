@@ -40,12 +40,12 @@ class Kept:
     row: torch.Tensor
     version: int = 0
     step: int = 0
-    """How often the optimizer has updated it."""
+    """The number of updates by the optimizer."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     """The optimizer's, flat rows."""
 
 
-def shelf() -> CheckpointDirectory:
+def directory() -> CheckpointDirectory:
     """Return where checkpoints lie.
 
     Raises:
@@ -69,10 +69,10 @@ def keep(
     Raises:
         ConfigError: without a place for it. StorageError: if it cannot be written.
     """
-    place = shelf()
+    place = directory()
     cut = place.highest() + 1
-    image = Snapshot(0, 1, (_store_image(name, hyper, keys, tables),))
-    written = place.write(cut, image)
+    snapshot = Snapshot(0, 1, (_store_snapshot(name, hyper, keys, tables),))
+    written = place.write(cut, snapshot)
     try:
         place.commit(
             Manifest(
@@ -82,7 +82,7 @@ def keep(
                 workers=1,
                 version=__version__,
                 images=(ImageFile(image_name(0, 1), written.size, written.sha256),),
-                stores=holdings(image),
+                stores=holdings(snapshot),
                 tag=tag,
                 written=now_in_words(),
             )
@@ -93,7 +93,7 @@ def keep(
     return cut
 
 
-def _store_image(
+def _store_snapshot(
     name: str,
     hyper: HyperParams | None,
     keys: Mapping[str, Kept],
@@ -101,19 +101,19 @@ def _store_image(
 ) -> StoreSnapshot:
     opened = Open(name, "sync", 0, True, "wait", BIGARRAY_BOUND)
     rate = hyper.number("lr") if hyper is not None else 0.0
-    images = tuple([_key_image(key, one) for key, one in keys.items()])
+    snapshots = tuple([_key_snapshot(key, kept) for key, kept in keys.items()])
     calls = int(hyper is not None)
-    return StoreSnapshot(opened, hyper, hyper, rate, calls, 0, images, tables=tables)
+    return StoreSnapshot(opened, hyper, hyper, rate, calls, 0, snapshots, tables=tables)
 
 
-def _key_image(name: str, one: Kept) -> KeySnapshot:
-    history = SpanHistory(one.version, one.step, {0: one.version}, {})
-    state = {title: row.cpu() for title, row in one.state.items()}
-    portions = (SnapshotPart(0, history, one.row.cpu(), state),) if one.spec.count else ()
-    return KeySnapshot(name, one.spec, 0, portions)
+def _key_snapshot(name: str, kept: Kept) -> KeySnapshot:
+    history = SpanHistory(kept.version, kept.step, {0: kept.version}, {})
+    state = {title: row.cpu() for title, row in kept.state.items()}
+    portions = (SnapshotPart(0, history, kept.row.cpu(), state),) if kept.spec.count else ()
+    return KeySnapshot(name, kept.spec, 0, portions)
 
 
-def table_image(name: str, rows: EmbeddingRows, pushes: int) -> TableSnapshot:
+def table_snapshot(name: str, rows: EmbeddingRows, pushes: int) -> TableSnapshot:
     """Return a table that has had so many pushes."""
     kept, release = rows.keep()
     release()  # nobody pushes before this process has written it
@@ -130,14 +130,14 @@ def read(
         ConfigError: without a place for checkpoints.
         StorageError: if there is none that is whole, or it has no such store.
     """
-    place = shelf()
+    place = directory()
     manifest = place.find(tag)
-    image = place.load(manifest, 0, 1)
-    found = next((one for one in image.stores if one.name == name), None)
+    snapshot = place.load(manifest, 0, 1)
+    found = next((store for store in snapshot.stores if store.name == name), None)
     if found is None:
-        names = ", ".join(repr(one.name) for one in image.stores) or "none"
+        names = ", ".join(repr(store.name) for store in snapshot.stores) or "none"
         raise StorageError(f"checkpoint {manifest} has no store {name!r}; it has {names}")
-    tables = {one.key.removeprefix(EMBEDDING): one for one in found.tables}
+    tables = {table.key.removeprefix(EMBEDDING): table for table in found.tables}
     return manifest.cut, found.hyper, {key.name: _kept(key) for key in found.keys}, tables
 
 
@@ -145,14 +145,14 @@ def _kept(key: KeySnapshot) -> Kept:
     """Put the portions of a key together; where they differ, it stands where the last one does."""
     if not key.portions:
         return Kept(key.spec, torch.empty(0, dtype=TORCH[key.spec.dtype]))
-    histories = [one.history for one in key.portions]
-    titles = set.intersection(*[set(one.state) for one in key.portions])
-    state = {title: torch.cat([one.state[title] for one in key.portions]) for title in titles}
+    histories = [part.history for part in key.portions]
+    titles = set.intersection(*[set(part.state) for part in key.portions])
+    state = {title: torch.cat([part.state[title] for part in key.portions]) for title in titles}
     return Kept(
         key.spec,
-        torch.cat([one.weight for one in key.portions]),
-        min(one.version for one in histories),
-        min(one.step for one in histories),
+        torch.cat([part.weight for part in key.portions]),
+        min(history.version for history in histories),
+        min(history.step for history in histories),
         state,
     )
 

@@ -16,43 +16,42 @@ from kvps.tensors import Array, as_tensor
 
 
 class LocalCoding:
-    """What compression left out of the gradients of a store so far."""
+    """Error feedback of a local store: the residuals that compression has left so far."""
 
     def __init__(self) -> None:
-        self._rests: dict[str, torch.Tensor] = {}
-        """By key and device."""
+        self._residuals: dict[str, torch.Tensor] = {}
+        """Key, or ``key@device`` -> flat residual."""
 
-    def rests(self) -> dict[str, torch.Tensor]:
-        """Return copies of all rests, on the CPU."""
-        return {title: rest.to("cpu", copy=True) for title, rest in self._rests.items()}
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return copies of all residuals, on the CPU."""
+        return {title: row.to("cpu", copy=True) for title, row in self._residuals.items()}
 
-    def put(self, rests: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what :meth:`rests` gave."""
-        self._rests = {title: rest.clone() for title, rest in rests.items()}
+    def put(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what :meth:`residuals` gave."""
+        self._residuals = {title: row.clone() for title, row in residuals.items()}
 
-    def read(
+    def decoded(
         self, name: str, setting: KeyCompression, version: int, devices: list[Array]
     ) -> list[Array]:
-        """Write one key's values, one per device, and return what is read of them.
+        """Encode one key's values, one per device, and return them decoded.
 
-        Values that are not finite come back as they are: what becomes of those is for ``on_nonfinite``
-        to say.
+        Values that are not finite come back as they are; ``on_nonfinite`` decides about those.
         """
         code = setting.code
         if code.codec == RANDOMK:
             code = seeded(code, version)
-        found: list[Array] = []
+        results: list[Array] = []
         for index, value in enumerate(devices):
             tensor = as_tensor(value)
             flat = tensor.contiguous().view(-1)
             if not torch.isfinite(flat.sum()):
-                found.append(value)
+                results.append(value)
                 continue
             title = f"{name}@{index}" if index else name
-            rest = self._rests.get(title)
-            if rest is None or len(rest) != len(flat):  # a broadcast may change its shape
-                rest = torch.zeros_like(flat)
-            rest = self._rests[title] = rest.to(flat.device)
-            octets = encode(code, rest, flat)
-            found.append(decode(code, octets, torch.empty_like(flat)).view(tensor.shape))
-        return found
+            residual = self._residuals.get(title)
+            if residual is None or len(residual) != len(flat):  # a broadcast may change its shape
+                residual = torch.zeros_like(flat)
+            residual = self._residuals[title] = residual.to(flat.device)
+            encoded = encode(code, residual, flat)
+            results.append(decode(code, encoded, torch.empty_like(flat)).view(tensor.shape))
+        return results

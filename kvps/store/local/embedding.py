@@ -13,7 +13,7 @@ from kvps.core.embedding.table import EmbeddingRows, ExportBatch
 from kvps.core.server.snapshot.capture_tables import filled
 from kvps.core.server.snapshot.model import TableSnapshot
 from kvps.errors import Mismatch
-from kvps.runtime.ticket import Handle, Ticket
+from kvps.runtime.ticket import Handle, finished
 from kvps.store.embedding.table import EmbeddingTable, Owner
 from kvps.store.local import checkpoint
 
@@ -26,7 +26,7 @@ class LocalEmbedding(EmbeddingTable):
         self._begin = store._begin
         self.here = EmbeddingRows(recipe)
         self.pushes = 0
-        """How many were applied: the version."""
+        """The number of pushes that were applied: the version."""
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -54,13 +54,13 @@ class LocalEmbedding(EmbeddingTable):
                 "checkpoint, or where it was made first; make it as it was made then"
             )
 
-    def image(self) -> TableSnapshot:
+    def snapshot(self) -> TableSnapshot:
         """Return it as a checkpoint has it."""
-        return checkpoint.table_image(self.name, self.here, self.pushes)
+        return checkpoint.table_snapshot(self.name, self.here, self.pushes)
 
-    def restore(self, image: TableSnapshot) -> None:
+    def restore(self, snapshot: TableSnapshot) -> None:
         """Be what it was in a checkpoint."""
-        self.here, self.pushes = filled(image), image.history.version
+        self.here, self.pushes = filled(snapshot), snapshot.history.version
 
     def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
         self._begin()
@@ -75,11 +75,7 @@ class LocalEmbedding(EmbeddingTable):
         self.here.push(
             ids, gradients.to(self.here.summed_in), version=self.pushes, step=self.pushes
         )
-        if not async_op:
-            return None
-        ticket = Ticket()
-        ticket.end(None, None)
-        return Handle(ticket, lambda: None)
+        return Handle(finished(), lambda: None) if async_op else None
 
     def _set_rate(self, lr: float, timeout: float | None) -> None:
         self._begin()

@@ -2,7 +2,7 @@
 
 *Sums* are keys of a synchronous store: what all ranks push in a round is added up on the servers. *Posts*
 are keys of a store without rounds whose rule is ``assign``: one rank writes, others read, bit for bit, as
-octets. The version of a post says how often it was written anew, and a reader waits for the one it
+bytes. The version of a post says how often it was written anew, and a reader waits for the one it
 wants.
 
 Both end their calls at once when a worker is lost: a process group cannot go on without a rank.
@@ -27,7 +27,7 @@ READ = "/read"
 
 
 class Board:
-    """What this process's groups write to and read from.
+    """The stores that this process's groups write to and read from.
 
     Args:
         timeout_s: how long it may take to open the stores.
@@ -48,7 +48,7 @@ class Board:
 
     @property
     def workers(self) -> int:
-        """How many workers the job has."""
+        """The number of workers of the job."""
         return int(self._sums.num_workers)
 
     def left(self) -> list[int]:
@@ -64,7 +64,7 @@ class Board:
 
     def make_sums(self, keys: Sequence[tuple[str, Spec]], limit_s: float) -> list[Ticket]:
         """Make those of ``keys`` that this process has not used yet; rank 0 creates them."""
-        new = [one for one in keys if one[0] not in self._made]
+        new = [key for key in keys if key[0] not in self._made]
         if not new:
             return []
         self._made.update(name for name, _ in new)
@@ -112,7 +112,7 @@ class Board:
 
     @property
     def posts(self) -> int:
-        """How many posts were used so far."""
+        """The number of keys of the mailbox that were used so far."""
         return len(self._uses)
 
     def make_posts(
@@ -126,7 +126,7 @@ class Board:
     def expect(
         self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
     ) -> Ticket:
-        """Wait until ``writer`` has made these posts, of so many octets."""
+        """Wait until ``writer`` has made these posts, of so many bytes."""
         specs = tuple(
             [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
         )

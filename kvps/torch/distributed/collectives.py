@@ -28,7 +28,7 @@ from kvps.torch.distributed.ordered_executor import Steps
 from kvps.torch.distributed.size_classes import Sizes, class_of
 
 LETTERS_MAX = 4096
-"""How many posts a process may use: ranks, tags and sizes multiply."""
+"""The most keys of a mailbox that a process may use: ranks, tags and sizes multiply."""
 
 Plan = tuple[str, Steps]
 """A track, and the steps to be made there."""

@@ -84,7 +84,7 @@ class OrderedExecutor:
         """Go on as far as can be; return whether the collective is over."""
         error: BaseException | None = self._broken.get(run.track)
         while error is None:
-            error = next((one.error for one in run.tickets if one.error is not None), None)
+            error = next((ticket.error for ticket in run.tickets if ticket.error is not None), None)
             if error is not None:
                 break
             try:
@@ -105,7 +105,7 @@ class OrderedExecutor:
 
     def _must_wait(self, run: _Run) -> bool:
         """Have ``run`` go on when its tickets are over; return False if they are already."""
-        if all(one.is_over for one in run.tickets):
+        if all(ticket.is_over for ticket in run.tickets):
             return False
         run.waiting = len(run.tickets)
 

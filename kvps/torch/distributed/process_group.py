@@ -58,7 +58,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What torch's log says of the group."""
+        """The description of the group in torch's log."""
         return f"{NAME}:{self._group}"
 
     def shutdown(self) -> None:
@@ -88,11 +88,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce several tensors of one type over all ranks, in place, as one."""
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
-        if len({one.dtype for one in tensors}) > 1:
+        if len({tensor.dtype for tensor in tensors}) > 1:
             raise Mismatch(
                 "all_reduce_coalesced: the tensors are of several types; call it per type"
             )
-        parts = [Staged(one) for one in tensors]
+        parts = [Staged(tensor) for tensor in tensors]
         joined = torch.cat([one.row for one in parts])
         track, steps = self._collectives.reduce("all_reduce", Staged(joined), _op(opts), None)
 
@@ -210,7 +210,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give rank r the r-th input, and take the r-th output from it."""
         self._demand_all("all_to_all", outputs)
         self._demand_all("all_to_all", inputs)
-        staged = [Staged(one, is_read=False) for one in outputs]
+        staged = [Staged(output, is_read=False) for output in outputs]
         plan = self._collectives.all_to_all(staged, [Staged(one) for one in inputs])
         return self._begin("all_to_all", plan, outputs)
 

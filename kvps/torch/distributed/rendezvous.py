@@ -36,12 +36,12 @@ from kvps.torch.distributed.process_group import NAME, ProcessGroup
 
 log = logging.getLogger("kvps")
 ADDRESS_MAX = 256
-"""Octets of HOST:PORT."""
+"""Bytes of HOST:PORT."""
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What the groups of this process share, from init_process_group to destroy_process_group."""
+    """The stores that the groups of this process share, from init_process_group to destroy_process_group."""
 
     world: tuple[Board, OrderedExecutor] | None = None
     began: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 LEAST = 64
 """The smallest class."""
 EXACT_MAX = 64
-"""How many sizes get keys that fit exactly."""
+"""The number of sizes that get keys that fit exactly."""
 
 
 def class_of(count: int) -> int:

@@ -88,7 +88,7 @@ class Work(dist.Work):
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with."""
+        """The error that it failed with."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:

@@ -1,20 +1,15 @@
-"""Gradient hooks of a sharded model: a complete gradient leaves, and its weight is freed.
-
-A second gradient of a parameter in one step would be a second push, and so another round. So several
-passes make up a step only where that was asked for, and then gradients are added up here until the last.
-"""
+"""The gradients of a sharded model: a complete one leaves, and its weight is freed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.torch.sharded.in_flight import GradientSender
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
-from kvps.torch.sync.gradient_sync import listed
+from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
 
 
 class GradientHooks:
@@ -36,46 +31,23 @@ class GradientHooks:
         free: Callable[[list[str]], None],
         go_on: Callable[[EpochChanged], None],
     ) -> None:
-        if type(passes) is not int or passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step={passes!r}: use a whole number of passes from 1 on"
-            )
         self._rule = rule
         self._params: Mapping[str, torch.Tensor] = rule.params
         self._outgoing = outgoing
-        self._wanted_passes = passes
         self._free = free
         self._go_on = go_on
-        self._passes: dict[str, int] = {}
-        """Of each parameter, the passes whose gradients are in ``.grad``."""
         self._left: set[str] = set()
-        """Whose gradients have left in this step."""
+        """Names of the parameters whose gradients have left in this step."""
         self._done: set[str] = set()
-        """Whose gradients are complete in this backward pass."""
+        """Names of the parameters whose gradients are complete in this backward pass."""
         self.is_given_up = False
-        """The servers have returned to a checkpoint: what is made in this step leads nowhere."""
-        self._hooks: dict[str, Any] = {}
-        self.watch()
-
-    def watch(self) -> None:
-        """Put hooks on all parameters that are trained, but for those that have one."""
-        for name in self._rule.trained:
-            if name not in self._hooks:
-                param: Any = self._params[name]  # torch gives this method no types
-                self._hooks[name] = param.register_post_accumulate_grad_hook(
-                    lambda _, name=name: self._on_gradient(name)
-                )
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        """Whether the servers have returned to a checkpoint, so that the gradients of this step are void."""
+        self.hooks = ParameterHooks(rule, passes, self._on_gradient)
 
     @property
     def is_begun(self) -> bool:
         """Whether there are gradients of this step."""
-        return bool(self._left or self._passes)
+        return bool(self._left) or self.hooks.is_begun
 
     def is_done(self, name: str) -> bool:
         """Whether this backward pass needs no weight of a parameter any more."""
@@ -106,15 +78,11 @@ class GradientHooks:
             )
         if name in self._left:
             param.grad = None
-            raise ConfigError(
-                f"parameter {name!r} got another gradient after the first had left, and before step(): "
-                "call step() in between; if several backward passes make up a step, say "
-                "backward_passes_per_step="
-            )
-        self._passes[name] = self._passes.get(name, 0) + 1
+            raise second_gradient(name, "step()")
+        is_last = self.hooks.count(name)
         self._done.add(name)
         self._free([name])
-        if self._passes[name] >= self._wanted_passes:
+        if is_last:
             self._leave(name)
 
     def _leave(self, name: str) -> None:
@@ -123,7 +91,7 @@ class GradientHooks:
         assert gradient is not None
         is_first = not self._left
         self._left.add(name)
-        self._passes.pop(name, None)
+        self.hooks.leave(name)
         if self.is_given_up:
             return
         try:
@@ -156,16 +124,12 @@ class GradientHooks:
         Raises:
             ConfigError: naming parameters that have no gradient. KvpsError: what became of one that left.
         """
-        missing = [
-            name
-            for name in self._rule.trained
-            if name not in self._left and self._params[name].grad is None
-        ]
+        missing = self.hooks.missing(self._left)
         if missing and not self.is_given_up:
-            raise ConfigError(
-                f"no gradient for {listed(missing)}, of {len(self._rule.trained)} parameters: no backward() "
-                "has reached them since the last step(). Use them, or set requires_grad_(False) on them "
-                "before shard()"
+            raise self.hooks.no_gradient(
+                missing,
+                "the last step()",
+                "Use them, or set requires_grad_(False) on them before shard()",
             )
         for name in self._rule.trained:
             if self._params[name].grad is not None:
@@ -181,7 +145,7 @@ class GradientHooks:
     def begin(self) -> None:
         """A step is over: what comes from now on is of the next."""
         self._outgoing.begin()
-        self._passes.clear()
+        self.hooks.begin()
         self._left.clear()
         self._done.clear()
         self.is_given_up = False

@@ -1,7 +1,7 @@
 """The sender of gradients: they leave as soon as complete, with a bound on how many are in flight.
 
 A gradient that has left is freed when the store has it. If the network is slower than backward, gradients
-would heap up here, as much as the whole model. So at most *limit* octets are under way: the next bucket
+would heap up here, as much as the whole model. So at most *limit* bytes are in flight: the next bucket
 waits until earlier ones have arrived, in their order.
 """
 
@@ -24,15 +24,15 @@ class GradientSender:
 
     Args:
         kv: the store.
-        sizes: octets of each gradient, by name, in the order in which the store has the keys.
-        limit_bytes: how many octets may be under way; at least one bucket is.
+        sizes: size of each gradient in bytes, by name, in the order in which the store has the keys.
+        limit_bytes: the most bytes that may be in flight; at least one bucket is.
     """
 
     def __init__(self, kv: Any, sizes: Mapping[str, int], limit_bytes: int) -> None:
         self._kv = kv
         self._sizes = sizes
         self.limit_bytes = limit_bytes
-        """How many octets may be under way."""
+        """The most bytes that may be in flight."""
         self._buckets = Buckets(sizes, min(BUCKET_BYTES, max(1, limit_bytes)))
         self._collected: dict[str, torch.Tensor] = {}
         self._away: deque[tuple[Handle, int]] = deque()
@@ -48,15 +48,15 @@ class GradientSender:
         self._send(self._buckets.add(name))
 
     def flush(self) -> None:
-        """Let all leave that were collected.
+        """Let all gradients leave that were collected.
 
         Raises:
             KvpsError: as :meth:`add`.
         """
-        self._send(self._buckets.rest())
+        self._send(self._buckets.flush())
 
     def begin(self) -> None:
-        """A step is over; drop what has not left."""
+        """Begin the next step; drop the gradients that have not left."""
         self._buckets.begin()
         self._collected.clear()
 
@@ -72,7 +72,7 @@ class GradientSender:
         self._away_bytes += size
 
     def wait(self, left_bytes: int = 0) -> None:
-        """Wait until no more than this many octets are under way.
+        """Wait until at most ``left_bytes`` are in flight.
 
         Raises:
             KvpsError: what has become of one of them.
@@ -83,7 +83,7 @@ class GradientSender:
             handle.wait()
 
     def drop(self) -> None:
-        """Take no more notice of what is under way."""
+        """Forget the gradients in flight."""
         self._away.clear()
         self._away_bytes = 0
         self.begin()

@@ -26,7 +26,7 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
         ConfigError: naming a module that cannot make its own, if there is no ``init``; or for an ``init``
             that nothing needs.
     """
-    members = [one for block in blocks for one in block.members if _own_meta(one[1])]
+    members = [member for block in blocks for member in block.members if _own_meta(member[1])]
     if init is not None and not members:
         raise ConfigError(
             "init= fills modules on the meta device, and this one has its values; build it under "

@@ -15,7 +15,7 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError, EpochChanged, ServerLost
-from kvps.torch.sync.gradient_sync import listed
+from kvps.phrases import names_in_words
 from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
 
 
@@ -41,7 +41,7 @@ class RemoteOptimizer(ParameterSync):
     ) -> None:
         super().__init__(kv, params, None)
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        self.key_of = {one: name for name, one in params.items()}
+        self.key_of = {param: name for name, param in params.items()}
         """The name of each parameter."""
         if self._optimizer is None:
             if not isinstance(optimizer, str):
@@ -94,7 +94,7 @@ class RemoteOptimizer(ParameterSync):
         lost = [name for name in self.params if name not in error.after]
         if lost:
             raise ServerLost(
-                f"the checkpoint to which the servers returned does not have {listed(lost)}, and no "
+                f"the checkpoint to which the servers returned does not have {names_in_words(lost)}, and no "
                 "worker has its weight; start anew, and load_state_dict() what you saved"
             ) from error
         assert self.hyper is not None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvps.runtime.ticket import Handle
 
 PRIORITY = 1 << 20
-"""Of pulls, which somebody waits for: they overtake gradients."""
+"""The priority of pulls, which a pass waits for: they overtake gradients."""
 
 _autograd: Any = torch._C._autograd
 """torch has no public way to ask which hooks for saved tensors there are."""
@@ -45,7 +45,7 @@ class Arrival(NamedTuple):
 
 
 class SavedSlice(NamedTuple):
-    """What autograd keeps of a weight: which one, and where in it."""
+    """The part of a weight that autograd has saved: its name, and its place in it."""
 
     name: str
     size: torch.Size
@@ -80,7 +80,7 @@ class Residency:
         self._coming: dict[str, Arrival] = {}
         self._held: Counter[str] = Counter()
         self._here: dict[str, int] = {}
-        """By name, the address of the memory of those that are here."""
+        """Name -> the address of the memory of a weight that is local."""
         self._name_at: dict[int, str] = {}
         self._outer: list[Any] = []
         """The hooks for saved tensors that ours have covered."""

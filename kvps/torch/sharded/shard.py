@@ -116,12 +116,14 @@ class Sharded:
         check_free(kv, params, "sharded model")
         self._kv = kv
         self._rule = RemoteOptimizer(kv, params, optimizer, hyper)
-        self._forms = {name: torch.empty_like(one, device="meta") for name, one in params.items()}
+        self._forms = {
+            name: torch.empty_like(param, device="meta") for name, param in params.items()
+        }
         self._weights = Residency(kv, params, self._forms, self._give_up, self._check)
         where = torch.get_default_device() if device is None else torch.device(device)
         upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
-        sizes = {name: one.numel() * one.element_size() for name, one in params.items()}
-        largest = max(sum(sizes[name] for name in one.names) for one in self._blocks)
+        sizes = {name: param.numel() * param.element_size() for name, param in params.items()}
+        largest = max(sum(sizes[name] for name in block.names) for block in self._blocks)
         self._gradients = GradientHooks(
             self._rule,
             GradientSender(kv, sizes, largest),
@@ -148,7 +150,7 @@ class Sharded:
         if buffers:
             # Of their own: a store that takes means has no integers, such as a count of batches.
             self._side = create_own(self._kv.type, "shard.buffers")
-            self._side.init(list(buffers), [carried(one) for one in buffers.values()])
+            self._side.init(list(buffers), [carried(buffer) for buffer in buffers.values()])
             for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
                 _write(one, found)
         self._rule.install(self._rule.wanted())
@@ -186,7 +188,7 @@ class Sharded:
 
     @property
     def steps(self) -> int:
-        """How many steps were made; what replaces a lost worker begins where that had come to."""
+        """The number of steps that were made; the replacement of a lost worker begins where that one was."""
         return self._steps
 
     def set_learning_rate(self, lr: float) -> None:
@@ -207,7 +209,7 @@ class Sharded:
 
     def _on_forward(self) -> None:
         """A forward pass of the model begins."""
-        self._gradients.watch()
+        self._gradients.hooks.watch()
         if self._gradients.is_given_up and not self._gradients.is_begun:
             self._gradients.begin()  # it was noticed when nothing was trained
             self._weights.forget()
@@ -226,7 +228,7 @@ class Sharded:
             ...     print(model.head.weight.norm())
         """
         wanted = {id(one) for top in modules or (self.module,) for one in top.parameters()}
-        names = [name for name, one in self._rule.params.items() if id(one) in wanted]
+        names = [name for name, param in self._rule.params.items() if id(param) in wanted]
         self._weights.bring(names)
         self._weights.hold(names)
         try:
@@ -329,7 +331,7 @@ class Sharded:
         The weights stay on the servers, and the module without any: save its ``state_dict()`` before.
         """
         self._passes.close()
-        self._gradients.close()
+        self._gradients.hooks.close()
         for hook in self._hooks:
             hook.remove()
         self._weights.forget()

@@ -24,7 +24,7 @@ calls disturb backward; on a network, that the link is never idle."""
 
 
 def bucket_bytes(chunk_bytes: int) -> int:
-    """Return how large buckets should be, in a store whose chunks are so large."""
+    """Return the best size of a bucket for a store with chunks of ``chunk_bytes``."""
     return max(BUCKET_BYTES, CHUNKS * chunk_bytes)
 
 
@@ -37,7 +37,7 @@ class Buckets:
 
     Example:
         >>> buckets = Buckets({"weight": 8, "bias": 2}, limit_bytes=8)
-        >>> buckets.add("bias"), buckets.add("weight"), buckets.rest()
+        >>> buckets.add("bias"), buckets.add("weight"), buckets.flush()
         ([], ['weight', 'bias'], [])
     """
 
@@ -52,18 +52,18 @@ class Buckets:
         self._collected: list[str] = []
         self._bytes = 0
         self.number = 0
-        """How many buckets of this step have left; the priority of the next."""
+        """The number of buckets of this step that have left; the priority of the next."""
 
     def add(self, name: str) -> list[str]:
         """Take in a gradient that is there; return the bucket that leaves now, or nothing."""
         self._collected.append(name)
         self._bytes += self._sizes[name]
-        return self.rest() if self._bytes >= self._limit_bytes else []
+        return self.flush() if self._bytes >= self._limit_bytes else []
 
-    def rest(self) -> list[str]:
-        """Return what has been collected: backward is over, and nothing more will come.
+    def flush(self) -> list[str]:
+        """Return the gradients that were collected, as backward is over and no more will come.
 
-        In the order of the keys in the store: neighbours there travel as one run.
+        They are in the order of the keys in the store: neighbours there travel as one run.
         """
         leaves, self._collected, self._bytes = self._collected, [], 0
         self.number += bool(leaves)

@@ -20,17 +20,17 @@ do about it: it is raised by the next :meth:`wait`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
+from kvps.phrases import names_in_words
 from kvps.store.rows import has_rows
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
+from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
 from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 
 if TYPE_CHECKING:
@@ -39,17 +39,12 @@ if TYPE_CHECKING:
     from kvps.runtime.ticket import Handle
     from kvps.torch.sync.parameter_sync import ParameterSync
 
-NAMED_MAX = 5
-"""Parameters that one text names."""
-_watched: Any = WeakIdKeyDictionary()
-"""By parameter, a weak reference to the exchange through which its gradients leave: the newest."""
-
 
 class InFlight(Protocol):
     """Gradients that have left together, and what comes back in their place."""
 
     values: dict[str, torch.Tensor]
-    """By name: the tensors in which weights or dense sums come back."""
+    """Name -> the tensor in which its weight or dense sum comes back."""
 
     def wait(self) -> None:
         """Wait until they are back.
@@ -157,65 +152,34 @@ class GradientSync:
         brings_weights: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        if type(passes) is not int or passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step={passes!r}: use a whole number of passes from 1 on"
-            )
         self._model = model
-        self._wanted_passes = passes
         self._divisor = divisor
         self._before = before
         self._brings_weights = brings_weights
         self.is_awaited = is_awaited
         self.scale = 1.0
-        """By what gradients are multiplied before they leave."""
+        """The factor of gradients before they leave."""
         self.is_held = False
         """Gradients stay until :meth:`complete` is called."""
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
-        sizes = {name: one.numel() * one.element_size() for name, one in model.params.items()}
+        sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
         if limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
-        self._passes: dict[str, int] = {}
-        """Of each parameter, the passes whose gradients are in ``.grad`` and have not left."""
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
-        """By name, where the gradients that have left in this step were, and what came back is."""
+        """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
         self._touched: dict[str, int] = {}
-        """Of gradients that are away, how often anybody had written to them when they left."""
+        """Name -> the number of writes to a gradient, as torch counts them, when it left."""
         self._failure: KvpsError | None = None
         self._is_begun = False
         self._is_rung = False
         """It will be told of the end of backward."""
-        self._hooks: dict[str, Any] = {}
-        self.watch()
+        self.hooks = ParameterHooks(model, passes, self._on_gradient)
 
     # --- backward ---------------------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """Put hooks on all parameters that are trained, but for those that have one.
-
-        A front end that was made earlier over the same parameters, and is not used any more, lets go.
-        """
-        for name in self._model.trained:
-            if name in self._hooks:
-                continue
-            param: Any = self._model.params[name]  # torch gives this method no types
-            before = _watched[param]() if param in _watched else None
-            if before is not None:
-                before.close()
-            _watched[param] = weakref.ref(self)
-            self._hooks[name] = param.register_post_accumulate_grad_hook(
-                lambda _, name=name: self._on_gradient(name)
-            )
-
-    def close(self) -> None:
-        """Take the hooks away: gradients stay where they are."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,8 +194,8 @@ class GradientSync:
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
-        self._passes[name] = self._passes.get(name, 0) + 1
-        if self._is_local or self.is_held or self._passes[name] < self._wanted_passes:
+        is_last = self.hooks.count(name)
+        if self._is_local or self.is_held or not is_last:
             return
         if not self._is_rung:
             self._is_rung = True
@@ -240,7 +204,7 @@ class GradientSync:
 
     def _on_end(self) -> None:
         self._is_rung = False
-        self._leave(self._buckets.rest())
+        self._leave(self._buckets.flush())
         if self.is_awaited and self._failure is None:
             try:
                 self.wait()
@@ -254,11 +218,10 @@ class GradientSync:
             ConfigError: if it was.
         """
         if gradient is not None and self._is_there(name, gradient):
-            raise ConfigError(
-                f"parameter {name!r} got another gradient after the first had left, and before "
-                "step(): call step() or the optimizer's zero_grad() in between; if several backward "
-                "passes make up a step, say backward_passes_per_step=, or no_sync() around all but "
-                "the last"
+            raise second_gradient(
+                name,
+                "step() or the optimizer's zero_grad()",
+                ", or no_sync() around all but the last",
             )
         del self.values[name]  # what comes back has no place any more
         self.wait([name])
@@ -319,7 +282,7 @@ class GradientSync:
         self._has_left(name, SparseBucket(name, value, wait, self._divisor))
 
     def _has_left(self, name: str, away: InFlight) -> None:
-        self._passes.pop(name, None)
+        self.hooks.leave(name)
         self._away[name] = away
         self._touched[name] = _touches(self._model.params[name])
 
@@ -353,11 +316,7 @@ class GradientSync:
 
     def missing(self) -> list[str]:
         """Return the parameters whose gradient has not left in this step, and that have none."""
-        return [
-            name
-            for name in self._model.trained
-            if name not in self.values and self._model.params[name].grad is None
-        ]
+        return self.hooks.missing(self.values)
 
     def complete(self) -> None:
         """Let every gradient leave that is here.
@@ -365,7 +324,7 @@ class GradientSync:
         Raises:
             ConfigError: if somebody has changed one that is away.
         """
-        self.watch()
+        self.hooks.watch()
         changed = [
             name
             for name in self._away
@@ -374,7 +333,7 @@ class GradientSync:
         ]
         if changed:
             raise ConfigError(
-                f"the gradient of {listed(changed)} was changed (clipped, say) while the mean was on "
+                f"the gradient of {names_in_words(changed)} was changed (clipped, say) while the mean was on "
                 "its way: call synchronize() before, which waits for it"
             )
         left = [
@@ -384,7 +343,7 @@ class GradientSync:
         ]
         for name in left:
             self._leave(self._buckets.add(name))
-        self._leave(self._buckets.rest())
+        self._leave(self._buckets.flush())
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until gradients are back in ``.grad``.
@@ -463,7 +422,7 @@ class GradientSync:
     def begin(self) -> None:
         """A step is over: what comes from now on is of the next."""
         self._buckets.begin()
-        self._passes.clear()
+        self.hooks.begin()
         self._away.clear()
         self.values.clear()
         self._failure = None
@@ -479,10 +438,3 @@ def bring(weight: torch.Tensor, param: torch.Tensor) -> None:
 def _touches(param: torch.Tensor) -> int:
     """Return how often the gradient of ``param`` was written to."""
     return -1 if param.grad is None else param.grad._version
-
-
-def listed(names: list[str]) -> str:
-    """Return some of ``names`` for a text."""
-    shown = ", ".join(repr(name) for name in names[:NAMED_MAX])
-    more = len(names) - NAMED_MAX
-    return f"{shown} and {more} more" if more > 0 else shown

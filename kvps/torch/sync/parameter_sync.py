@@ -49,7 +49,7 @@ class ParameterSync:
         self.kv = kv
         self.params = params
         self.hyper: HyperParams | None = None
-        """Of the optimizer in the store, as last installed."""
+        """The hyper-parameters of the optimizer in the store, as last installed."""
         self.is_given_up = False
         """The gradients of the present step could not be summed; there is nothing to update by."""
         self._forget = forget
@@ -59,7 +59,7 @@ class ParameterSync:
     @property
     def trained(self) -> list[str]:
         """The names of the parameters that are trained."""
-        return [name for name, one in self.params.items() if one.requires_grad]
+        return [name for name, param in self.params.items() if param.requires_grad]
 
     def spread(self, buffers: Mapping[str, torch.Tensor], hyper: HyperParams | None) -> None:
         """Give every worker rank 0's values, and the store its optimizer, if it has one.

@@ -27,7 +27,7 @@ class SparseGradients:
         self._kv = kv
         self._brings_weights = brings_weights
         self._held: dict[str, Holding] = {}
-        """Of each table, what was had from the store last."""
+        """Table -> the copy that the store gave last."""
 
     @classmethod
     def of(cls, kv: object, *, brings_weights: bool) -> SparseGradients | None:

@@ -17,7 +17,7 @@ from kvps.core.optim.torch_rules import NAdam, create
 from kvps.store.optimizer_state import States
 
 DERIVED = ("step", "mu_product")
-"""What torch has in a state, and servers need not be told."""
+"""Entries of a torch state that servers need not know."""
 
 
 def to_torch(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvps.bench import plan
-from kvps.bench.networks import namespaces
 from kvps.bench.plan import Plan, plan_of
-from kvps.bench.systems import NAMED_ONLY, SYSTEMS, chosen, version_of
-from kvps.cli.bench import _parser
+from kvps.bench.systems import NAMED_ONLY, SYSTEMS
+from kvps.cli.bench import MOVED, demand_own, parser
 from kvps.errors import ConfigError
 
 
 def planned(*flags: str) -> Plan:
-    return plan_of(_parser().parse_args(flags))
+    return plan_of(parser().parse_args(flags))
 
 
 def names(found: Plan) -> list[str]:
@@ -36,62 +33,38 @@ def test_flags_change_it(tmp_path: Path) -> None:
     found = planned(
         *("--workloads", "small", "keys:7", "--workers", "3", "--servers", "1", "--rounds", "4"),
         *("--repeat", "1", "--systems", "gloo", "kvps", "gloo", "--no-limits"),
-        *("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "plots")),
+        *("--json", str(tmp_path / "a.json")),
     )
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
         *(("small", 3, 1), ("keys:7", 3, 1)),
     ]
     assert names(found) == ["gloo", "kvps"]
     assert (found.rounds, found.repeat, found.has_limits) == (4, 1, False)
-    assert (tmp_path / "plots").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("axis", "cases"),
-    [
-        ("workers", [("small", count, 2) for count in range(1, 9)]),
-        ("servers", [("small", 2, count) for count in range(1, 5)]),
-    ],
-)
-def test_sweeps_of_processes(axis: str, cases: list[tuple[str, int, int]]) -> None:
-    found = planned("--sweep", axis, "--workloads", "small")
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == cases
-    assert names(found) == ["kvps", "gloo"]
+def test_all_systems_but_the_compressed_ones() -> None:
+    assert names(planned()) == [name for name in SYSTEMS if name not in NAMED_ONLY]
+    assert names(planned("--systems", *SYSTEMS)) == list(SYSTEMS)
 
 
-def test_sweeps_of_sizes() -> None:
-    sizes = [one.workload for one in planned("--sweep", "bytes").cases]
-    assert (sizes[0], sizes[-1], len(sizes)) == ("bytes:1024", "bytes:1073741824", 11)
-    keys = [one.workload for one in planned("--sweep", "keys").cases]
-    assert (keys[0], keys[-1], len(keys)) == ("keys:1", "keys:100000", 6)
+@pytest.mark.parametrize("flag", MOVED)
+def test_a_flag_that_has_moved_answers_with_its_command(flag: str) -> None:
+    argv = ["--rounds", "2", flag, "a b"]
+    with pytest.raises(ConfigError) as caught:
+        demand_own(parser().parse_args(argv), argv)
+    assert str(caught.value) == (
+        f"{flag} is not measured by an installed kvps. In a clone of the repository "
+        f"(docs/benchmarks.md) run: python -m benchmarks.compare --rounds 2 {flag} 'a b'"
+    )
 
 
-def test_a_sweep_at_some_values() -> None:
-    found = planned("--sweep", "bytes", "--at", "1K", "1M")
-    assert [one.workload for one in found.cases] == ["bytes:1024", "bytes:1048576"]
-
-
-def test_a_network_has_its_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "demand_root", lambda: None)
-    found = planned("--network", "8@1x4", "--rate", "1gbit")
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [("resnet50", 8, 4)]
-    assert names(found) == ["kvps", "gloo"]
-    assert (found.rate, found.has_limits) == ("1gbit", False)
-    with pytest.raises(ConfigError, match="not 'gloo in place'"):
-        planned("--network", "2x2", "--systems", "kvps", "gloo in place")
-
-
-def test_a_network_is_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="only root may: run it as root"):
-        planned("--network", "2x2")
-
-
-def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="the program 'ip'; install iproute2"):
-        planned("--network", "2x2")
+def test_a_system_that_has_moved_answers_with_its_command() -> None:
+    argv = ["--systems", "kvps", "mxnet sgd"]
+    with pytest.raises(
+        ConfigError, match=r"'mxnet sgd' is not .*compare --systems kvps 'mxnet sgd'"
+    ):
+        demand_own(parser().parse_args(argv), argv)
+    demand_own(parser().parse_args([]), [])
 
 
 @pytest.mark.parametrize(
@@ -103,54 +76,10 @@ def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--repeat", "some"], "--repeat='some' is not a number"),
         (["--workers", "0"], "--workers=0"),
         (["--servers", "1.5"], "--servers=1.5"),
-        (["--sweep", "threads"], "use one of workers, servers, bytes, keys"),
-        (["--sweep", "workers", "--workers", "2"], "--sweep workers and --workers"),
-        (["--sweep", "workers", "--workloads", "small", "big"], "takes one workload, got 2"),
-        (["--sweep", "keys", "--workloads", "small"], "brings its own workload"),
-        (["--sweep", "keys", "--network", "2x2"], "do not go together"),
-        (["--sweep", "keys", "--at", "0"], "--at=0"),
-        (["--sweep", "bytes", "--at", "6"], "--at=6: use a multiple of 4"),
-        (["--at", "5"], "--at belongs to --sweep"),
-        (["--rate", "1gbit"], "--rate belongs to --network"),
-        (["--network", "2"], "write it as 4x4"),
-        (["--network", "2x2", "--rate", "fast"], "no rate"),
-        (["--network", "2x2", "--workers", "2"], "--network and --workers"),
         (["--json", "no/such/folder/a.json"], "a folder that exists"),
-        (["--plot", "/dev/null/plots"], "cannot make this folder"),
-        (["--mxnet", "no/such/python"], "--mxnet=no/such/python: cannot run it"),
     ],
 )
 def test_what_cannot_be_done_is_named(flags: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(*flags)
     assert told in str(caught.value)
-
-
-def test_an_interpreter_without_the_peer_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"it cannot import no_such_peer: .*docs/benchmarks.md"):
-        version_of("no_such_peer", sys.executable)
-
-
-def test_a_peer_is_asked_for_its_version() -> None:
-    import numpy
-
-    assert version_of("numpy", sys.executable) == numpy.__version__
-
-
-class TestChosen:
-    def test_all_that_there_are(self) -> None:
-        """But for those that mean something on slow networks only."""
-        everything = [name for name in SYSTEMS if name not in NAMED_ONLY]
-        assert [one.name for one in chosen(None, ["mxnet", "ray"])] == everything
-        without = {one.name for one in chosen(None, [])}
-        assert set(everything) - without == {"mxnet", "mxnet sgd", "ray"}
-
-    def test_one_that_is_not_there_is_named(self) -> None:
-        with pytest.raises(ConfigError, match=r"'mxnet sgd' cannot be measured: .* --mxnet PATH"):
-            chosen(["mxnet sgd"], [])
-
-
-def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvps\[bench\]'"):
-        planned("--plot", str(tmp_path))

@@ -134,8 +134,8 @@ def test_good_ones(tmp_path: Path, capsys: Output) -> None:
     CheckpointDirectory(tmp_path, 0).write(3, snapshots.image(0, 2))
     assert called("verify", tmp_path) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"checkpoint 1 is good: 2 images, {size}",
-        f"checkpoint 2 is good: 2 images, {size}",
+        f"checkpoint 1 is good: 2 snapshots, {size}",
+        f"checkpoint 2 is good: 2 snapshots, {size}",
         "checkpoint 3 is not complete, it has no manifest: it is being written, or was given up",
         "the newest good one is 2",
     ]

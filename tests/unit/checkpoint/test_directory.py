@@ -205,7 +205,7 @@ def test_no_manifest_without_the_image(tmp_path: Path) -> None:
         1, shelves, [snapshots.image(server, 2) for server in range(2)]
     )
     (tmp_path / "cut-00000001" / FIRST).write_bytes(b"short")
-    with pytest.raises(StorageError, match="checkpoint 1 not completed: the image of server 0"):
+    with pytest.raises(StorageError, match="checkpoint 1 not completed: the snapshot of server 0"):
         shelves[0].commit(manifest)
     assert not (tmp_path / "cut-00000001" / NAME).exists()
 
@@ -275,7 +275,9 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
         for one, renamed in zip(images, other.images, strict=True):
             shutil.copy(tmp_path / "cut-00000001" / one.name, tmp_path / renamed.name)
             shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
-        with pytest.raises(StorageError, match=f"image of server 0 of 2, and .* of 0 of {count}"):
+        with pytest.raises(
+            StorageError, match=f"snapshot of server 0 of 2, and .* of 0 of {count}"
+        ):
             CheckpointDirectory(tmp_path).load(other, 0, count)
 
 

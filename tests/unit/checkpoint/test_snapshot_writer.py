@@ -34,7 +34,7 @@ from tests.support import snapshots
 
 
 def written(path: Path, image: Snapshot) -> atomic_file.Written:
-    return atomic_file.put(path, path.with_suffix(".aside"), snapshot_writer.stream(image).write)
+    return atomic_file.put(path, snapshot_writer.stream(image).write)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_tensors_and_json_must_agree(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"'{name}' is missing"):
         snapshot_writer.read(path)
     pack(path, {**header, "__metadata__": {}}, tensors)
-    with pytest.raises(StorageError, match="no image of a kvps server"):
+    with pytest.raises(StorageError, match="no snapshot of a kvps server"):
         snapshot_writer.read(path)
     end = max(row["data_offsets"][1] for one, row in header.items() if one != "__metadata__")
     header["9/weight/uint8"] = {"dtype": "U8", "shape": [1], "data_offsets": [end, end + 1]}
@@ -354,7 +354,7 @@ def test_tensors_and_json_must_agree(tmp_path: Path) -> None:
         snapshot_writer.read(path)
     header["9/weight/uint8"]["dtype"] = "Q7"
     pack(path, header, tensors + b"x")
-    with pytest.raises(StorageError, match="cannot read the image"):
+    with pytest.raises(StorageError, match="cannot read the snapshot"):
         snapshot_writer.read(path)
 
 
@@ -362,13 +362,13 @@ def test_tensors_and_json_must_agree(tmp_path: Path) -> None:
 def test_json_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "image"
     pack(path, {"__metadata__": {snapshot_writer.ENTRY: text}}, b"")
-    with pytest.raises(StorageError, match="cannot read the image"):
+    with pytest.raises(StorageError, match="cannot read the snapshot"):
         snapshot_writer.read(path)
 
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(StorageError, match="cannot read the image"):
+        with pytest.raises(StorageError, match="cannot read the snapshot"):
             snapshot_writer.read(path)
 
 
@@ -378,7 +378,7 @@ def test_every_truncation_is_found_out(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in {*range(0, 64), *range(64, len(whole), 97), len(whole) - 1}:
         path.write_bytes(whole[:length])
-        with pytest.raises(StorageError, match="cannot read the image"):
+        with pytest.raises(StorageError, match="cannot read the snapshot"):
             snapshot_writer.read(path)
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core.liveness import QUIET_AFTER_S, Progress, quiet_in_words, ranks_in_words
-
-
-def test_one_rank_and_many_are_named_with_what_is_known_of_them() -> None:
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([1, 3]) == "ranks 1, 3"
-    words = ranks_in_words([1, 3], lambda rank: "lost" if rank == 3 else "")
-    assert words == "ranks 1, 3 (lost)"
-    assert ranks_in_words(range(25)).endswith("18, 19 and 5 more")
+from kvps.core.liveness import QUIET_AFTER_S, Progress, quiet_in_words
 
 
 def test_one_that_did_something_just_now_is_told_from_one_that_may_hang() -> None:

@@ -29,6 +29,7 @@ from kvps.core.worker.plan import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import REFUSED, Mismatch
+from kvps.phrases import some_of
 from kvps.protocol.envelope import ENTRIES_MAX, Packet
 from kvps.protocol.membership import Done
 from kvps.protocol.stores import (
@@ -173,10 +174,8 @@ class Broadcast(Call):
 def _shown(keys: Sequence[tuple[str, Spec]]) -> str:
     """Return the keys of a broadcast in words; other words for other keys."""
     words = [f"{name!r} {spec}" for name, spec in keys]
-    few = ", ".join([word[:80] for word in words[:3]])
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return f"broadcast() of {few}{more} [{digest}]"
+    return f"broadcast() of {some_of([word[:80] for word in words], 3)} [{digest}]"
 
 
 def _relay(

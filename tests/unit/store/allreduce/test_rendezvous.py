@@ -8,7 +8,7 @@ from torch.distributed import HashStore, PrefixStore
 from kvps import config
 from kvps.errors import ConfigError, Timeout
 from kvps.store.allreduce import rendezvous as module
-from kvps.store.allreduce.rendezvous import Ranks, Rendezvous, ranks
+from kvps.store.allreduce.rendezvous import Ranks, Rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,3 @@ def test_a_second_process_of_a_rank_is_refused():
 def test_nobody_at_the_masters_address():
     with pytest.raises(Timeout, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:1 "):
         module._rendezvous(config.World(1, 2, "127.0.0.1", 1), 0.2)
-
-
-def test_ranks_in_words():
-    assert (ranks([]), ranks([1]), ranks([1, 4])) == ("ranks ?", "rank 1", "ranks 1, 4")

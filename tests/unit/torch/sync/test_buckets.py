@@ -15,14 +15,14 @@ SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
 def test_a_bucket_leaves_when_it_is_full() -> None:
     buckets = Buckets(SIZES, limit_bytes=10)
     assert [buckets.add(one) for one in ("d", "c", "b", "a")] == [[], ["c", "d"], [], ["a", "b"]]
-    assert buckets.rest() == []
+    assert buckets.flush() == []
     assert buckets.number == 2
 
 
 def test_the_rest_leaves_when_backward_is_over() -> None:
     buckets = Buckets(SIZES, limit_bytes=100)
     assert [buckets.add(one) for one in ("d", "b")] == [[], []]
-    assert buckets.rest() == ["b", "d"], "in the order of the store"
+    assert buckets.flush() == ["b", "d"], "in the order of the store"
     assert buckets.number == 1
 
 
@@ -41,7 +41,7 @@ def test_what_was_collected_before_a_step_was_given_up_is_forgotten() -> None:
     buckets = Buckets(SIZES, limit_bytes=100)
     assert buckets.add("a") == []
     buckets.begin()
-    assert buckets.rest() == []
+    assert buckets.flush() == []
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 60), st.randoms())
@@ -54,7 +54,7 @@ def test_each_gradient_leaves_once(sizes: list[int], limit: int, dice: object) -
     left = [buckets.add(name) for name in arrival]
     full = [bucket for bucket in left if bucket]
     assert all(sum(by_name[name] for name in bucket) >= limit for bucket in full)
-    assert sorted([name for bucket in [*full, buckets.rest()] for name in bucket]) == sorted(names)
+    assert sorted([name for bucket in [*full, buckets.flush()] for name in bucket]) == sorted(names)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, "4M"])

@@ -55,7 +55,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, image: Snapshot) -> None:
-    atomic_file.put(path, path.with_suffix(".aside"), snapshot_writer.stream(image).write)
+    atomic_file.put(path, snapshot_writer.stream(image).write)
 
 
 class Tabled:

@@ -53,7 +53,7 @@ class MxNet:
 
     def results(self) -> Sequence[Row]:
         """Return copies of the outputs."""
-        return [one.asnumpy().reshape(-1) for one in self._outs]
+        return [out.asnumpy().reshape(-1) for out in self._outs]
 
     def close(self) -> None:
         """MXNet leaves when the process ends."""

@@ -6,17 +6,14 @@ import json
 
 import pytest
 
-from kvps.bench.networks.trial import traffic_between
-from kvps.bench.report.figures import (
+from kvps.bench.figures import (
     Case,
     Measured,
-    Traffic,
     Trial,
     alternate,
     document,
     ratio_of,
     slowest,
-    traffic_of,
 )
 
 SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
@@ -67,13 +64,6 @@ def test_without_gloo_there_is_no_ratio() -> None:
     assert ratio_of(rows[0], rows) is None
 
 
-def test_links_carry_what_their_counters_grew_by() -> None:
-    links = traffic_between([(100, 200), (0, 0)], [(1100, 2200), (0, 50)], 10)
-    assert links == (Traffic("host 0", 100.0, 200.0), Traffic("host 1", 0.0, 5.0))
-    trials = [Trial((1.0,), (Traffic("host 0", one, 2 * one),)) for one in (1.0, 2.0, 9.0)]
-    assert traffic_of(Measured(SMALL, "kvps", trials)) == (Traffic("host 0", 2.0, 4.0),)
-
-
 def test_the_document_is_json() -> None:
     rows = [row(SMALL, "kvps", 5.0, 7.0), row(SMALL, "gloo", 12.0)]
     whole = document(rows, {"cores": 2}, {"rounds": 1}, {"copy": 8.0})
@@ -85,7 +75,8 @@ def test_the_document_is_json() -> None:
     assert (first["workers"], first["servers"], first["system"]) == (2, 2, "kvps")
     assert (first["median_ms"], first["ratio_to_gloo"]) == (6.0, 0.5)
     assert first["trials"][0] == {"median_ms": 5.0, "rounds_ms": [5.0]}
-    assert first["traffic"] == []
+    more = document(rows, {}, {}, {}, lambda row: {"more": row.system})
+    assert [entry["more"] for entry in json.loads(json.dumps(more))["rows"]] == ["kvps", "gloo"]
 
 
 def test_workers_that_measured_different_rounds_are_a_bug() -> None:

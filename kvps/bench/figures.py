@@ -16,7 +16,7 @@ from kvps.bench.workloads import payload_bytes, shapes_of
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What every system is given to do."""
+    """The workload of every system, and the numbers of workers and servers."""
 
     workload: str
     workers: int
@@ -29,17 +29,8 @@ class Case:
 
     @property
     def arrays(self) -> int:
-        """How many arrays there are."""
+        """The number of arrays."""
         return len(shapes_of(self.workload))
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one host's link carried in a round, on average."""
-
-    host: str
-    in_bytes: float
-    out_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +38,6 @@ class Trial:
     """One start of one system: the times of its rounds."""
 
     rounds_ms: tuple[float, ...]
-    traffic: tuple[Traffic, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -108,31 +98,19 @@ def ratio_of(row: Measured, rows: Sequence[Measured]) -> float | None:
     return None
 
 
-def traffic_of(row: Measured) -> tuple[Traffic, ...]:
-    """Return what each host's link carried in a round, as the median of the trials."""
-    hosts = zip(*(trial.traffic for trial in row.trials), strict=True)
-    return tuple(
-        Traffic(
-            same[0].host,
-            statistics.median(one.in_bytes for one in same),
-            statistics.median(one.out_bytes for one in same),
-        )
-        for same in hosts
-    )
-
-
 def document(
     rows: Sequence[Measured],
     machine: Mapping[str, object],
     settings: Mapping[str, object],
     limits: Mapping[str, float],
+    more_of: Callable[[Measured], Mapping[str, object]] = lambda row: {},
 ) -> dict[str, object]:
-    """Return everything as what JSON can hold."""
+    """Return everything as what JSON can hold; ``more_of`` adds entries to a row."""
     return {
         "machine": dict(machine),
         "settings": dict(settings),
         "limits_gb_per_s": dict(limits),
-        "rows": [_row(row, rows) for row in rows],
+        "rows": [{**_row(row, rows), **more_of(row)} for row in rows],
     }
 
 
@@ -148,9 +126,5 @@ def _row(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
         "ratio_to_gloo": ratio_of(row, rows),
         "trials": [
             {"median_ms": trial.median_ms, "rounds_ms": trial.rounds_ms} for trial in row.trials
-        ],
-        "traffic": [
-            {"host": one.host, "in_bytes": one.in_bytes, "out_bytes": one.out_bytes}
-            for one in traffic_of(row)
         ],
     }

@@ -19,7 +19,7 @@ from kvps.bench.rounds import Row
 from kvps.bench.workloads import FLOAT_BYTES, Shapes
 
 BUCKET_BYTES = 25 << 20
-"""What DistributedDataParallel sums in one call by default."""
+"""The bytes that DistributedDataParallel sums in one call by default."""
 
 
 class Gloo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvps.bench.report.figures import Case
+from kvps.bench.figures import Case
 from kvps.bench.workloads import KEY_FLOATS
 
 
@@ -19,7 +19,7 @@ class Sweep:
 
     name: str
     axis: str
-    """What stands at the axis of a plot: the quantity and its unit."""
+    """The label of the axis of a plot: the quantity and its unit."""
     values: tuple[int, ...]
     case: Callable[[Case, int], Case]
     """Makes the case from the one that the flags describe, and a value."""
@@ -66,8 +66,8 @@ _ALL = (
         _amount,
     ),
 )
-SWEEPS = {one.name: one for one in _ALL}
+SWEEPS = {sweep.name: sweep for sweep in _ALL}
 SIZED = ("bytes", "keys")
-"""Those that bring their own workload."""
+"""Sweeps that bring their own workload."""
 SYSTEMS = ("kvps", "gloo")
-"""What a sweep measures unless told otherwise."""
+"""Systems that a sweep measures unless told otherwise."""

@@ -28,7 +28,7 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of hosts."""
         return 1 + self.worker_hosts + self.servers
 
     def of_worker(self, rank: int) -> int:

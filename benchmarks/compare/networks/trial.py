@@ -1,4 +1,4 @@
-"""One trial of one system on hosts with links of a set rate, and what each link carried.
+"""One trial of one system on hosts with links of a set rate, with the traffic of each link.
 
 The links' counters are read twice, before the first measured round and after the last, while all
 workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
@@ -6,7 +6,11 @@ workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
 
 from __future__ import annotations
 
+from benchmarks.compare.networks.layout import Hosts
+from benchmarks.compare.networks.namespaces import Namespaces
+from benchmarks.compare.networks.traffic import NetworkTrial, traffic_between
 from kvps import config
+from kvps.bench.figures import Case
 from kvps.bench.local import (
     GLOO_WORKER,
     KVPS_WORKER,
@@ -16,10 +20,7 @@ from kvps.bench.local import (
     trial_of,
     worker_flags,
 )
-from kvps.bench.network_layout import Hosts
-from kvps.bench.networks.namespaces import Namespaces
 from kvps.bench.processes import Group, Leash
-from kvps.bench.report.figures import Case, Traffic, Trial
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
 
@@ -30,7 +31,7 @@ LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 def measure(
     system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, leash: Leash
-) -> Trial:
+) -> NetworkTrial:
     """Run a system once.
 
     Raises:
@@ -56,22 +57,7 @@ def measure(
         trial = trial_of(group.wait(), case.workers, system.name)
     if len(counted) != 2:
         raise KvpsError(f"{system.name}: the links were read {len(counted)} times, not 2")
-    return Trial(trial.rounds_ms, traffic_between(counted[0], counted[1], rounds))
-
-
-def traffic_between(
-    before: list[tuple[int, int]], after: list[tuple[int, int]], rounds: int
-) -> tuple[Traffic, ...]:
-    """Return what each link carried in a round, from its counters before and after all of them."""
-    pairs = enumerate(zip(before, after, strict=True))
-    return tuple(
-        Traffic(
-            f"host {host}",
-            (last[0] - first[0]) / rounds,
-            (last[1] - first[1]) / rounds,
-        )
-        for host, (first, last) in pairs
-    )
+    return NetworkTrial(trial.rounds_ms, traffic_between(counted[0], counted[1], rounds))
 
 
 def _start_cluster(group: Group, case: Case, hosts: Hosts, namespaces: Namespaces) -> None:

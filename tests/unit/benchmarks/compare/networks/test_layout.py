@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.bench.network_layout import Hosts, bytes_per_s, layout_of
+from benchmarks.compare.networks.layout import Hosts, bytes_per_s, layout_of
 from kvps.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Tables and plots of what was measured."""
+"""Tables and plots of sweeps and networks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvps.bench.network_layout import layout_of
-from kvps.bench.report import plots, tables
-from kvps.bench.report.figures import Case, Measured, Traffic, Trial
-from kvps.bench.report.sweeps import SWEEPS
+from benchmarks.compare import plots, tables
+from benchmarks.compare.networks.layout import layout_of
+from benchmarks.compare.networks.traffic import NetworkTrial, Traffic
+from benchmarks.compare.sweeps import SWEEPS
+from kvps.bench.figures import Case, Measured
 
 SMALL = Case("small", 2, 2)
 
@@ -22,7 +23,7 @@ def row(case: Case, system: str, *medians: float) -> Measured:
         Traffic("host 1", 1.024e6, 2.048e6),
         Traffic("host 2", 1.0, 1.0),
     )
-    return Measured(case, system, [Trial((one,), traffic) for one in medians])
+    return Measured(case, system, [NetworkTrial((one,), traffic) for one in medians])
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -32,22 +33,6 @@ def cells(table: Table) -> list[list[str]]:
         console.print(table)
     lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
     return [[one.strip() for one in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
-
-
-def test_a_table_has_ratios_to_gloo() -> None:
-    rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
-    header, *found = cells(tables.table_of(rows))
-    assert header == [
-        *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo"),
-    ]
-    assert found == [
-        ["small", "1,000", "1.0", "kvps", "5.00", "4.00 .. 8.00", "0.50"],
-        ["", "", "", "gloo", "10.0", "10.0 .. 10.0", "1.00"],
-    ]
-
-
-def test_a_table_without_gloo_has_no_ratio() -> None:
-    assert cells(tables.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
 
 
 def test_a_sweep_shows_its_values() -> None:
@@ -68,20 +53,6 @@ def test_a_network_shows_the_part_of_the_bound() -> None:
 def test_links_show_bytes_and_shares_of_the_model() -> None:
     found = cells(tables.table_of_traffic([row(SMALL, "kvps", 1.0)], layout_of("1x1")))
     assert found[2] == ["", "", "host 1", "worker 0", "1.02", "2.05", "1.00", "2.00"]
-
-
-@pytest.mark.parametrize(
-    ("time_ms", "text"), [(1234.5, "1,234"), (123.45, "123"), (12.345, "12.3"), (1.2345, "1.23")]
-)
-def test_times_have_three_digits(time_ms: float, text: str) -> None:
-    assert tables.as_ms(time_ms) == text
-
-
-def test_a_busy_machine_is_mentioned() -> None:
-    idle = {"processor": "P", "cores": 2, "system": "Linux", "python": "3", "torch": "2"}
-    idle |= {"kvps": "0", "load": 0.5}
-    assert "busy" not in tables.headline(idle)
-    assert "load 1.5" in tables.headline({**idle, "load": 1.5})
 
 
 def test_plots_are_pictures(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from kvps.bench.report.figures import Measured
-from kvps.bench.report.sweeps import Sweep
+from benchmarks.compare.sweeps import Sweep
+from kvps.bench.figures import Measured
 
 DOTS_PER_INCH = 150
 TIME = "median time of a round, ms"

@@ -1,0 +1,1 @@
+"""Measurements that need a clone of the repository: ``python -m benchmarks.NAME`` in its root."""

@@ -1,0 +1,76 @@
+"""The command ``python -m benchmarks.compare``: ``kvps bench`` with more systems, sweeps, networks and plots."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvps.cli import bench, flags
+from kvps.cli.reaper import Reaper
+from kvps.runtime.signals import stopped_by_signals
+
+NAME = "python -m benchmarks.compare"
+WHAT = """\
+Measures what kvps bench does, and more: beside MXNet and Ray where there are interpreters that have
+them, while one quantity grows, and on links of a set rate. Run it in the root of a clone."""
+MORE = f"""\
+examples:
+  {NAME} --mxnet mx/bin/python --json bench.json --plot plots
+  {NAME} --sweep bytes --plot plots    one array of 1 KiB to 1 GiB
+  {NAME} --sweep workers --at 1 2 4 --workloads small
+  {NAME} --network 4x4 --rate 400mbit  4 workers and 4 servers, each behind its
+                                  own link (root, Linux)
+  {NAME} --network 8@1x4 --systems kvps gloo    8 workers on one host
+  {NAME} --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"
+
+systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; by name only 'kvps apart'.
+  docs/benchmarks.md tells what each does, and how to make an environment for MXNet
+sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
+
+{bench.TIMES}
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def parser() -> flags.Parser:
+    """Return the parser of its flags."""
+    found = flags.Parser(NAME, WHAT, MORE)
+    found.usage = "%(prog)s [flags]"
+    bench.add_flags(found)
+    add = found.add_argument
+    add("--mxnet", metavar="PYTHON", help="an interpreter that has MXNet (this one, if it has)")
+    add("--ray", metavar="PYTHON", help="an interpreter that has Ray (this one, if it has)")
+    add("--sweep", metavar="AXIS", help="let workers, servers, bytes or keys grow")
+    add("--at", metavar="VALUE", nargs="+", help="at these values of the sweep only")
+    add("--network", metavar="WxS", help="on hosts of their own; W@HxS: the workers on H hosts")
+    add("--rate", metavar="RATE", help="of each host's link, both ways (400mbit)")
+    add("--plot", metavar="DIR", help="draw the figures as PNG into DIR; needs matplotlib")
+    return found
+
+
+def _main(argv: Sequence[str]) -> int:
+    parsed = parser().parse_args(argv)
+    flags.start_log(NAME, parsed)
+    reaper = Reaper()  # before anything has threads
+    with stopped_by_signals():
+        try:
+            # These load rich and numpy, which --help does not wait for.
+            from benchmarks.compare.plan import plan_of
+            from benchmarks.compare.run import perform
+
+            perform(plan_of(parsed), reaper)
+        finally:
+            reaper.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

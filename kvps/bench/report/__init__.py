@@ -1,1 +1,0 @@
-"""Figures, tables, sweeps and plots of a benchmark."""

@@ -1,0 +1,71 @@
+"""Tables for people: what was measured, and how it compares with gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from kvps.bench.figures import Measured, ratio_of
+
+
+def headline(machine: Mapping[str, object]) -> str:
+    """Return one line about the machine, and a second one if it is busy."""
+    line = (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python "
+        f"{machine['python']}, torch {machine['torch']}, kvps {machine['kvps']}"
+    )
+    if float(str(machine["load"])) > 0.5 * int(str(machine["cores"])):
+        line += (
+            f"\nThe machine is busy (load {machine['load']}): ratios are worth something, times not"
+        )
+    return line
+
+
+def table_of(rows: Sequence[Measured]) -> Table:
+    """Return all systems, workload by workload."""
+    table = Table()
+    for name in ("workload", "arrays", "MB", "system"):
+        table.add_column(name, justify="right" if name in ("arrays", "MB") else "left")
+    add_time_columns(table)
+    for number, row in enumerate(rows):
+        is_new = number == 0 or rows[number - 1].case != row.case
+        is_last = number + 1 == len(rows) or rows[number + 1].case != row.case
+        megabytes = row.case.payload_bytes / 1e6
+        what = (row.case.workload, f"{row.case.arrays:,}", f"{megabytes:.1f}")
+        cells = what if is_new else ("", "", "")
+        table.add_row(*cells, row.system, *times_of(row, rows), end_section=is_last)
+    return table
+
+
+def table_of_limits(limits: Mapping[str, float]) -> Table:
+    """Return what the machine can do at best."""
+    table = Table("limit of this machine")
+    table.add_column("GB/s", justify="right")
+    for name, gigabytes_per_s in limits.items():
+        table.add_row(name, f"{gigabytes_per_s:.1f}")
+    return table
+
+
+def add_time_columns(table: Table) -> None:
+    """Add the columns that :func:`times_of` fills."""
+    for name in ("median ms", "trials from .. to", "ratio to gloo"):
+        table.add_column(name, justify="right")
+
+
+def times_of(row: Measured, rows: Sequence[Measured]) -> tuple[str, str, str]:
+    """Return a row's median, the range of its trials, and its ratio to gloo."""
+    ratio = ratio_of(row, rows)
+    least, most = row.extremes_ms
+    return (
+        as_ms(row.median_ms),
+        f"{as_ms(least)} .. {as_ms(most)}",
+        "" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def as_ms(time_ms: float) -> str:
+    """Return a time with three digits that mean something."""
+    if time_ms >= 100:
+        return f"{time_ms:,.0f}"
+    return f"{time_ms:.1f}" if time_ms >= 10 else f"{time_ms:.2f}"

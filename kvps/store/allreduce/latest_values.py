@@ -1,0 +1,128 @@
+"""The latest value of each key of an allreduce store, and the collective that makes it.
+
+A pull takes the newest collective of its keys when it is called, and waits for that one, whatever is pushed
+later. If a collective fails, its keys fall back to the values that they had.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvps.errors import KeyNotFound
+from kvps.phrases import never_initialised
+from kvps.runtime.ticket import Ticket
+from kvps.store.allreduce.queue import Collective, CollectiveQueue
+
+
+class LatestValues:
+    """The values of all keys, made or being made."""
+
+    def __init__(self, queue: CollectiveQueue) -> None:
+        self._queue = queue
+        self._newest: dict[str, Collective] = {}
+        self._made: dict[str, Collective] = {}
+        """Key -> the last collective that has made a value of it."""
+        self._order = threading.Lock()
+        """Held while a collective is added, so that the newest is the last one."""
+
+    def __contains__(self, name: str) -> bool:
+        return self._latest(name) is not None
+
+    def of(self, names: Sequence[str]) -> list[Collective]:
+        """Return the collective that makes the newest value of each key.
+
+        Raises:
+            KeyNotFound: if there is none.
+        """
+        collectives = []
+        for name in names:
+            latest = self._latest(name)
+            if latest is None:
+                raise KeyNotFound(never_initialised(name))
+            collectives.append(latest)
+        return collectives
+
+    def begin(self, collective: Collective, step: int, limit_s: float) -> Collective:
+        """Begin a collective that makes the next value of its keys.
+
+        Args:
+            collective: one that has not been begun.
+            step: the number of pushes that it adds to their versions.
+            limit_s: seconds until it must be in the queue.
+
+        Raises:
+            Timeout: if too many wait already.
+        """
+        run, names = collective.run, list(collective.places)
+
+        def counted() -> list[torch.Tensor]:
+            rows = run()
+            for name in names:
+                older = self._made.get(name)
+                collective.versions[name] = step + (older.versions[name] if older else 0)
+                self._made[name] = collective
+            return rows
+
+        collective.run = counted
+        with self._order:
+            self._queue.add(collective, limit_s)
+            self._newest.update(dict.fromkeys(names, collective))
+        return collective
+
+    def _latest(self, name: str) -> Collective | None:
+        newest = self._newest.get(name)
+        return self._made.get(name) if newest is not None and newest.has_failed else newest
+
+
+class CollectiveTicket(Ticket):
+    """A call that waits for collectives that were begun before."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        collectives: Sequence[Collective],
+        limit_s: float,
+        wait: Callable[[Collective, float, float], None],
+        read: Callable[[Collective, str], object] = Collective.row,
+    ) -> None:
+        """Wait for the values of some keys.
+
+        Args:
+            names: the keys.
+            collectives: for each key the one that makes its value.
+            limit_s: seconds that it may take.
+            wait: called with a collective, the seconds left and ``limit_s``; raises its error.
+            read: returns what the call wants of a key.
+        """
+        super().__init__()
+        self._names = names
+        self._collectives = collectives
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+        self._wait = wait
+        self._read = read
+        self.copied()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all collectives are over, or its time is."""
+        return time.monotonic() > self._deadline or all(
+            collective.done() for collective in self._collectives
+        )
+
+    def wait(self) -> object:
+        """Wait; return what was read of each key.
+
+        Raises:
+            KvpsError: if a collective failed; Timeout, naming who is missing.
+        """
+        if self.value is None:
+            for collective in dict.fromkeys(self._collectives):
+                self._wait(collective, self._deadline - time.monotonic(), self._limit_s)
+            pairs = zip(self._collectives, self._names, strict=True)
+            self.value = [self._read(collective, name) for collective, name in pairs]
+        return self.value

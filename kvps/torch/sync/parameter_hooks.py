@@ -1,0 +1,136 @@
+"""Gradient hooks of a model: a call for each gradient, and a count of the passes that make up a step.
+
+Both front ends that push during backward use them: :class:`~kvps.torch.sync.gradient_sync.GradientSync`, which
+gets sums back, and :class:`~kvps.torch.sharded.gradient_sender.GradientHooks`, which does not. A second
+gradient of a parameter in one step would be a second push, and so another round. So several passes make up a
+step only where that was asked for; then torch adds gradients up until the last pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kvps.errors import ConfigError
+from kvps.phrases import names_in_words
+
+_newest: Any = WeakIdKeyDictionary()
+"""Parameter -> a weak reference to the hooks through which its gradients leave, the newest ones."""
+
+
+class Trainable(Protocol):
+    """A model, some of whose parameters are trained."""
+
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """Name -> parameter, of all of them."""
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that are trained."""
+
+
+class ParameterHooks:
+    """The hooks of one front end on the parameters of a model.
+
+    Args:
+        model: its parameters.
+        passes: the number of backward passes that make up a step.
+        on_gradient: called with the name of a parameter when torch has added a gradient to ``.grad``.
+
+    Raises:
+        ConfigError: for something else than a number of passes.
+    """
+
+    def __init__(self, model: Trainable, passes: int, on_gradient: Callable[[str], None]) -> None:
+        if type(passes) is not int or passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step={passes!r}: use a whole number of passes from 1 on"
+            )
+        self._model = model
+        self._passes_per_step = passes
+        self._on_gradient = on_gradient
+        self._passes: dict[str, int] = {}
+        """Name -> the number of passes whose gradients are in ``.grad`` and have not left."""
+        self._hooks: dict[str, Any] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Put hooks on all parameters that are trained, except those that have one.
+
+        A front end that was made earlier over the same parameters, and is not used any more, lets go.
+        """
+        for name in self._model.trained:
+            if name in self._hooks:
+                continue
+            param: Any = self._model.params[name]  # torch gives its method no types
+            older = _newest[param]() if param in _newest else None
+            if older is not None:
+                older.close()
+            _newest[param] = weakref.ref(self)
+            self._hooks[name] = param.register_post_accumulate_grad_hook(
+                lambda _, name=name: self._on_gradient(name)
+            )
+
+    def close(self) -> None:
+        """Take the hooks away: gradients stay where they are."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there are gradients of this step that have not left."""
+        return bool(self._passes)
+
+    def count(self, name: str) -> bool:
+        """Count a pass; return whether it is the last of the step."""
+        self._passes[name] = self._passes.get(name, 0) + 1
+        return self._passes[name] >= self._passes_per_step
+
+    def leave(self, name: str) -> None:
+        """Count no more passes of a parameter: its gradient leaves."""
+        self._passes.pop(name, None)
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        self._passes.clear()
+
+    def missing(self, left: Container[str]) -> list[str]:
+        """Return the trained parameters without a gradient, except those whose gradients have ``left``."""
+        return [
+            name
+            for name in self._model.trained
+            if name not in left and self._model.params[name].grad is None
+        ]
+
+    def no_gradient(self, missing: list[str], since: str, instead: str) -> ConfigError:
+        """Return the error for parameters that no backward pass has reached.
+
+        Args:
+            missing: their names.
+            since: the call that begins a step.
+            instead: what to do about it.
+        """
+        return ConfigError(
+            f"no gradient for {names_in_words(missing)}, of {len(self._model.trained)} parameters: no "
+            f"backward() has reached them since {since}. {instead}"
+        )
+
+
+def second_gradient(name: str, between: str, more: str = "") -> ConfigError:
+    """Return the error for a parameter that got a gradient after its gradient of this step had left.
+
+    Args:
+        name: the parameter.
+        between: the calls that begin another step.
+        more: what else to do if several passes make up a step.
+    """
+    return ConfigError(
+        f"parameter {name!r} got another gradient after the first had left, and before step(): call "
+        f"{between} in between; if several backward passes make up a step, say backward_passes_per_step={more}"
+    )

@@ -1,0 +1,55 @@
+"""The table of what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from kvps.bench import tables
+from kvps.bench.figures import Case, Measured, Trial
+
+SMALL = Case("small", 2, 2)
+
+
+def row(case: Case, system: str, *medians: float) -> Measured:
+    return Measured(case, system, [Trial((one,)) for one in medians])
+
+
+def cells(table: Table) -> list[list[str]]:
+    """Return what a table shows, row by row."""
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(table)
+    lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
+    return [[one.strip() for one in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+
+
+def test_a_table_has_ratios_to_gloo() -> None:
+    rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
+    header, *found = cells(tables.table_of(rows))
+    assert header == [
+        *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo"),
+    ]
+    assert found == [
+        ["small", "1,000", "1.0", "kvps", "5.00", "4.00 .. 8.00", "0.50"],
+        ["", "", "", "gloo", "10.0", "10.0 .. 10.0", "1.00"],
+    ]
+
+
+def test_a_table_without_gloo_has_no_ratio() -> None:
+    assert cells(tables.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"), [(1234.5, "1,234"), (123.45, "123"), (12.345, "12.3"), (1.2345, "1.23")]
+)
+def test_times_have_three_digits(time_ms: float, text: str) -> None:
+    assert tables.as_ms(time_ms) == text
+
+
+def test_a_busy_machine_is_mentioned() -> None:
+    idle = {"processor": "P", "cores": 2, "system": "Linux", "python": "3", "torch": "2"}
+    idle |= {"kvps": "0", "load": 0.5}
+    assert "busy" not in tables.headline(idle)
+    assert "load 1.5" in tables.headline({**idle, "load": 1.5})
