@@ -18,10 +18,12 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -228,12 +230,14 @@ def _new_main() -> dict[str, object]:
 def main() -> None:
     """Import what takes long, and serve."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # torch makes it on import
 
     for module in PRELOADED:
         importlib.import_module(module)
     request = serve(channel)
-    if request is not None:
+    if request is None:
+        shutil.rmtree(cache, ignore_errors=True)
+    else:
         become(request)
 
 
