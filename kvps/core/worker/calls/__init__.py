@@ -87,4 +87,4 @@ CALLS: tuple[type[Call], ...] = tuple(
 )
 """Every call that there is."""
 ANSWERS = tuple({message for call in CALLS for message in call.answers})
-"""What a server may answer besides ACK; each carries the request's number."""
+"""Answers of servers besides ACK; each carries the request's number."""

@@ -79,7 +79,7 @@ class PeerSession:
     incarnation: int
     route: Route
     asked: dict[int, Participant] = field(default_factory=dict)
-    """By number, its requests without an answer."""
+    """Number -> request without an answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +231,7 @@ class HostGroup:
 
     @property
     def count(self) -> int:
-        """How many live workers this machine has, this one among them; 1 if nothing leaves it."""
+        """Number of live workers on this machine, this one among them; 1 if no push leaves it."""
         return max(1, len(self._alive))
 
     def collect(self, store: WorkerStore, request: Request) -> bool:
