@@ -44,14 +44,14 @@ from kvps.protocol.values import Ack, Push, PushIds, PushRows
 from kvps.tensors import Memory, to_frame
 
 LAG_MAX_S = 10.0
-"""How long parts that lag behind are waited for, once a worker was replaced where there are no rounds."""
+"""Seconds for which lagging parts are waited for, once a worker was replaced where there are no rounds."""
 LATE_MAX = 64
-"""How many calls that succeeded after their Timeout are kept, to be found when they are made again."""
+"""Most calls that are kept which succeeded after their Timeout; the same call made again finds them."""
 HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
-"""After how long the scheduler is asked again for what it has not answered."""
+"""Seconds after which the scheduler is sent a request again that it has not answered."""
 LAST_PROBE_S = 0.25
-"""How long before a deadline the servers are asked once more what they wait for."""
+"""Seconds before a deadline at which the servers are asked once more what they wait for."""
 
 OnEnd = Callable[[object, KvpsError | None, float], Effects]
 """Takes the result or the error of a call that the core made itself, and the time."""
@@ -68,12 +68,12 @@ class PendingCall:
     """The caller's values, until they are read; copies, once the caller stopped waiting."""
     deadline: float
     on_end: OnEnd | None = None
-    """Hears of the end in place of the user, if no user made the call."""
+    """Function that hears of the end, for a call that no user made."""
     probed: bool = False
     has_pushed: bool = False
-    """Its pushes, if it makes any, are numbered and under way."""
+    """Its pushes are numbered and under way."""
     since: float = 0.0
-    """When this step began."""
+    """Time at which this step began."""
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
@@ -82,8 +82,8 @@ class PendingCall:
     """Those of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
     waiting: dict[Request, None] = field(default_factory=dict)
-    """What this step waits for: its own requests, or all pushes of the store. In their order, which a
-    set of objects would draw anew in every process."""
+    """Requests that this step waits for: its own, or all pushes of the store. Their order is kept, since a
+    set of objects has another one in every process."""
 
 
 class CallTable:
@@ -114,19 +114,19 @@ class CallTable:
         """Connections to every server, once the cluster is complete."""
         self.neighbours = HostGroup(member, memory, self.links, self)
         self.pending: dict[int, PendingCall] = {}
-        """By ticket."""
+        """Ticket -> call."""
         self._hello_at = math.inf
-        """When peers that have not answered HELLO are sent it again."""
+        """Time at which peers that have not answered HELLO are sent it again."""
         self._late: list[tuple[Call, object]] = []
-        """Calls of all ranks that succeeded after their Timeout, and with what."""
+        """(call, result) of calls of all ranks that succeeded after their Timeout."""
         self._unacked: dict[str, dict[Request, None]] = {}
-        """By store, pushes that are not known to have been taken in."""
+        """Store -> pushes that are not known to have been taken in."""
         self._draining: list[PendingCall] = []
         self.asked: dict[int, Request] = {}
-        """Requests to the scheduler, by number."""
+        """Number -> request to the scheduler."""
         self._numbers = count(1)
         self._links_at = math.inf
-        """No later than the next thing that is due on a connection to a server."""
+        """Time before which nothing is due on a connection to a server."""
 
     def begin(
         self, ticket: int, call: Call, deadline: float, now: float, on_end: OnEnd | None = None

@@ -21,13 +21,13 @@ class ClusterInfo:
     rank: int
     """The rank of this worker."""
     workers: int = 0
-    """How many workers the job has; 0 until this worker has joined."""
+    """Number of workers in the job; 0 until this worker has joined."""
     servers: int = 0
-    """How many servers the job has; 0 until this worker has joined."""
+    """Number of servers in the job; 0 until this worker has joined."""
     members: tuple[Member, ...] = ()
     """The seats of the newest view."""
     joins: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Store -> how many joins are over, as far as this worker knows."""
+    """Store -> number of joins that are over, as far as this worker knows."""
 
     def workers_in(self, state: str) -> list[int]:
         """Return the ranks of workers whose seats are in this state, ascending."""

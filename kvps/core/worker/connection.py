@@ -105,7 +105,7 @@ class SendScheduler:
         """Whether the payload under way is limited."""
         self.links: list[Connection] = []
         self.sharers = 1
-        """How many workers share the uplink."""
+        """Number of workers that share the uplink."""
         self.queued: dict[Connection, None] = {}
         """The connections that have queued requests, and perhaps some others."""
         self._order = 0

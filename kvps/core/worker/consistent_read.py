@@ -51,7 +51,7 @@ class LaggingReads(list[Request]):
 
 
 Step = list[Request] | AwaitAcks
-"""What an operation waits for next."""
+"""A step of an operation: what it waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
 Parts = dict[PieceLocation, tuple[int, int]]
@@ -150,7 +150,7 @@ class ReadTracker:
     sink: Sink | None = None
     """None if no values are wanted."""
     after: Numbers = 0
-    """For each key, how many pushes of this rank its values include at least."""
+    """Least number of pushes of this rank that the values of each key include."""
     priority: Numbers = 0
     answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
     """In the order in which they came; for each part the last answer counts."""

@@ -4,8 +4,9 @@ A lost server ends the calls of every store: a part of each key went with it. So
 since the new process holds nothing. Where there is a cut to which the servers can return, calls wait for that as
 long as for a worker; servers that have tried to return to a cut, and could not, are lost.
 
-A lost worker ends the calls of a store according to its ``on_worker_lost``: at once (``fail``), when its grace is over or no replacement can come
-(``wait``, where rounds wait for it), or not at all (``shrink``, and ``wait`` where there are no rounds).
+A lost worker ends the calls of a store according to its ``on_worker_lost``: at once (``fail``), when its grace is
+over or no replacement can come (``wait``, where rounds wait for it), or not at all (``shrink``, and ``wait`` where
+there are no rounds).
 """
 
 from __future__ import annotations

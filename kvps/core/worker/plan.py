@@ -59,12 +59,12 @@ class Key:
     number: int = 0
     """The number of this rank's next push."""
     applied: int = 0
-    """How many pushes this rank knows to be applied on all parts: the version, if push numbers are round numbers;
-    else how many of its own."""
+    """Number of pushes that are known to be applied on all parts: the version, if push numbers are round numbers;
+    else those of this rank."""
     is_refused: bool = False
     """A push was refused, or this rank was away: the number that is owed next has to be asked."""
     broadcasts: int = 0
-    """How many times this rank has broadcast it."""
+    """Number of broadcasts of this key by this rank."""
     version: int = 0
     """The highest version that this rank knows, if push numbers are no round numbers."""
     heard: int = 0
@@ -90,7 +90,7 @@ class KeySlice(NamedTuple):
     key: int
     """Index of the key in the plan."""
     offset: int
-    """Where the elements begin inside the key."""
+    """Offset of the elements in the key."""
 
 
 @dataclass(slots=True)
@@ -106,12 +106,12 @@ class ChunkSlice:
     """(start, size) of the elements that the segments cover, neighbours joined."""
     size: int = 0
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
-    """For each segment the index of its key, and the slice of the key's elements; None for all."""
+    """(index of the key, slice of its elements) for each segment; None for all elements."""
     _sizes: list[int] = field(default_factory=list)
     _begins: list[int] = field(default_factory=list)
-    """For each segment, the bytes of the share before it."""
+    """Bytes of the share before each segment."""
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """For each segment its shape: the key's if it is all of it, else its size."""
+    """Shape of each segment: the key's if it is all of it, else its size."""
     _is_flat: bool = True
     """Every segment is one-dimensional, so that no tensor has to be viewed in another shape."""
     _windows: dict[int, list[torch.Tensor]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ class Made(NamedTuple):
 
     number: int
     after: int = 0
-    """How many rounds this rank had pushed for before it."""
+    """Number of rounds that this rank had pushed for before it."""
     is_inherited: bool = False
     """A predecessor made it, or this rank before a rollback."""
 
@@ -39,7 +39,7 @@ class WorkerStore:
     servers: int
     worker_grace_s: float
     memory: Memory = PRIVATE
-    """Where values are gathered for the servers to read."""
+    """Memory in which values are gathered for the servers to read."""
     is_short: bool = False
     """A worker of the job is lost."""
     keys: dict[str, Key] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class WorkerStore:
     rated: Made = NONE
     """The last calls of set_optimizer and set_learning_rate."""
     broadcasts: int = 0
-    """How many broadcasts were made here; all ranks make the same ones."""
+    """Number of broadcasts made here; all ranks make the same ones."""
     is_resumed: bool = False
     """This rank took another's place, and does not know which calls and barriers its predecessor has made."""
     restored: int = 0
@@ -55,13 +55,13 @@ class WorkerStore:
     was_pushed_to: bool = False
     """The servers have taken a push of this rank in."""
     joins: int = 0
-    """How many joins are over, as far as this rank knows."""
+    """Number of joins that are over, as far as this rank knows."""
     is_away: bool = False
     """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
     """Name -> number of the next barrier; without names at which a resumed rank did not stand yet."""
     attempts: Attempts = field(default_factory=Attempts)
-    """How often calls of all ranks were refused: of keys, the optimizer, its rate, barriers."""
+    """Counts of refusals of calls that all ranks make: of keys, the optimizer, its rate, barriers."""
     feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class WorkerStore:
 
     @property
     def pushed(self) -> int:
-        """How many rounds this rank has pushed for; 0 where there are no rounds."""
+        """Number of rounds that this rank has pushed for; 0 where there are no rounds."""
         return max([key.number for key in self.keys.values()], default=0) if self.ordered else 0
 
     @property

@@ -4,8 +4,8 @@ The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requ
 to the servers, sent as the windows allow, and probed for when an answer is late. What was queued or sent for a
 call that ends early stays there if it changes values, and is dropped otherwise.
 
-A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls are held
-as :mod:`kvps.core.worker.quiesce` says; when they have returned to one, each store finds its way as
+A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls
+are held as :mod:`kvps.core.worker.quiesce` says; after a rollback, each store finds its way as
 :mod:`kvps.core.worker.resync` says.
 """
 
@@ -60,7 +60,7 @@ from kvps.protocol.membership import (
 from kvps.tensors import PRIVATE, Memory
 
 ANSWERS = (Released, Resumed, Checkpointed, Probed)
-"""What the scheduler may answer to requests of calls."""
+"""Answers of the scheduler to requests of calls."""
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
         self.losses = FailurePolicy()
         self.table = CallTable(self.member, self.stores, self.losses, memory, self._publish_joins)
         self.info = ClusterInfo(self.member.rank)
-        """What other threads may read; replaced as a whole."""
+        """The snapshot that other threads may read; replaced as a whole."""
         self._memory = memory
         self._quiesce = Quiesce()
         self._epoch = 0
@@ -82,11 +82,11 @@ class Worker:
         self._rejoins: dict[str, StoreResync] = {}
         """The stores that do not know yet where their keys are in this epoch."""
         self._untold: dict[str, StoreResync] = {}
-        """By store, what the next call is to be told."""
+        """Store -> the rejoin that its next call is to be told of."""
         self._own_tickets = 0
         """The ticket of the last call that this core made itself; they count down."""
         self._told_at = now
-        """When the servers were last told that this worker lives, in place of the scheduler."""
+        """Time at which the servers were last told that this worker lives, in place of the scheduler."""
         self._complete = False
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""

@@ -36,48 +36,6 @@ from kvps.core.worker.calls.optimizer import (
 from kvps.core.worker.calls.refresh import Fresh, Refresh
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows
 
-__all__ = [
-    "ANSWERS",
-    "CALLS",
-    "Allocate",
-    "AskStatus",
-    "Broadcast",
-    "Call",
-    "Compress",
-    "ExportBlock",
-    "Flush",
-    "Fresh",
-    "Init",
-    "JoinStore",
-    "LoadResiduals",
-    "LoadState",
-    "Lookup",
-    "MakeTable",
-    "OnTimeout",
-    "OpenStore",
-    "PullKeyRows",
-    "PullTableRows",
-    "PullValues",
-    "PushCall",
-    "PushKeyRows",
-    "PushTableRows",
-    "PushValues",
-    "Refresh",
-    "RejoinStore",
-    "RestoreCheckpoint",
-    "ResumeKeys",
-    "SaveResiduals",
-    "SaveState",
-    "SetOptimizer",
-    "SetRate",
-    "SetTableRate",
-    "Sinks",
-    "StandAtBarrier",
-    "TakeCheckpoint",
-    "Versions",
-    "Views",
-]
-
 CALLS: tuple[type[Call], ...] = tuple(
     [
         cls
@@ -87,4 +45,4 @@ CALLS: tuple[type[Call], ...] = tuple(
 )
 """Every call that there is."""
 ANSWERS = tuple({message for call in CALLS for message in call.answers})
-"""What a server may answer besides ACK; each carries the request's number."""
+"""Answers of servers besides ACK; each carries the request's number."""

@@ -45,7 +45,7 @@ class Answer(Protocol):
 
 
 class OnTimeout(enum.Enum):
-    """What happens to a call whose caller stops waiting for it; the value is what the caller is told."""
+    """The state of a call whose caller has stopped waiting; the value is what the caller is told."""
 
     CONTINUE = "Nothing was cancelled: it is still under way, and is done at most once. Wait on"
     """It changes something: it goes on, and takes effect once."""
@@ -61,10 +61,10 @@ class Call(abc.ABC):
     """A call of the script, of one store."""
 
     title: ClassVar[str]
-    """What its user calls it."""
+    """The name that its user knows."""
     on_timeout: ClassVar[OnTimeout] = OnTimeout.CONTINUE
     answers: ClassVar[tuple[type[Answer], ...]] = ()
-    """What servers answer to its requests, besides ACK."""
+    """Answers of servers to its requests, besides ACK."""
     creates: ClassVar[bool] = False
     """One rank changes values by it, other than by a push."""
 

@@ -68,7 +68,7 @@ class Views(enum.Enum):
 
 
 Sinks = tuple[torch.Tensor, ...] | Views | None
-"""Where pulled values go: into contiguous tensors, one per key; VIEWS, if the call finishes with views of them; or None
+"""Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with views of them; or None
 if none are wanted."""
 
 

@@ -98,7 +98,7 @@ class PushTableRows(PushCall):
     """The caller goes on as soon as the push is under way."""
     dim: int
     parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """For each server ids [n], ascending and each once, and rows [n, dim]; unchanged until the call ends."""
+    """(ids, rows) for each server: ids [n], ascending and each once, and rows [n, dim]; unchanged until the call ends."""
 
     def returns_early(self, store: WorkerStore) -> bool:
         """Whether the caller goes on at once; a table has an optimizer of its own."""

@@ -54,9 +54,9 @@ class Declaration(NamedTuple):
     """The answers of the servers to DECLARE."""
 
     fresh: list[list[PieceLocation]]
-    """For each key the pieces that must be loaded."""
+    """Pieces of each key that must be loaded."""
     placed: list[list[PieceLocation]]
-    """For each key all pieces."""
+    """All pieces of each key."""
     stamps: dict[int, int]
     """Server -> its stamp, which changes when a value is begun anew."""
 

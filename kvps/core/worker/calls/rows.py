@@ -208,9 +208,9 @@ class NamedRows(ServerPart[PulledRows]):
 
     ids: torch.Tensor
     out: torch.Tensor
-    """Where they go, with the rows of other servers."""
+    """The result, [rows of all servers, width]."""
     places: torch.Tensor
-    """The index of each there."""
+    """Index of each row there."""
 
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
         """Return the request for these rows."""
@@ -254,9 +254,9 @@ class PullKeyRows(Call):
 
     keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]
-    """For each key int64 [k], ascending, each once and in the key."""
+    """Row numbers of each key, int64 [k], ascending, each once and in the key."""
     places: tuple[torch.Tensor, ...]
-    """For each key the index of each of these rows in the result, int64 [k], each once."""
+    """Index in the result of each of these rows, int64 [k] for each key, each once."""
     priority: Numbers
 
     def run(self, store: WorkerStore, values: Values) -> Operation:

@@ -18,12 +18,12 @@ A leader answers nobody before the server has answered it. So it has nothing tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
 from kvps.core.gradients import DenseGradient
-from kvps.core.membership_client import MembershipClient, check_protocol
+from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.host_aggregation.merge_queue import (
     Bundles,
@@ -32,10 +32,15 @@ from kvps.core.worker.host_aggregation.merge_queue import (
     Reply,
     wants_values,
 )
+from kvps.core.worker.host_aggregation.peer_sessions import (
+    PeerRequest,
+    PeerSession,
+    PeerSessions,
+)
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
-from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.errors import KvpsError, ProtocolError
+from kvps.protocol.envelope import Message, Packet, Role
 from kvps.protocol.membership import (
     Error,
     Hello,
@@ -71,25 +76,6 @@ class Own(Protocol):
         """Ask a peer after all requests that it has not answered."""
 
 
-@dataclass(slots=True, eq=False)
-class PeerSession:
-    """One incarnation of a neighbour that asks this worker."""
-
-    rank: int
-    incarnation: int
-    route: Route
-    asked: dict[int, Participant] = field(default_factory=dict)
-    """By number, its requests without an answer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PeerRequest:
-    """One request of a neighbour."""
-
-    peer: PeerSession
-    seq: int
-
-
 class HostGroup:
     """This worker among the workers of its machine."""
 
@@ -117,7 +103,7 @@ class HostGroup:
         """Store -> the last join that is over."""
         self._far: frozenset[int] = frozenset()
         """The servers on other machines."""
-        self._peers: dict[int, PeerSession] = {}
+        self._peers = PeerSessions(member)
         self._bundles = Bundles(0, 1, memory)
         self.is_active = False
         """Pushes and pulls may be made together: this worker listens to others of its machine."""
@@ -163,7 +149,7 @@ class HostGroup:
         """Forget all requests, here and at others: they concern values that are gone."""
         self._mine.clear()
         self._asked_at.clear()
-        for peer in self._peers.values():
+        for peer in self._peers:
             peer.asked.clear()
         for link in self.links.values():
             link.abandon()
@@ -231,7 +217,7 @@ class HostGroup:
 
     @property
     def count(self) -> int:
-        """How many live workers this machine has, this one among them; 1 if nothing leaves it."""
+        """Number of live workers on this machine, this one among them; 1 if no push leaves it."""
         return max(1, len(self._alive))
 
     def collect(self, store: WorkerStore, request: Request) -> bool:
@@ -306,45 +292,20 @@ class HostGroup:
         envelope, message = packet.envelope, packet.message
         view = self._member.view
         try:
-            self._fence(envelope)
+            self._peers.fence(envelope, self._ranks)
             if isinstance(message, Hello):
-                yield self._hello(route, envelope, message)
+                if self._peers.begin(route, envelope, message):
+                    self._bundles.replaced(envelope.rank)
+                known = self._member.welcome
+                assert known is not None, "a worker that listens is a member"
+                seat = envelope.rank, envelope.incarnation
+                yield self._send(route, Welcome(*seat, known.workers, known.servers))
                 return
             if view is not None and envelope.view < view.since:
                 return  # of an epoch that is over; the neighbour will know, and asks anew
-            peer = self._peers.get(envelope.rank)
-            if peer is None or peer.incarnation != envelope.incarnation:
-                raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
-            peer.route = route
-            yield from self._on_request(peer, packet, now)
+            yield from self._on_request(self._peers.of(route, envelope), packet, now)
         except KvpsError as error:
             yield self._send(route, Error(envelope.seq, error.code, str(error)))
-
-    def _fence(self, envelope: Envelope) -> None:
-        is_near = envelope.role is Role.WORKER and envelope.rank in self._ranks
-        if envelope.job != self._member.job or not is_near:
-            raise Mismatch(
-                f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
-                f"{self._member.rank} of job {self._member.job.hex()[:8]}"
-            )
-        peer = self._peers.get(envelope.rank)
-        if peer is not None and envelope.incarnation < peer.incarnation:
-            raise Fenced(
-                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{peer.incarnation}. This process must stop"
-            )
-
-    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
-        check_protocol(message, f"worker {self._member.rank}")
-        rank, incarnation = envelope.rank, envelope.incarnation
-        peer = self._peers.get(rank)
-        if peer is None or peer.incarnation < incarnation:
-            self._peers[rank] = peer = PeerSession(rank, incarnation, route)
-            self._bundles.replaced(rank)
-        peer.route = route
-        welcome = self._member.welcome
-        assert welcome is not None, "a worker that listens is a member"
-        return self._send(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
     def _on_request(self, peer: PeerSession, packet: Packet, now: float) -> Effects:
         message, seq = packet.message, packet.envelope.seq
@@ -509,8 +470,6 @@ class HostGroup:
         del peer_request.peer.asked[peer_request.seq]
         return peer_request
 
-    # --- time ------------------------------------------------------------------------------------
-
     def on_timer(self, now: float) -> None:
         """Send bundles that are overdue, and give up neighbours that do not speak."""
         self._post(self._bundles.overdue(now))
@@ -527,7 +486,7 @@ class HostGroup:
         """Assert the invariants."""
         self._bundles.check()
         assert self._beside.links == list(self.links.values())
-        for peer in self._peers.values():
+        for peer in self._peers:
             for seq, participant in peer.asked.items():
                 assert isinstance(participant.who, PeerRequest)
                 assert participant.who.seq == seq

@@ -46,7 +46,7 @@ from kvps.tensors import Memory
 WAIT_MAX_S, HURRY_S = 2.0, 0.05
 """Seconds that a bundle waits for missing ranks, and seconds after a participant has asked after it."""
 SHAPES_MAX = 256
-"""For how many ways to cut a chunk it is remembered which rank has pushed what."""
+"""Most ways to cut a chunk for which the pushes of each rank are remembered."""
 
 Shape = tuple[tuple[int, int], ...]
 Runs = tuple[Run, ...]
@@ -77,7 +77,7 @@ class MergedRequest:
     message: Push | Pull
     """The message of the first participant."""
     participants: dict[int, Participant] = field(default_factory=dict)
-    """By rank."""
+    """Rank -> participant."""
     request: Request | None = None
     """The request, once the server is asked."""
     is_taken_in: bool = False

@@ -1,0 +1,96 @@
+"""The neighbours that ask this worker: which of them may, and their requests without an answer.
+
+A neighbour says HELLO in each of its incarnations, and is refused before. An incarnation that was replaced is fenced:
+its process must stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from kvps.core.effects import Route
+from kvps.core.membership_client import MembershipClient, check_protocol
+from kvps.core.worker.host_aggregation.merge_queue import Participant
+from kvps.errors import Fenced, Mismatch, ProtocolError
+from kvps.protocol.envelope import Envelope, Role
+from kvps.protocol.membership import Hello
+
+
+@dataclass(slots=True, eq=False)
+class PeerSession:
+    """One incarnation of a neighbour that asks this worker."""
+
+    rank: int
+    incarnation: int
+    route: Route
+    asked: dict[int, Participant] = field(default_factory=dict)
+    """Number -> request without an answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerRequest:
+    """One request of a neighbour."""
+
+    peer: PeerSession
+    seq: int
+
+
+class PeerSessions:
+    """The sessions of all neighbours that have said HELLO."""
+
+    def __init__(self, member: MembershipClient) -> None:
+        self._member = member
+        self._by_rank: dict[int, PeerSession] = {}
+
+    def __iter__(self) -> Iterator[PeerSession]:
+        return iter(self._by_rank.values())
+
+    def fence(self, envelope: Envelope, ranks: Collection[int]) -> None:
+        """Check that a packet is of a neighbour, one of ``ranks``, that was not replaced.
+
+        Raises:
+            Mismatch: if it is of another process. Fenced: if another incarnation has its seat.
+        """
+        if (
+            envelope.job != self._member.job
+            or envelope.role is not Role.WORKER
+            or envelope.rank not in ranks
+        ):
+            raise Mismatch(
+                f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
+                f"{self._member.rank} of job {self._member.job.hex()[:8]}"
+            )
+        peer = self._by_rank.get(envelope.rank)
+        if peer is not None and envelope.incarnation < peer.incarnation:
+            raise Fenced(
+                f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
+                f"{peer.incarnation}. This process must stop"
+            )
+
+    def begin(self, route: Route, envelope: Envelope, message: Hello) -> bool:
+        """Begin the session of a neighbour that says HELLO; return whether its incarnation is new.
+
+        Raises:
+            ProtocolError: if it speaks another version of the protocol.
+        """
+        check_protocol(message, f"worker {self._member.rank}")
+        rank, incarnation = envelope.rank, envelope.incarnation
+        peer = self._by_rank.get(rank)
+        if peer is not None and peer.incarnation == incarnation:
+            peer.route = route
+            return False
+        self._by_rank[rank] = PeerSession(rank, incarnation, route)
+        return True
+
+    def of(self, route: Route, envelope: Envelope) -> PeerSession:
+        """Return the session of the neighbour that sent a packet along ``route``.
+
+        Raises:
+            ProtocolError: if it has not said HELLO.
+        """
+        peer = self._by_rank.get(envelope.rank)
+        if peer is None or peer.incarnation != envelope.incarnation:
+            raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
+        peer.route = route
+        return peer

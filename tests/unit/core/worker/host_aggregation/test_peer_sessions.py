@@ -1,0 +1,65 @@
+"""A neighbour says HELLO in each of its incarnations before it asks anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvps.core.membership_client import Identity, MembershipClient
+from kvps.core.worker.host_aggregation.peer_sessions import PeerSessions
+from kvps.errors import Fenced, Mismatch, ProtocolError
+from kvps.protocol.envelope import PROTOCOL, Envelope, Role
+from kvps.protocol.membership import Hello
+
+HELLO = Hello(*PROTOCOL, "kvps", 0, Role.WORKER, 1, "here", 8, "", False, "", 2)
+
+
+@pytest.fixture
+def sessions() -> PeerSessions:
+    identity = Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", 0)
+    return PeerSessions(MembershipClient(identity, 0.0))
+
+
+def from_peer(incarnation: int = 5, **more: object) -> Envelope:
+    fields = {"job": bytes(16), "view": 1, "role": Role.WORKER, "rank": 1, "seq": 0}
+    return Envelope(**(fields | {"incarnation": incarnation} | more))  # type: ignore[arg-type]
+
+
+def test_one_that_has_not_said_hello_is_refused(sessions: PeerSessions) -> None:
+    with pytest.raises(ProtocolError, match="worker 0 expects HELLO first"):
+        sessions.of(b"x", from_peer())
+    assert sessions.begin(b"x", from_peer(), HELLO)
+    assert sessions.of(b"x", from_peer()).rank == 1
+    with pytest.raises(ProtocolError, match="HELLO first"):
+        sessions.of(b"x", from_peer(incarnation=6))
+
+
+def test_the_session_goes_on_along_another_connection(sessions: PeerSessions) -> None:
+    assert sessions.begin(b"x", from_peer(), HELLO)
+    peer = sessions.of(b"x", from_peer())
+    assert not sessions.begin(b"y", from_peer(), HELLO)
+    assert peer.route == b"y"
+    assert sessions.of(b"z", from_peer()) is peer
+    assert peer.route == b"z"
+
+
+def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None:
+    sessions.begin(b"x", from_peer(), HELLO)
+    assert sessions.begin(b"y", from_peer(incarnation=6), HELLO)
+    assert [peer.incarnation for peer in sessions] == [6]
+    sessions.fence(from_peer(incarnation=6), (0, 1))
+    with pytest.raises(Fenced, match="incarnation 5 was replaced by incarnation 6"):
+        sessions.fence(from_peer(), (0, 1))
+
+
+@pytest.mark.parametrize("more", [{"job": bytes([1] * 16)}, {"rank": 2}, {"role": Role.SERVER}])
+def test_others_are_no_neighbours(sessions: PeerSessions, more: dict[str, object]) -> None:
+    with pytest.raises(Mismatch, match="is no neighbour of worker 0"):
+        sessions.fence(from_peer(**more), (0, 1))  # type: ignore[arg-type]
+
+
+def test_another_version_of_the_protocol_is_refused(sessions: PeerSessions) -> None:
+    with pytest.raises(ProtocolError, match="install one version everywhere"):
+        sessions.begin(b"x", from_peer(), replace(HELLO, major=PROTOCOL[0] + 1))
+    assert list(sessions) == []
