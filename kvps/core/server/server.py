@@ -1,4 +1,4 @@
-"""The rules of a server: who may ask it, what each request does, and when it is answered.
+"""The core of a server: its doors, and the dispatch of requests to its parts.
 
 Theory of operation
 -------------------
@@ -103,7 +103,11 @@ class Reviving(NamedTuple):
 
 
 class Server:
-    """One server process's part in one job after another."""
+    """One server process's part in one job after another.
+
+    Its parts are a context (stores and sessions), a PushPull for what carries values, and a Control for all
+    other requests. They are made anew when a job begins or the server returns to a cut. The checkpointer stays.
+    """
 
     def __init__(
         self,
