@@ -30,7 +30,8 @@ class LatestValues:
         """Held while a collective is added, so that the newest is the last one."""
 
     def __contains__(self, name: str) -> bool:
-        return self._latest(name) is not None
+        newest = self._newest.get(name)
+        return newest is not None and (not newest.has_failed or name in self._made)
 
     def of(self, names: Sequence[str]) -> list[Collective]:
         """Return the collective that makes the newest value of each key.
@@ -38,9 +39,11 @@ class LatestValues:
         Raises:
             KeyNotFound: if there is none.
         """
+        newest = [self._newest.get(name) for name in names]
+        without = {one for one in set(newest) if one is None or one.has_failed}
         collectives = []
-        for name in names:
-            latest = self._latest(name)
+        for name, collective in zip(names, newest, strict=True):
+            latest = collective if collective not in without else self._made.get(name)
             if latest is None:
                 raise KeyNotFound(never_initialised(name))
             collectives.append(latest)
@@ -61,10 +64,9 @@ class LatestValues:
 
         def counted() -> list[torch.Tensor]:
             rows = run()
-            for name in names:
-                older = self._made.get(name)
-                collective.versions[name] = step + (older.versions[name] if older else 0)
-                self._made[name] = collective
+            older = {name: self._made[name].versions[name] for name in names if name in self._made}
+            collective.versions = {name: step + older.get(name, 0) for name in names}
+            self._made.update(dict.fromkeys(names, collective))
             return rows
 
         collective.run = counted
@@ -72,10 +74,6 @@ class LatestValues:
             self._queue.add(collective, limit_s)
             self._newest.update(dict.fromkeys(names, collective))
         return collective
-
-    def _latest(self, name: str) -> Collective | None:
-        newest = self._newest.get(name)
-        return self._made.get(name) if newest is not None and newest.has_failed else newest
 
 
 class CollectiveTicket(Ticket):

@@ -42,6 +42,8 @@ class Collective(Future[list[torch.Tensor]]):
         super().__init__()
         self.title = title
         self.run = run
+        self.rows: list[torch.Tensor] = []
+        """Its result, for those that know that it is there."""
         self.versions: dict[str, int] = {}
         """Key -> the version of its row."""
         self.places = {name: place for place, name in enumerate(names)}
@@ -50,8 +52,8 @@ class Collective(Future[list[torch.Tensor]]):
         """Called by the queue's thread with its error, before anybody who waits goes on."""
 
     def row(self, name: str) -> torch.Tensor:
-        """Return the row of a key, once it is there."""
-        return self.result()[self.places[name]]
+        """Return the row of a key; call it when the result is there."""
+        return self.rows[self.places[name]]
 
     @property
     def has_failed(self) -> bool:
@@ -131,7 +133,7 @@ class CollectiveQueue:
         try:
             if self.over is not None:
                 raise self.over
-            rows = run()
+            collective.rows = run()
         except Exception as error:  # those who wait must be told, whatever it is
             if isinstance(error, KvpsError):
                 failure = error
@@ -142,4 +144,4 @@ class CollectiveQueue:
             collective.on_error(failure)
             collective.set_exception(failure)
         else:
-            collective.set_result(rows)
+            collective.set_result(collective.rows)
