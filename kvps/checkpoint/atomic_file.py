@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = 1 << 20
-"""Octets that are hashed and written, or read and hashed, at once."""
+"""Bytes that are hashed and written, or read and hashed, at once."""
 
 
 class Written(NamedTuple):
-    """What tells a file from another: its octets, and their SHA-256 in hexadecimal digits."""
+    """What tells a file from another: its bytes, and their SHA-256 in hexadecimal digits."""
 
     size: int
     sha256: str
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return how many octets a file has; None where there is none that may be read."""
+    """Return how many bytes a file has; None where there is none that may be read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -178,7 +178,7 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def shown(size: int) -> str:
-    """Return a number of octets for people, such as ``1.2 GiB``."""
+    """Return a number of bytes for people, such as ``1.2 GiB``."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000:

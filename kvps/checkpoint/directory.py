@@ -38,7 +38,7 @@ log = logging.getLogger("kvps")
 KEPT = 2
 """How many complete cuts without a tag are kept."""
 MANIFEST_MAX = 64 << 20
-"""Octets of the longest manifest that is read."""
+"""Bytes of the longest manifest that is read."""
 _FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
 _OURS = re.compile(r"manifest\.json|server-\d+-of-\d+\.safetensors|server-\d+\.[0-9a-f]+\.tmp")
 

@@ -39,7 +39,7 @@ class ImageFile(NamedTuple):
 
     name: str
     size: int
-    """Octets."""
+    """Bytes."""
     sha256: str
     """In hexadecimal digits."""
 
@@ -66,7 +66,7 @@ class Manifest:
     cut: int
     """Its number; each cut of a folder has a higher one than those before."""
     job: bytes
-    """16 octets."""
+    """16 bytes."""
     epoch: int
     workers: int
     version: str
@@ -86,7 +86,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Octets of all images."""
+        """Bytes of all images."""
         return sum(image.size for image in self.images)
 
     def __str__(self) -> str:

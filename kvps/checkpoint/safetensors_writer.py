@@ -1,6 +1,6 @@
 """A safetensors file as a stream: out of the tensors' own memory, without a copy of the model.
 
-The format: 8 octets with the length of the header, little-endian; the header, JSON; the tensors,
+The format: 8 bytes with the length of the header, little-endian; the header, JSON; the tensors,
 without gaps. A tensor of the file, a :class:`Column`, may be put together from many in memory.
 Those of wide elements come first, so that each begins at a multiple of its element size.
 """
@@ -19,7 +19,7 @@ from kvps.errors import StorageError
 from kvps.tensors import to_frame
 
 HEADER_MAX = 100_000_000
-"""Octets of the longest header that safetensors reads."""
+"""Bytes of the longest header that safetensors reads."""
 JOIN_BYTES = 1 << 20
 """Tensors below this are put side by side before they are written: a call for each would be slow."""
 
@@ -59,7 +59,7 @@ class Stream:
     head: bytes
     columns: tuple[Column, ...]
     size: int
-    """Octets of the whole file."""
+    """Bytes of the whole file."""
 
     def write(self, sink: Sink) -> None:
         """Write the file.

@@ -73,7 +73,7 @@ def text(what: str, value: object, least: int = 0) -> str:
 
 
 def octets(what: str, value: object, count: int) -> bytes:
-    """Return the ``count`` octets that ``value`` is in lower-case hexadecimal digits."""
+    """Return the ``count`` bytes that ``value`` is in lower-case hexadecimal digits."""
     if type(value) is str and len(value) == 2 * count and set(value) <= set("0123456789abcdef"):
         return bytes.fromhex(value)
     raise unlike(f"for {what} {2 * count} lower-case hexadecimal digits", value)

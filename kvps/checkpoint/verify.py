@@ -44,7 +44,7 @@ def read_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
 
 
 def verified(path: Path, expected: ImageFile) -> Iterator[int]:
-    """Read a file and compare it with its manifest; yield how many octets each step read.
+    """Read a file and compare it with its manifest; yield how many bytes each step read.
 
     Raises:
         StorageError: if it cannot be read, or is not what was written.

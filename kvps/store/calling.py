@@ -157,7 +157,7 @@ class Calling(Contract):
         """Return what becomes of pulled values."""
         if not copy:
             if out is not None:
-                raise ConfigError("copy=False returns the values where they are; leave out= away")
+                raise ConfigError("copy=False returns the values where they are; remove out=")
             return Outcome(VIEWS, lambda found: found if is_many else found[0])
         form = self._form(names)
         given = out if is_many else [out]

@@ -148,7 +148,7 @@ class RowMethods(Calling):
     ) -> Any:
         """Return those rows of a key that changed since the last call, after this rank's own pushes.
 
-        It is :meth:`refresh` for who keeps no copy, or not as a tensor. All rows come where it is not known
+        It is :meth:`refresh` for callers that keep no copy, or not as a tensor. All rows come where it is not known
         what changed, as there. Without an optimizer a row changed whenever the sum of a round named it, or
         that of the round before, since it is 0 again.
 

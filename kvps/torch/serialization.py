@@ -151,7 +151,7 @@ def _tensor(tensor: torch.Tensor, at: str, aside: list[torch.Tensor] | None) -> 
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the octets of a tensor as a flat tensor on its device; a copy if it is not contiguous."""
+    """Return the bytes of a tensor as a flat tensor on its device; a copy if it is not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 

@@ -177,7 +177,7 @@ def test_values_can_be_read_where_they_are_and_never_change_there():
         copied.add_(1000)
         assert [one.tolist() for one in first] == [[2] * 3, [2] * 2]
         assert kv.pull("b", copy=False).tolist() == [2, 2]
-        with pytest.raises(kvps.ConfigError, match="leave out="):
+        with pytest.raises(kvps.ConfigError, match="remove out="):
             kv.pull("a", out=gradient, copy=False)
 
     run(work)

@@ -213,7 +213,7 @@ class PushPull(RequestContext):
         yield Send(session.route, packet, hold)
 
     def _is_lent_to(self, session: Session, values: torch.Tensor) -> bool:
-        """Whether who asks reads ``values`` where they lie: then nothing is saved by steps."""
+        """Return whether the peer reads ``values`` in place; compressed deltas then save nothing."""
         return self.engine.memory.lends(session.route, (values,))
 
     def _rows(self, space: ServerStore, chunk: Chunk, reading: PendingTableRead) -> Send:
@@ -266,7 +266,7 @@ class PushPull(RequestContext):
 
         Raises:
             Mismatch: if it was compressed, and the chunk holds what cannot be.
-            ProtocolError: if its octets cannot mean it.
+            ProtocolError: if its bytes cannot mean it.
         """
         reads.check_held(message.held, message.runs)
         if message.code is None:

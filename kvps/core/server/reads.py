@@ -159,7 +159,7 @@ def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None
 def lead(
     chunk: Chunk, reading: PendingRead, stands: tuple[Stand, ...]
 ) -> tuple[tuple[Steps, ...], torch.Tensor]:
-    """Return how the asked values are written for one who has some versions of them, and the octets.
+    """Return how the asked values are written for one who has some versions of them, and the bytes.
 
     As they are, where there are no steps from those, or a span ends within what was asked for.
     Nothing is returned if that is so of all.

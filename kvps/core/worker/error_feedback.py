@@ -2,7 +2,7 @@
 
 Each key that is compressed has a *rest* here: what was not written of its gradients so far. It is
 added to the next gradient, and what that push cannot say is the new rest. A push is written once,
-whatever becomes of it on its way: one that is sent again carries the same octets.
+whatever becomes of it on its way: one that is sent again carries the same bytes.
 
 A gradient that is not finite is sent as it is, and leaves the rest alone: the store decides what
 becomes of it, and a NaN in the rest would stay there for ever.
@@ -203,7 +203,7 @@ class ErrorFeedback:
         message: Push,
         memory: Memory,
     ) -> torch.Tensor:
-        """Return the octets of gradients, and keep what they do not say."""
+        """Return the bytes of gradients, and keep what they do not say."""
         assert message.code is not None
         out = memory.empty(message.payload_sizes()[0], "uint8")
         begin = 0

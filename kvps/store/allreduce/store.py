@@ -252,7 +252,7 @@ class AllreduceStore(Serverless):
     def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
         if out is not None:
             if not copy:
-                raise ConfigError("copy=False returns the values where they are; leave out= away")
+                raise ConfigError("copy=False returns the values where they are; remove out=")
             form = self._form(names)
             given: Any = out if is_many else [out]
             if form is not None and form.fits_as_sinks(given):

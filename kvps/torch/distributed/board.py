@@ -2,7 +2,7 @@
 
 *Sums* are keys of a synchronous store: what all ranks push in a round is added up on the servers. *Posts*
 are keys of a store without rounds whose rule is ``assign``: one rank writes, others read, bit for bit, as
-octets. The version of a post says how often it was written anew, and a reader waits for the one it
+bytes. The version of a post says how often it was written anew, and a reader waits for the one it
 wants.
 
 Both end their calls at once when a worker is lost: a process group cannot go on without a rank.
@@ -129,7 +129,7 @@ class Board:
     def expect(
         self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
     ) -> Ticket:
-        """Wait until ``writer`` has made these posts, of so many octets."""
+        """Wait until ``writer`` has made these posts, of so many bytes."""
         specs = tuple(
             [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
         )

@@ -91,7 +91,7 @@ def padded(row: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def octets(row: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as octets."""
+    """Return the same memory as bytes."""
     return row.view(torch.uint8)
 
 

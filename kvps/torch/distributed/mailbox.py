@@ -121,7 +121,7 @@ def _columns(
 
 
 def _letter(row: torch.Tensor) -> torch.Tensor:
-    """Return what is written for ``row``: octets, as many as its class has."""
+    """Return what is written for ``row``: bytes, as many as its class has."""
     return padded(octets(row), class_of(row.nbytes))
 
 

@@ -1,7 +1,7 @@
 """The sender of gradients: they leave as soon as complete, with a bound on how many are in flight.
 
 A gradient that has left is freed when the store has it. If the network is slower than backward, gradients
-would heap up here, as much as the whole model. So at most *limit* octets are under way: the next bucket
+would heap up here, as much as the whole model. So at most *limit* bytes are under way: the next bucket
 waits until earlier ones have arrived, in their order.
 """
 
@@ -24,15 +24,15 @@ class GradientSender:
 
     Args:
         kv: the store.
-        sizes: octets of each gradient, by name, in the order in which the store has the keys.
-        limit_bytes: how many octets may be under way; at least one bucket is.
+        sizes: bytes of each gradient, by name, in the order in which the store has the keys.
+        limit_bytes: how many bytes may be under way; at least one bucket is.
     """
 
     def __init__(self, kv: Any, sizes: Mapping[str, int], limit_bytes: int) -> None:
         self._kv = kv
         self._sizes = sizes
         self.limit_bytes = limit_bytes
-        """How many octets may be under way."""
+        """How many bytes may be under way."""
         self._buckets = Buckets(sizes, min(BUCKET_BYTES, max(1, limit_bytes)))
         self._collected: dict[str, torch.Tensor] = {}
         self._away: deque[tuple[Handle, int]] = deque()
@@ -72,7 +72,7 @@ class GradientSender:
         self._away_bytes += size
 
     def wait(self, left_bytes: int = 0) -> None:
-        """Wait until no more than this many octets are under way.
+        """Wait until no more than this many bytes are under way.
 
         Raises:
             KvpsError: what has become of one of them.

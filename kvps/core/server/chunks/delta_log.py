@@ -26,7 +26,7 @@ from kvps.compression.spec import BIT1, BIT2, RANDOMK, CodecSpec, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
-"""How many octets of steps are kept, in those of the values."""
+"""How many bytes of steps are kept, in those of the values."""
 
 Step = tuple[CodecSpec, torch.Tensor]
 

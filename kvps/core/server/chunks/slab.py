@@ -270,7 +270,7 @@ class Chunk:
         return self.touchable()
 
     def touchable(self) -> torch.Tensor:
-        """Return the current values for writing by one who keeps :attr:`filled_rows` true."""
+        """Return the current values for writing; the caller keeps :attr:`filled_rows` true."""
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[: self.used].copy_(old[: self.used])

@@ -288,7 +288,7 @@ class HostGroup:
         asker = self._mine.get(request)
         if asker is None:
             return request.link
-        assert asker.bundle is not None, "who asks is in a bundle"
+        assert asker.bundle is not None, "each asker is in a bundle"
         return None if asker.bundle.request is None else asker.bundle.request.link
 
     def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
@@ -390,7 +390,7 @@ class HostGroup:
         links: dict[Connection, None] = {}
         for asker in askers:
             bundle = asker.bundle
-            assert bundle is not None, "who asks is in a bundle"
+            assert bundle is not None, "each asker is in a bundle"
             self._bundles.ask_after(bundle, now)
             request = bundle.request
             if request is not None and request.seq and request.link is not None:

@@ -14,7 +14,7 @@ A *bundle* is what is asked once. One of pushes waits until every neighbour has 
 elements with the same number: their round cannot close without any of them, so nothing is lost by
 waiting. But a flush or a time limit may wait for one push, and who replaces a lost leader does not know
 what was pushed before: so a bundle goes after a while with those who are in it, and soon if one of
-them asks after it. One of pulls goes at once, and takes in who asks for the same before the answer is
+them asks after it. One of pulls goes at once, and takes in neighbours that ask for the same before the answer is
 there; the answer is kept for those who are likely to come, until the next push.
 
 What was taken in is only known from the server, so a push is acknowledged here when it was there, and
