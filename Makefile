@@ -61,7 +61,7 @@ prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
 	$(BIN)/python -m pytest --quiet -n $(JOBS) --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
-check: lint test cover  ## all of the three above: run it before a commit
+check: lint test cover  ## lint, test and cover: run it before a commit
 
 soak: .venv/.installed  ## play many more faults, and longer: half an hour of one core
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py
