@@ -19,7 +19,7 @@ KVPS_KILLS        ?= 50
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint cover check soak bench docs test-docker clean
+.PHONY: help demo test test-all lint prose cover check soak bench docs test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -55,10 +55,13 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/python docs/map.py
 	$(BIN)/python .ci/prose.py
 
+prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
+	$(PYTHON) .ci/prose.py
+
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
 	$(BIN)/python -m pytest --quiet -n $(JOBS) --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
-check: lint test cover  ## all of the three above: run it before a commit
+check: lint test cover  ## lint, test and cover: run it before a commit
 
 soak: .venv/.installed  ## play many more faults, and longer: half an hour of one core
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py

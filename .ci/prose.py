@@ -1,7 +1,8 @@
-"""A check of the prose: module docstrings name the thing, and glossary words are defined once.
+"""A check of the prose: docstrings name the thing, the glossary defines a word once, and some phrases are banned.
 
 A docstring that begins with a question word ("What a server holds") makes the reader find the noun; a noun
-phrase ("The snapshot of a server") is the noun.
+phrase ("The snapshot of a server") is the noun. The banned phrases are those of ``BANNED``, each with the
+words to write instead. The style rule is in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -10,16 +11,32 @@ import ast
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/*.md", "docs/migrating/*.md")
+
 QUESTION = re.compile(r"(What|Which|Who|Whose|How|When|Where|Why|Whether|Of|From)\b")
 WORDS_MAX = 80
+
+BANNED = {
+    r"\b[Ww]ho (pulls|asks|comes|keeps|trains)\b": "name the worker, rank, caller or reader that does it",
+    r"\bleave\b[^.;]*\baway\b": "write 'omit' or 'remove'",
+    r"\bis had\b": "make the owner the subject of 'has'",
+}
+"""Pattern of a phrase -> what to write instead. A relative clause ("a rank who asks") is caught too: write "that"."""
+OCTETS = re.compile(r"\b[Oo]ctets?\b")
+OCTETS_ALLOWED = ("docs/protocol.md", "kvps/protocol/")
+"""Where the wire's own word is right; elsewhere it is "bytes"."""
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"``[^`]+``|`[^`]+`|^ *>>> .*$|^ +\w+:", re.MULTILINE)
+"""Code in prose: literals, doctests, and the names of arguments."""
 
 
 def main() -> int:
     """Print what is wrong; return the exit code."""
-    faults = [*modules(), *glossary()]
+    faults = [*modules(), *glossary(), *phrases()]
     print("\n".join(faults), end="\n" if faults else "")
     return 1 if faults else 0
 
@@ -44,6 +61,49 @@ def glossary() -> list[str]:
     if len(words) > WORDS_MAX:
         faults.append(f"docs/glossary.md: {len(words)} words, more than {WORDS_MAX}")
     return faults
+
+
+def phrases() -> list[str]:
+    """Return the banned phrases in the pages, and in the docstrings and texts of kvps."""
+    faults: list[str] = []
+    for path in sorted({path for page in PAGES for path in ROOT.glob(page)}):
+        where = path.relative_to(ROOT).as_posix()
+        faults += found(where, 1, _FENCED.sub(_blank, path.read_text("utf-8")), is_prose=True)
+    for path in sorted((ROOT / "kvps").rglob("*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        for line, text, is_docstring in strings(ast.parse(path.read_text("utf-8"))):
+            faults += found(where, line, text, is_prose=is_docstring)
+    return faults
+
+
+def found(where: str, first_line: int, text: str, *, is_prose: bool) -> Iterator[str]:
+    """Yield the banned phrases of a text that begins in a line of a file.
+
+    Args:
+        is_prose: whether it is a page or a docstring, in which the word for bytes counts too.
+    """
+    prose = _CODE.sub(_blank, text)
+    bans = [(re.compile(pattern), instead) for pattern, instead in BANNED.items()]
+    if is_prose and not where.startswith(OCTETS_ALLOWED):
+        bans.append((OCTETS, "write 'bytes'"))
+    for pattern, instead in bans:
+        for match in pattern.finditer(prose):
+            line = first_line + prose.count("\n", 0, match.start())
+            phrase = " ".join(match[0].split())
+            yield f"{where}:{line}: not {phrase!r}; {instead}"
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, text, whether it is a docstring) of each string; attributes have docstrings too."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value, id(node) in docstrings
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return as many lines as a match has, and no words."""
+    return "\n" * match[0].count("\n") or "`"
 
 
 if __name__ == "__main__":

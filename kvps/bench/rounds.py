@@ -100,7 +100,7 @@ def measure(
         rule: what the pushes become, ``sum`` or ``sgd``.
         rounds: how many are measured.
         gate: two pipes; before the first of these rounds and after the last, while every worker
-            stands still, an octet is written to the second and one awaited from the first.
+            stands still, a byte is written to the second and one awaited from the first.
         how: by which codec both ways are compressed, if it is the name of one.
     """
     truth = Truth(system.workers, rule, how)

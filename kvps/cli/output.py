@@ -11,7 +11,7 @@ from shutil import get_terminal_size
 from typing import BinaryIO
 
 LINE_MAX = 1 << 16
-"""Octets after which a line that does not end is ended."""
+"""Bytes after which a line that does not end is ended."""
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CLEAR = b"\r\x1b[2K"
 

@@ -159,14 +159,14 @@ def _above(
 
 
 def _packed(flags: torch.Tensor) -> torch.Tensor:
-    """Return flags as bits, the first in the highest bit of the first octet."""
+    """Return flags as bits, the first in the highest bit of the first byte."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy()))
     return packed_anywhere(flags)
 
 
 def _bits(octets: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``count`` bits as octets that are 0 or 1."""
+    """Return ``count`` bits as bytes that are 0 or 1."""
     if octets.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(octets.numpy(), count=count))
     return bits_anywhere(octets, count)
@@ -180,7 +180,7 @@ def packed_anywhere(flags: torch.Tensor) -> torch.Tensor:
 
 
 def bits_anywhere(octets: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``count`` bits as octets that are 0 or 1 by integer arithmetic, on any device."""
+    """Return ``count`` bits as bytes that are 0 or 1 by integer arithmetic, on any device."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=octets.device)
     return ((octets[:, None] >> shifts) & 1).view(-1)[:count]
 
@@ -273,7 +273,7 @@ def drawn(seed: int, count: int, total: int) -> torch.Tensor:
 
 
 def _typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return octets as numbers; a copy if they lie where such numbers may not."""
+    """Return bytes as numbers; a copy if they lie where such numbers may not."""
     is_aligned = octets.data_ptr() % dtype.itemsize == 0 and (
         octets.storage_offset() % dtype.itemsize == 0
     )
@@ -281,7 +281,7 @@ def _typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _store(out: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Write the octets of ``numbers`` to ``out``, unless they are there."""
+    """Write the bytes of ``numbers`` to ``out``, unless they are there."""
     if out.data_ptr() != numbers.data_ptr():
         out.copy_(numbers.contiguous().view(torch.uint8))
 

@@ -104,7 +104,7 @@ def seeded(code: CodecSpec, number: int) -> CodecSpec:
 
 
 def size(code: CodecSpec, count: int) -> int:
-    """Return the octets of ``count`` elements.
+    """Return the bytes of ``count`` elements.
 
     Example:
         >>> size(Code(BIT2, 0.5), 1_000_000)

@@ -1,9 +1,9 @@
 """The pulse of a connection: whether bytes have moved along it lately.
 
 Its opener asks for a sign of life every few seconds, and so does the far end of it answer. On a slow link
-the question, or its answer, stands behind megabytes; so it is not the answer that counts but any octet
+the question, or its answer, stands behind megabytes; so it is not the answer that counts but any byte
 that comes, whatever it belongs to. And where megabytes go, and nothing comes, each that the other end's
-kernel has taken is a sign, too. A few octets are none: whatever stands between the two may have
+kernel has taken is a sign, too. A few bytes are none: whatever stands between the two may have
 taken those, and keep them.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MANY = 4096
-"""Octets that are under way, from which on it counts that some arrive: no heartbeat is as large."""
+"""Bytes that are under way, from which on it counts that some arrive: no heartbeat is as large."""
 STILL_S = 5.0
 """Whoever looks so seldom stood still itself, and asked for nothing."""
 
@@ -21,11 +21,11 @@ class Moved(NamedTuple):
     """What the kernel has counted of a connection."""
 
     received: int
-    """Octets that came."""
+    """Bytes that came."""
     taken: int
-    """Octets that went, and are known to have arrived."""
+    """Bytes that went, and are known to have arrived."""
     waiting: int
-    """Octets that go, and are not."""
+    """Bytes that go, and are not."""
 
 
 class Pulse:

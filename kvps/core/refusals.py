@@ -59,7 +59,7 @@ class Refusals:
             raise from_code(one.code, one.text)
 
     def forget(self, kind: Hashable) -> None:
-        """The call was made again, with success, and who comes now has no part in the failure."""
+        """Forget a failure after the call has succeeded: later callers have no part in it."""
         self._kept.pop(kind, None)
 
 

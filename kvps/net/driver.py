@@ -111,7 +111,7 @@ class Transport(Protocol):
 
 
 class Listener(Protocol):
-    """Who hears of the user's calls, and who keeps the state of a core."""
+    """The receiver of finished calls, and of the state that a core wants kept."""
 
     def finish(self, effect: Finish) -> None:
         """A call ended."""

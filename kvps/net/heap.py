@@ -5,8 +5,8 @@ megabyte then costs hundreds of page faults, which take longer than to copy it. 
 such blocks are cut from the heap and stay there for the next message.
 
 A tensor of some megabytes stays there, too, and glibc before 2.38 does not find such a block again when the
-next tensor asks for one, so that the heap grows to several times of what is in use. Who trains a model that is
-larger than this process's memory says so, and what is larger than a message is then given back.
+next tensor asks for one, so that the heap grows to several times of what is in use. A process that trains a
+model larger than its memory says so; blocks larger than a message are then given back.
 """
 
 from __future__ import annotations

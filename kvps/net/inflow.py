@@ -32,21 +32,21 @@ EACH_S = 0.2e-3
 """How much later for each of them: to look at one takes 4 µs, and should not take more than 2 % of the time."""
 DRIFT_PER_S = 16
 GREETING = 1024
-"""Octets that a connection carries besides messages: heartbeats, per second, and the handshake."""
+"""Bytes that a connection carries besides messages: heartbeats, per second, and the handshake."""
 SWELL, SWELL_BYTES = 4, 256 << 20
 """How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
-takes 64 octets of memory, however short it is."""
+takes 64 bytes of memory, however short it is."""
 PETTY_BYTES = 64 << 10
 """A connection of which less lies here is never closed for what there is of others."""
 
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _RECEIVED_AT = 128
-"""Where in Linux' ``struct tcp_info`` the number of octets is that were received (since Linux 4.1)."""
+"""Where in Linux' ``struct tcp_info`` the number of bytes is that were received (since Linux 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many octets of one connection may wait to be taken out."""
+    """How many bytes of one connection may wait to be taken out."""
 
     strange: int
     """While nothing that is a packet was taken out of it."""
@@ -65,7 +65,7 @@ class _Connection:
     """How much lay here, and how large this process was, when it first was more than a stranger may have."""
 
     def is_swelling(self, rest: float, limit: int) -> bool:
-        """Whether this process has grown by far more than the octets that have come: by small parts."""
+        """Whether this process has grown by far more than the bytes that have come: by small parts."""
         if rest <= limit:
             self.base = None
             return False
@@ -103,7 +103,7 @@ class Inflow:
         self._connections.pop(fd, None)
 
     def took(self, fd: int, octets: int) -> None:
-        """So many octets of messages were taken out, framing included."""
+        """So many bytes of messages were taken out, framing included."""
         one = self._connections.get(fd)
         if one is not None:
             one.taken += octets
@@ -194,7 +194,7 @@ def _dissolve(fd: int) -> bool:
 
 
 def _received(fd: int) -> int | None:
-    """Return how many octets a connection has carried to us; None where that is not known."""
+    """Return how many bytes a connection has carried to us; None where that is not known."""
     try:
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
     except OSError:

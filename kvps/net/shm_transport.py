@@ -35,7 +35,7 @@ from kvps.protocol.shared_memory import Offer, Release, Taken
 log = logging.getLogger("kvps")
 
 LOANS_MAX = 255
-"""In how many places the payload of one packet may lie: an octet counts them."""
+"""In how many places the payload of one packet may lie: a byte counts them."""
 SHARE_MIN_BYTES = 4096
 """Payload below this travels in frames: that is cheaper than a loan."""
 RELEASE_EVERY = 16
@@ -340,7 +340,8 @@ class SharingTransport:
     def _complain(self, reason: str, is_ours: bool) -> None:
         """Memory cannot be shared; ``is_ours`` says that this process opened the connection.
 
-        Who comes to this process finds that out as well, and ends if it has to be: anybody may come.
+        A peer that opened the connection finds that out as well, and ends if it must share memory:
+        any peer may connect.
 
         Raises:
             Demanded: if it is ours, and memory has to be shared.

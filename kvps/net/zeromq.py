@@ -8,8 +8,8 @@ file descriptor that libzmq names on every message.
 
 A network may do worse than to break. Packets that go by TCP have a checksum, and what does not
 agree with its own is no packet. A connection that looks open and carries nothing is closed and
-opened again by the one who opened it: libzmq's heartbeats have something to carry, and whether octets
-move is asked of the kernel (:mod:`kvps.core.pulse`), since libzmq sees no frame before its last octet,
+opened again by the one who opened it: libzmq's heartbeats have something to carry, and whether bytes
+move is asked of the kernel (:mod:`kvps.core.pulse`), since libzmq sees no frame before its last byte,
 and no heartbeat behind one. Its peer does not
 judge, since a process that stands still is not lost for that. And a connection of which
 libzmq could not read the framing it gives up for good, so that is opened again, too.
@@ -49,7 +49,7 @@ SURPLUS_BATCH = 4096
 DOMAIN = b"kvps"
 """With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
 CONTROL_BYTES_MAX = 1 << 20
-"""Octets of the longest frame that a scheduler takes: no packet to it has a payload."""
+"""Bytes of the longest frame that a scheduler takes: no packet to it has a payload."""
 CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
 """What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
 
@@ -416,7 +416,7 @@ def _descriptor(frames: list[zmq.Frame]) -> int | None:
 
 
 def _octets(frames: list[zmq.Frame]) -> int:
-    """Return how many octets a message took on its way, its route not counted."""
+    """Return how many bytes a message took on its way, its route not counted."""
     sizes = [len(frame) for frame in frames[1:]]
     return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
 

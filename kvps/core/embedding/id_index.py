@@ -1,6 +1,6 @@
 """The index of rows: 64-bit ids to slots, thousands at once.
 
-A hash table with open addressing. Its cells hold slots (four octets), and the id of a slot is kept
+A hash table with open addressing. Its cells hold slots (four bytes), and the id of a slot is kept
 once, in a column beside it. Lookups and insertions work on whole arrays: in each pass all ids that
 are not settled look at their next cell. When more than :data:`FULL` of the cells are taken, there
 are twice as many; only cells move then, no row does.

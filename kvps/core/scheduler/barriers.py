@@ -342,7 +342,7 @@ class Barriers:
 
     @property
     def passed(self) -> dict[Name, Passed]:
-        """What outlives a scheduler: who asks again, told or not, is let through."""
+        """The passed barriers, kept across a restart: a worker that asks again is let through."""
         return {
             name: Passed(number, self.after[name][number]) for name, number in self.released.items()
         }

@@ -65,7 +65,7 @@ class CheckpointCoordinator:
         self._granted: dict[str, tuple[int, int]] = {}
         """By store, the last wish that was granted, and by which cut."""
         self._refused: dict[str, tuple[int, KvpsError]] = {}
-        """By store, the last wish that was refused, and why: who comes later hears the same."""
+        """store -> the last refused request, and why: workers that ask later get the same answer."""
         self._workers: frozenset[int] = frozenset()
         self._servers: frozenset[int] = frozenset()
         self._next_at = 0.0

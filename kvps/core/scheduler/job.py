@@ -68,7 +68,7 @@ class Job:
     def __init__(self, settings: Settings, name: bytes, now: float) -> None:
         self.settings = settings
         self.name = name
-        """16 octets, in every envelope."""
+        """16 bytes, in every envelope."""
         self.number = 0
         """Of the newest view; 0 until all seats have been taken."""
         self.is_untold = False

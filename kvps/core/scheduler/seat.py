@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SEATS_MAX = 1500
 NAME_MAX = 200
-"""Seats of a job, and octets of a host, an endpoint or a reason: a view must fit into a head."""
+"""Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
 REPLACE_MAX_S = 30.0
 """Nobody waits for a lost worker once all others have ended, so its servers soon end, too."""
 DROP_GRACE_S = 1.0
@@ -260,5 +260,5 @@ class Seat:
 
 
 def shortened(text: str) -> str:
-    """Return at most :data:`NAME_MAX` octets of a peer's ``text``, fit to be shown."""
+    """Return at most :data:`NAME_MAX` bytes of a peer's ``text``, fit to be shown."""
     return shown(text).encode()[:NAME_MAX].decode(errors="ignore")

@@ -5,9 +5,9 @@ optimizer state stay as they were, though the round is closed and the push is ta
 the gradient as the optimizer gets it, half types summed in float32; without an optimizer the sum as
 the key would hold it, where a float16 may overflow. Integers are always finite.
 
-A server remembers of each key how many were dropped, and with "error" which was the last. That
-is said along with the values whenever a worker pulls them, and each worker knows what it was told
-before: so nothing depends on which answer was lost, on who asks along with whom, or on who asks twice.
+For each key a server remembers how many rounds were dropped, and with "error" the last of them. It
+sends both with the values whenever a worker pulls them, and each worker knows what it was told
+before. So lost answers, merged pulls and repeated pulls make no difference.
 """
 
 from __future__ import annotations

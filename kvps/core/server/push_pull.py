@@ -107,7 +107,7 @@ class PushPull:
 
         Raises:
             Mismatch: if it was compressed, and the chunk holds what cannot be.
-            ProtocolError: if its octets cannot mean it.
+            ProtocolError: if its bytes cannot mean it.
         """
         reads.check_held(message.held, message.runs)
         if message.code is None:

@@ -142,7 +142,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
 def _make(options: Any, more: Any) -> ProcessGroup:
     """Return a process group, as torch asks for one."""
     if more is not None:
-        raise ConfigError(f"the backend {NAME!r} has no pg_options; leave them away")
+        raise ConfigError(f"the backend {NAME!r} has no pg_options; remove them")
     timeout_s = options.timeout.total_seconds()
     members = list(options.global_ranks_in_group)
     is_default = not members

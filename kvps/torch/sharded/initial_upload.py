@@ -30,7 +30,7 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
     if init is not None and not members:
         raise ConfigError(
             "init= fills modules on the meta device, and this one has its values; build it under "
-            "torch.device('meta'), or leave init= away"
+            "torch.device('meta'), or remove init="
         )
     for path, one in members:
         if init is None and _reset_of(one) is None:
