@@ -24,7 +24,7 @@ ROW = torch.zeros(4)
 SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
 
 
-def books(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
+def stores_of(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
     """One store, whose keys have been pushed so often."""
     store = WorkerStore(opened(mode=mode), rank, 1, 240.0)
     store.place((name, spec(4), [Piece(0, 1, 4 * at, 4, 0)]) for at, name in enumerate(numbers))
@@ -44,7 +44,7 @@ def holds(one: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
 
 
 def test_nothing_is_held_before() -> None:
-    known = books(a=3)
+    known = stores_of(a=3)
     one = Quiesce()
     assert not holds(one, known, "a")
     assert not one.is_impatient(100.0, 1e9)
@@ -52,7 +52,7 @@ def test_nothing_is_held_before() -> None:
 
 @pytest.mark.spec("R130")
 def test_between_two_steps_it_stands_and_begins_no_other() -> None:
-    known = books(a=3, b=3)
+    known = stores_of(a=3, b=3)
     one = halted(known)
     assert one.stands(known, False)
     assert one.numbers(known) == {"kv": 3}
@@ -63,7 +63,7 @@ def test_between_two_steps_it_stands_and_begins_no_other() -> None:
 
 @pytest.mark.spec("R130", "R131")
 def test_in_a_step_it_goes_on_to_its_end() -> None:
-    known = books(a=4, b=3)
+    known = stores_of(a=4, b=3)
     one = halted(known)
     assert not one.stands(known, False)
     assert one.numbers(known) == {"kv": 4}
@@ -76,7 +76,7 @@ def test_in_a_step_it_goes_on_to_its_end() -> None:
 @pytest.mark.spec("R130", "R131")
 def test_a_push_that_would_take_the_lead_further_ends_a_step() -> None:
     """As where a key came later than the others, and is always one push behind."""
-    known = books(a=4, late=3)
+    known = stores_of(a=4, late=3)
     one = halted(known)
     one.hold(7, push({"a": ROW}), 200.0)
     assert one.stands(known, False)
@@ -84,7 +84,7 @@ def test_a_push_that_would_take_the_lead_further_ends_a_step() -> None:
 
 @pytest.mark.spec("R131")
 def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
-    known = books(a=4, late=3)
+    known = stores_of(a=4, late=3)
     one = halted(known)
     assert one.stands(known, is_at_rest=True)
     one.halt(Halt(1, {"kv": 5}), known, 100.0)
@@ -93,7 +93,7 @@ def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
 
 @pytest.mark.spec("R131")
 def test_one_that_has_joined_stands_however_far_the_others_go() -> None:
-    known = books(a=4, b=3)
+    known = stores_of(a=4, b=3)
     known["kv"].is_away = True
     one = halted(known, kv=9)
     assert one.stands(known, False)
@@ -101,13 +101,13 @@ def test_one_that_has_joined_stands_however_far_the_others_go() -> None:
 
 
 def test_keys_of_other_paces_do_not_matter() -> None:
-    known = books(a=10, seldom=5)
+    known = stores_of(a=10, seldom=5)
     assert halted(known).stands(known, False)
 
 
 @pytest.mark.spec("R132")
 def test_it_goes_on_to_where_another_is() -> None:
-    known = books(a=3)
+    known = stores_of(a=3)
     one = halted(known)
     one.hold(7, push({"a": ROW}), 200.0)
     (held,) = one.halt(Halt(1, {"kv": 4}), known, 100.0)
@@ -123,7 +123,7 @@ def test_it_goes_on_to_where_another_is() -> None:
 
 @pytest.mark.spec("R132")
 def test_an_order_of_a_cut_that_is_over_is_none() -> None:
-    known = books(a=3)
+    known = stores_of(a=3)
     one = halted(known, cut=5)
     one.hold(7, push({"a": ROW}), 200.0)
     assert one.halt(Halt(4, {"kv": 9}), known, 100.0) == []
@@ -135,7 +135,7 @@ def test_an_order_of_a_cut_that_is_over_is_none() -> None:
 
 @pytest.mark.spec("R130")
 def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
-    known = books(mode="async", a=4, b=3)
+    known = stores_of(mode="async", a=4, b=3)
     one = halted(known)
     assert one.stands(known, False)
     assert one.numbers(known) == {}
@@ -145,10 +145,10 @@ def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
 @pytest.mark.spec("R130")
 def test_what_rank_0_changes_otherwise_is_held_too() -> None:
     for known, is_held in (
-        (books(0, a=3), True),
-        (books(1, a=3), False),
-        (books(0, a=3, b=2), False),
-        (books(0, mode="async", a=3, b=2), True),
+        (stores_of(0, a=3), True),
+        (stores_of(1, a=3), False),
+        (stores_of(0, a=3, b=2), False),
+        (stores_of(0, mode="async", a=3, b=2), True),
     ):
         one = halted(known)
         assert one.holds(known["kv"], SET) is is_held
@@ -159,14 +159,14 @@ def test_what_rank_0_changes_otherwise_is_held_too() -> None:
 @pytest.mark.spec("R130")
 def test_so_are_the_keys_that_another_rank_creates() -> None:
     for rank, creator, is_held in ((1, 1, True), (1, 0, False), (0, 1, False), (0, 0, True)):
-        known = books(rank, mode="async", a=1)
+        known = stores_of(rank, mode="async", a=1)
         one = halted(known)
         init = calls.Init("kv", (("new", spec(4)),), (ROW,), creator)
         assert one.holds(known["kv"], init) is is_held
 
 
 def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
-    known = books(a=3)
+    known = stores_of(a=3)
     one = halted(known)
     assert not one.holds(known["kv"], calls.Init("kv", (("a", spec(4)),), (ROW,)))
     assert one.holds(known["kv"], calls.Init("kv", (("new", spec(4)),), (ROW,)))
@@ -175,7 +175,7 @@ def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_whoever_makes_a_table_is_held(rank: int) -> None:
     recipe = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
-    known = books(rank, a=3)
+    known = stores_of(rank, a=3)
     one = halted(known)
     assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
     assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
@@ -184,7 +184,7 @@ def test_whoever_makes_a_table_is_held(rank: int) -> None:
 
 
 def test_calls_keep_their_order() -> None:
-    known = books(a=3) | {"other": WorkerStore(opened("other"), 0, 1, 240.0)}
+    known = stores_of(a=3) | {"other": WorkerStore(opened("other"), 0, 1, 240.0)}
     one = halted(known)
     one.hold(7, push({"a": ROW}), 200.0)
     assert one.holds(known["kv"], pull({"a": ROW}))
@@ -192,14 +192,14 @@ def test_calls_keep_their_order() -> None:
 
 
 def test_an_unknown_key_is_not_its_business() -> None:
-    known = books(a=3)
+    known = stores_of(a=3)
     assert not holds(halted(known), known, "unknown")
 
 
 class TestPatience:
     @pytest.mark.parametrize(("mode", "most"), [("sync", STAND_MAX_S), ("ssp", FREE_STAND_MAX_S)])
     def test_has_an_end(self, mode: str, most: float) -> None:
-        known = books(mode=mode, a=3)
+        known = stores_of(mode=mode, a=3)
         one = halted(known)
         assert one.deadline(200.0) == 100.0 + most
         assert not one.is_impatient(200.0, 100.0 + most - 0.1)
@@ -208,11 +208,11 @@ class TestPatience:
         assert not one.stood
 
     def test_is_short_with_a_scheduler_that_is_silent(self) -> None:
-        one = halted(books(a=3))
+        one = halted(stores_of(a=3))
         assert one.deadline(101.0) == 101.0 + SILENCE_MAX_S
 
     def test_ends_before_that_of_a_caller(self) -> None:
-        one = halted(books(a=3))
+        one = halted(stores_of(a=3))
         one.hold(7, push({"a": ROW}), 102.0)
         assert one.deadline(100.0) == 102.0 - PATIENCE_S
 
@@ -220,7 +220,7 @@ class TestPatience:
 class TestProceed:
     @pytest.mark.spec("R133")
     def test_says_whether_it_stood(self) -> None:
-        known = books(a=3)
+        known = stores_of(a=3)
         one = halted(known)
         one.hold(7, push({"a": ROW}), 200.0)
         stood, held = one.proceed(Proceed(1))
@@ -230,13 +230,13 @@ class TestProceed:
 
     @pytest.mark.spec("R133")
     def test_who_went_on_by_himself_did_not(self) -> None:
-        one = halted(books(a=3))
+        one = halted(stores_of(a=3))
         assert one.is_impatient(0.0, 1e9)
         one.go_on()
         assert one.proceed(Proceed(1)) == (False, [])
 
     @pytest.mark.spec("R133")
     def test_nor_did_one_that_never_heard_of_the_cut(self) -> None:
-        one = halted(books(a=3))
+        one = halted(stores_of(a=3))
         assert one.proceed(Proceed(2)) == (False, [])
         assert one.proceed(Proceed(1)) == (False, [])  # an old one, said again
