@@ -106,18 +106,17 @@ class Round:
         """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
         return GradientSum(tuple([part for _, part in self._parts()]))
 
-    def mean(self) -> GradientSum:
-        """Return the sum, divided by how many ranks are in it."""
-        return replace(self.sum(), divisor=len(self.ranks))
+    def update(self, *, average: bool) -> PendingUpdate:
+        """Return the update that closes this round: the sum, or the mean over its ranks."""
+        parts = self._parts()
+        total = GradientSum(tuple([part for _, part in parts]), len(self.ranks) if average else 1)
+        whose = tuple([ranks for ranks, _ in parts])
+        return PendingUpdate(self.number, (), total, whose, back=self.back)
 
     @property
     def back(self) -> CodecSpec | None:
         """The codec in which the update is published: the one that all pushes want, else none."""
         return next(iter(self.backs)) if len(self.backs) == 1 else None
-
-    def whose(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each part of the sum."""
-        return tuple([ranks for ranks, _ in self._parts()])
 
     def _parts(self) -> list[tuple[tuple[int, ...], Part]]:
         """Return the parts of the sum with their ranks, dense gradients first."""

@@ -294,9 +294,7 @@ class Aggregator:
     def _close_first(self, store: ServerStore, chunk: Chunk, span: Span) -> list[Span]:
         """Close the oldest round of ``span``; return the spans that were split off from it."""
         closed, stop = span.rounds.popleft(), span.stop
-        total = closed.mean() if store.opened.average else closed.sum()
-        due = PendingUpdate(closed.number, (), total, closed.whose(), back=closed.back)
-        self._due(store, chunk, span, due)
+        self._due(store, chunk, span, closed.update(average=store.opened.average))
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 
     def _due(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:

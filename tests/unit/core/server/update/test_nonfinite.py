@@ -7,7 +7,7 @@ import torch
 
 from kvps.core.gradients import DenseGradient
 from kvps.core.server import store
-from kvps.core.server.chunks.rounds import PendingUpdate, Round
+from kvps.core.server.chunks.rounds import Round
 from kvps.core.server.update import aggregator, apply
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
@@ -195,9 +195,11 @@ def test_whose_the_parts_of_a_sum_are() -> None:
     one = Round(0, 0.0)
     for ranks in ((4,), (1, 0), (2,)):
         one.add(ranks, DenseGradient([torch.ones(2)]), lent=False, keep=False)
-    assert one.whose() == ((0, 1, 4), (2,))
-    assert len(one.sum().parts) == 2
-    assert PendingUpdate(0, (), one.sum(), one.whose()).rank is None
+    update = one.update(average=False)
+    assert update.whose == ((0, 1, 4), (2,))
+    assert len(update.sum.parts) == 2
+    assert update.rank is None
+    assert one.update(average=True).sum.divisor == 4
 
 
 @pytest.mark.spec("R102", "R103")
