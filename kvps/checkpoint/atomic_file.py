@@ -81,7 +81,7 @@ def put(path: Path, aside: Path, fill: Callable[[Sink], None], rest: float = 0.0
         OSError: if it cannot be written. Nothing is left at ``aside``. If only the folder could not
             be forced to the disk, ``path`` is there already, whole.
     """
-    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             sink = Sink(file, rest)
@@ -112,7 +112,7 @@ def force(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and those it is in, and force their names to the disk.
+    """Make ``folder`` and those it is in, for this user alone, and force their names to the disk.
 
     Raises:
         OSError: if that fails.
@@ -120,7 +120,7 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
     force(folder.parent)
 
 

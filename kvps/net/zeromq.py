@@ -22,7 +22,7 @@ import math
 import os
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,23 +31,45 @@ import zmq.utils.garbage  # its exit handler refuses sends without a copy: it mu
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
+from kvps.core.keys import Keyring, Refusal
 from kvps.core.pulse import Pulse
-from kvps.errors import ConfigError, ProtocolError
+from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.counted import CAN_COUNT, moved
-from kvps.net.driver import DROPPED, Disconnected
+from kvps.net.doorman import Doorman, whence
+from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import Inflow, Limits
 from kvps.net.room import memory_bytes
+from kvps.net.zap import DOMAIN, Keys, Porter, greets_by_keys, own_user
 from kvps.protocol import wire
-from kvps.protocol.envelope import Packet
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Error
 from kvps.protocol.values import ROWS_FRAMES_MAX
 
 BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
 SURPLUS_BATCH = 4096
 """And so many frames of a message that has too many for a packet: they are dropped one by one."""
-DOMAIN = b"kvps"
-"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+QUEUE_MAX = {True: 1000, False: 16384}
+"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
+Who reads none of its answers is sent no more; it asks again what it misses."""
+EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""What libzmq tells of a connection that was opened here."""
+OTHER_MECHANISM = 0x11000002
+"""Its value of a handshake that failed since one end has keys and the other has none."""
+FAILURES_MAX, AT_ONCE_S = 3, 0.5
+"""So often in a row, and so soon after it was made, a connection to one of another key is closed."""
+DATA_HANDSHAKE_MS = 1000
+"""After so long a handshake is begun anew, as the peer may not have known our key yet."""
+SEAL_OCTETS = 33
+"""What CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
 """Octets of the longest frame that a scheduler takes: no packet to it has a payload."""
 CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
@@ -66,7 +88,7 @@ def data_limits() -> Limits:
 
 _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.LINGER, 0),
-    (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way
+    (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way; of answers, QUEUE_MAX
     (zmq.RCVHWM, 0),
     (zmq.HANDSHAKE_IVL, 5_000),
     (zmq.CONNECT_TIMEOUT, 5_000),
@@ -94,6 +116,9 @@ class Watch:
     silence_s: float
     up: tuple[int, Pulse] | None = None
     """Its descriptor and what has moved along it, while it is connected."""
+    connected_at: float = -math.inf
+    failures: int = 0
+    """How often in a row it was closed as soon as it was made."""
 
 
 class ZmqTransport:
@@ -105,7 +130,8 @@ class ZmqTransport:
         watch: bool = False,
         *,
         checksums: bool = True,
-        control: bool = False,
+        role: Role = Role.WORKER,
+        keys: Keys | None = None,
     ) -> None:
         """Open none yet, but a place to listen if one is given.
 
@@ -113,25 +139,37 @@ class ZmqTransport:
             bind: as :meth:`listen` has it.
             watch: as :meth:`listen` has it.
             checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
-            control: this is a scheduler's, to whom no payload comes.
+            role: what this process is; it decides what others may send to it, and how much.
+            keys: by which it speaks and takes connections; None for anybody's, in clear.
 
         Raises:
             ConfigError: if that cannot be, or there are too few file descriptors, where libzmq would
                 abort the process.
         """
         descriptors.demand("a kvps process", descriptors.LEAST)
-        self._checksums = checksums
-        self._frame_bytes_max = CONTROL_BYTES_MAX if control else wire.FRAME_BYTES_MAX
-        self._inflow = Inflow(CONTROL if control else data_limits())
+        self._checksums = checksums and keys is None  # a packet that is sealed is not damaged
+        is_control = role is Role.SCHEDULER
+        self._role = role
+        self._keys = keys
+        self._porter: Porter | None = None
+        self._doorman = Doorman(role)
+        self._frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
+        self._queue_max = QUEUE_MAX[is_control]
+        self._inflow = Inflow(CONTROL if is_control else data_limits())
         self._surplus: set[zmq.Socket[bytes]] = set()
         """Those in the middle of a message that has too many frames for a packet."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
-        self._openings: dict[str, tuple[str, bool | None]] = {}
-        """To where each connection was opened, and whether that is near."""
+        self._openings: dict[str, tuple[str, bool | None, str, bool]] = {}
+        """How each connection was opened: :meth:`connect`'s arguments."""
         self._watches: dict[str, Watch] = {}
+        self._events_of: dict[zmq.Socket[bytes], str] = {}
+        self._refusals: deque[tuple[Route, Packet]] = deque()
+        """What is heard in place of an answer, where no connection is made."""
+        self._turn = 0
+        """How often another of the scheduler's public keys was tried."""
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -146,6 +184,20 @@ class ZmqTransport:
         if bind is not None:
             self.listen(bind, watch)
 
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
+        self._doorman.admit = admit
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many packets were not let in, by why; and connections, by their mechanism."""
+        return self._doorman.counts + (self._porter.refused if self._porter else Counter())
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take connections by these session keys."""
+        if self._porter is not None:
+            self._porter.trust(keys)
+
     def listen(self, endpoint: str, watch: bool = False) -> None:
         """Take connections at ``endpoint``; ``watch`` those that break. Once for each transport.
 
@@ -155,7 +207,19 @@ class ZmqTransport:
         assert self._router is None, "one place to listen is enough"
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.SNDHWM, self._queue_max)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        keys = self._keys
+        if keys is not None or not _is_wire(endpoint):
+            ring = Keyring(own_user(), keys.opens if keys else {}, learns=self._role is Role.SERVER)
+            self._porter = self._doorman.porter = Porter(self._context, ring)
+            self._poller.register(self._porter.socket, zmq.POLLIN)
+            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if keys is not None and _is_wire(endpoint):
+            own = keys.role if self._role is Role.SCHEDULER else keys.session
+            assert own is not None, "a scheduler has a key"
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         self._tells_drops = watch
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -182,7 +246,14 @@ class ZmqTransport:
         one.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return one
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Open a connection that is called ``name`` from now on; replaces one of that name.
 
         Raises:
@@ -202,8 +273,12 @@ class ZmqTransport:
             limit_ms = NEVER_MS if CAN_COUNT else int(silence_s * 1000)
             dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit_ms)
             if CAN_COUNT:
-                events = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+                events = dealer.get_monitor_socket(EVENTS)
                 self._watches[name] = Watch(events, every_s + silence_s)
+                self._events_of[events] = name
+                self._poller.register(events, zmq.POLLIN)
+            if self._keys is not None:
+                self._seal(dealer, self._keys, key, is_member)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -213,17 +288,27 @@ class ZmqTransport:
                 f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
                 "tcp://HOST:PORT"
             ) from error
-        self._openings[name] = endpoint, is_near
+        self._openings[name] = endpoint, is_near, key, is_member
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._poller.register(dealer, zmq.POLLIN)
+
+    def _seal(self, dealer: zmq.Socket[bytes], keys: Keys, key: str, is_member: bool) -> None:
+        """Have a connection encrypted, by our key and the peer's."""
+        own = keys.session if is_member or keys.role is None else keys.role
+        peer = key or keys.scheduler[self._turn % len(keys.scheduler)]
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, peer.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+        if key:
+            dealer.setsockopt(zmq.HANDSHAKE_IVL, DATA_HANDSHAKE_MS)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody."""
         if isinstance(route, bytes):
             target, endpoint = self._router, self.endpoint
         else:
-            target, (endpoint, _) = self._dealers.get(route), self._openings.get(route, NOWHERE)
+            target, endpoint = self._dealers.get(route), self._openings.get(route, NOWHERE)[0]
         frames = wire.encode(packet, checked=self._checksums and _is_wire(endpoint))
         if isinstance(route, bytes):
             frames.insert(0, route)
@@ -233,7 +318,9 @@ class ZmqTransport:
                 tracker = target.send_multipart(
                     frames, zmq.NOBLOCK, copy=not packet.payload, track=hold is not None
                 )
-            except zmq.Again:  # no queue is ever full: there is none, as libzmq has given up
+            except zmq.Again:
+                # Whoever does not read its answers asks again. Of our own connections no queue is ever
+                # full: there is none, as libzmq has given up.
                 if isinstance(route, str):
                     self.connect(route, *self._openings[route])
             except zmq.ZMQError as error:
@@ -249,12 +336,25 @@ class ZmqTransport:
         """Wait up to ``timeout_s`` and yield what came."""
         self._open_again()
         wait_s = self._inflow.wait_s(timeout_s)
+        if self._porter is not None and (due := self._porter.due) is not None:
+            left_s = max(0.0, due - time.monotonic())
+            wait_s = left_s if wait_s is None else min(wait_s, left_s)
+        if self._refusals:
+            wait_s = 0.0
         ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
         self._release()
         if ready.pop(self._woken.fileno(), None):
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
+        if self._porter is not None:
+            if self._porter.socket in ready:
+                self._porter.answer()
+            self._porter.look()
+        for events in [one for one in ready if one in self._events_of]:
+            self._heed(self._events_of[events])
+        while self._refusals:
+            yield self._refusals.popleft()
         if self._monitor is not None and self._monitor in ready:
             yield from self._events()
         self._inflow.look()
@@ -276,13 +376,16 @@ class ZmqTransport:
             if frames is None:
                 return  # so that the timers get their turn
             if name is not None:
-                yield name, self._decode(name, frames)
+                if (packet := self._doorman.decode(name, frames)) is not None:
+                    yield name, packet
                 continue
             route, fd = frames[0].bytes, _descriptor(frames)
             if fd is not None:
                 self._routes[fd] = route
-                self._inflow.took(fd, _octets(frames))
-            packet = self._decode(route, frames[1:])
+                self._inflow.took(fd, self._octets(frames))
+            packet = self._doorman.decode(route, frames[1:])
+            if packet is None:
+                continue
             if fd is not None:
                 self._inflow.know(fd)
             yield route, packet
@@ -307,11 +410,11 @@ class ZmqTransport:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus.add(one)
                 if (fd := _descriptor(frames)) is not None and before:
-                    self._inflow.took(fd, _octets(frames))
-                whence = frames[0].bytes if before else self._names[one]
+                    self._inflow.took(fd, self._octets(frames))
+                route = frames[0].bytes if before else self._names[one]
                 raise ProtocolError(
                     f"a message of more than {1 + wire.PAYLOAD_FRAMES_MAX} frames "
-                    f"(from {_whence(whence, frames[before:])})"
+                    f"(from {whence(route, frames[before:])})"
                 )
             frames.append(one.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
         return frames
@@ -322,7 +425,7 @@ class ZmqTransport:
         for _ in range(SURPLUS_BATCH):
             frame = one.recv(zmq.NOBLOCK, copy=False)
             fd = _descriptor([frame, frame]) if fd is None else fd
-            octets += _octets([frame, frame])
+            octets += self._octets([frame, frame])
             if not frame.more:
                 is_over = True
                 break
@@ -330,11 +433,11 @@ class ZmqTransport:
             self._inflow.took(fd, octets)
         return is_over
 
-    def _decode(self, route: Route, frames: list[zmq.Frame]) -> Packet:
-        try:
-            return wire.decode([frame.buffer for frame in frames])
-        except ProtocolError as error:
-            raise type(error)(f"{error} (from {_whence(route, frames)})") from None
+    def _octets(self, frames: list[zmq.Frame]) -> int:
+        """Return how many octets a message took on its way, its route not counted."""
+        seal = 0 if self._keys is None else SEAL_OCTETS
+        sizes = [len(frame) + seal for frame in frames[1:]]
+        return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
 
     def _events(self) -> Iterator[tuple[Route, Disconnected]]:
         """Take in which connections were made and which broke; yield these, if they are watched."""
@@ -354,7 +457,64 @@ class ZmqTransport:
         """Watch a connection no longer."""
         if name in self._watches:
             dealer.disable_monitor()
-            self._watches.pop(name).events.close(0)
+            events = self._watches.pop(name).events
+            self._poller.unregister(events)
+            del self._events_of[events]
+            events.close(0)
+
+    def _heed(self, name: str) -> None:
+        """Take in what libzmq tells of a connection that was opened here."""
+        now = time.monotonic()
+        watch = self._watches[name]
+        while watch.events.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
+            kind, value = event["event"], event["value"]
+            if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                is_up = kind == zmq.EVENT_CONNECTED
+                watch.up = (value, Pulse(watch.silence_s, now)) if is_up else None
+                watch.connected_at = now if is_up else watch.connected_at
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                watch.failures = 0
+            elif name == "scheduler":
+                self._fail(name, watch, kind, value, now)
+                if self._watches.get(name) is not watch:
+                    return  # it was opened again, by another key
+
+    def _fail(self, name: str, watch: Watch, kind: int, value: int, now: float) -> None:
+        """A connection to the scheduler was made, and then not served."""
+        endpoint = self._openings[name][0]
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
+            self._refuse(
+                f"the scheduler at {endpoint} does not know the key of this process: a role's key may be "
+                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder "
+                "or file of this job"
+            )
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
+            self._refuse(
+                f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR "
+                "(KVPS_KEYS), as 'kvps keygen' made it"
+                if self._keys is None
+                else f"this process has keys, and the scheduler at {endpoint} has none: start that with "
+                "--keys DIR, or this without"
+            )
+        elif self._keys is not None and now < watch.connected_at + AT_ONCE_S:
+            watch.failures += 1
+            if watch.failures < FAILURES_MAX or not greets_by_keys(endpoint):
+                return
+            self._turn += 1
+            if self._turn % len(self._keys.scheduler):  # it may have been given another
+                self.connect(name, *self._openings[name])
+                return
+            watch.failures = 0
+            self._refuse(
+                f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). "
+                "Check the address, and that both have the keys of one 'kvps keygen'"
+            )
+
+    def _refuse(self, text: str) -> None:
+        """Let the core hear that there is no way to the scheduler, as if that had said so."""
+        envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
+        self._refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, text))))
 
     def _open_again(self) -> None:
         """Replace the connections along which nothing has moved for too long."""
@@ -363,10 +523,6 @@ class ZmqTransport:
             return
         self._look_at = now + LOOK_EVERY_S
         for name, watch in list(self._watches.items()):
-            while watch.events.poll(0):
-                event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
-                is_up = event["event"] == zmq.EVENT_CONNECTED
-                watch.up = (event["value"], Pulse(watch.silence_s, now)) if is_up else None
             if watch.up is None:
                 continue  # libzmq is at it
             fd, pulse = watch.up
@@ -395,7 +551,7 @@ class ZmqTransport:
         self._woken.close()
 
 
-NOWHERE = "", None
+NOWHERE = "", None, "", False
 
 
 def _is_wire(endpoint: str) -> bool:
@@ -413,19 +569,3 @@ def _descriptor(frames: list[zmq.Frame]) -> int | None:
     except (IndexError, zmq.ZMQError):
         return None
     return found if found >= 0 else None
-
-
-def _octets(frames: list[zmq.Frame]) -> int:
-    """Return how many octets a message took on its way, its route not counted."""
-    sizes = [len(frame) for frame in frames[1:]]
-    return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
-
-
-def _whence(route: Route, frames: list[zmq.Frame]) -> str:
-    """Return where a message came from: a connection of ours, or its host's address if libzmq tells."""
-    if isinstance(route, str):
-        return route
-    try:
-        return str(frames[0].get("Peer-Address"))
-    except (IndexError, zmq.ZMQError):
-        return "an unknown host"

@@ -15,7 +15,7 @@ from kvps.core.liveness import ranks_in_words
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JUDGE
 from kvps.core.refusals import Attempt
-from kvps.core.server import reads
+from kvps.core.server import authority, reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.join import JoinTracker
@@ -32,6 +32,7 @@ from kvps.errors import (
     KeyNotFound,
     KvpsError,
     Mismatch,
+    Overload,
     ProtocolError,
     StorageError,
 )
@@ -82,6 +83,8 @@ from kvps.protocol.values import (
 )
 from kvps.tensors import dtype_of, from_frame, to_frame
 
+STORES_MAX = 4096
+"""How many stores a job may have."""
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
 """How many keys, and how many counts of ranks, one STATUS answer names."""
@@ -98,6 +101,7 @@ class Control(PushPull):
         """
         message, seq = packet.message, packet.envelope.seq
         if not isinstance(message, Probe):
+            authority.check(message, session, self.member.view, self._store_of)
             session.asked_at = now
         match message:
             case Push():
@@ -420,9 +424,18 @@ class Control(PushPull):
         self._open_store(message)
         return Done(seq)
 
+    def _store_of(self, message: Push | PushRows | PushIds | Return) -> ServerStore:
+        if isinstance(message, Push | PushIds):
+            return self._space_of(message.chunk)
+        return self._space(message.store)
+
     def _open_store(self, opened: Open) -> None:
         space = self.spaces.get(opened.store)
         if space is None:
+            if len(self.spaces) >= STORES_MAX:
+                raise Overload(
+                    f"store {opened.store!r} is one too many: a job may have {STORES_MAX} stores"
+                )
             self.spaces[opened.store] = ServerStore(opened, self.engine.chunks, self._memory_limit)
         else:
             space.agree(opened)

@@ -11,15 +11,18 @@ A request that cannot be answered yet is *pending*: it is kept by (rank, seq) an
 span moves, a key becomes ready or the view changes. A newer incarnation of a rank drops what the
 older one had pending; what the older one pushed stays.
 
-Who speaks is known by rank and incarnation, never by route. A worker is let in by its HELLO, and
-from then on may come along any route. Another server is known by the view.
+Who speaks is known by rank and incarnation, never by route, and which incarnation a rank has is known by
+the view: a HELLO that is ahead of it waits for the next. A worker is let in by its HELLO, and from then on
+may come along any route. :meth:`Server.admit` judges by the envelope alone, before a packet is decoded.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send, Trust
+from kvps.core.keys import name_of
 from kvps.core.membership_client import (
     SCHEDULER,
     STILL_S,
@@ -43,7 +46,7 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.protocol.checkpoint import Revive, Revived
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Error, Hello, OldRound, Stalled, Welcome
 from kvps.protocol.stores import Norms
 from kvps.tensors import PRIVATE, Memory
@@ -99,6 +102,8 @@ class Server:
         self._memory_limit = memory_limit
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Where each other server is connected to, and which life of it."""
+        self._early: dict[Node, tuple[Route, Envelope, Hello]] = {}
+        """By member, the last HELLO of an incarnation that the view does not name yet."""
         self._heard_at = now
         """When a worker of this job last spoke."""
         self._rang_at = now
@@ -114,6 +119,20 @@ class Server:
         """Join the cluster."""
         yield from self.member.start(now)
 
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: from members of this job, as the view names them, or HELLO."""
+        if route == SCHEDULER or issubclass(kind, Welcome | Error):
+            return True
+        if not self._serves(envelope, kind):
+            return False
+        if kind is not Hello:
+            self._check_place(envelope)
+            if envelope.role is Role.WORKER:
+                self._check_worker(envelope)
+            else:
+                self._check_server(envelope)
+        return True
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A worker, another server or the scheduler said something."""
         if route == SCHEDULER:
@@ -121,12 +140,12 @@ class Server:
             return
         if isinstance(packet.message, Welcome | Error):
             return  # another server's answer to our HELLO or NORMS; an answer is never answered
-        if not self._serves(packet):
+        if not self._serves(packet.envelope, type(packet.message)):
             return  # the sender will learn why from the scheduler, and ask again what is still of use
         try:
             yield from self._on_peer(route, packet, now)
         except KvpsError as error:
-            yield self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
+            yield self._refusal(route, packet.envelope, error)
         yield from self.keeper.look(self.requests)
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
@@ -143,8 +162,7 @@ class Server:
                 "the newest checkpoint; please report this as a bug",
             )
         elif route != SCHEDULER:
-            said = unforeseen(self._me, error)
-            yield self._reply(route, Error(envelope.seq, said.code, str(said)))
+            yield self._refusal(route, envelope, unforeseen(self._me, error))
 
     def on_disk(self, answer: Answer, now: float) -> Effects:
         """Files were written or read."""
@@ -243,20 +261,28 @@ class Server:
                 error = StorageError(f"the image cannot be held: {raised!r:.200}")
         yield from self.keeper.restored(error)
 
-    def _serves(self, packet: Packet) -> bool:
-        """Whether what is held here is what the sender of ``packet`` may ask for."""
+    def _serves(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Whether what is held here is what the sender of ``envelope`` may ask for."""
         view = self.member.view
         if self.keeper.is_returning:
             return False
         if view is not None and (view.phase == "returning" or view.epoch != self.keeper.epoch):
             return False
-        is_hello = isinstance(packet.message, Hello)  # it knows no view
-        return is_hello or view is None or packet.envelope.view >= view.since
+        is_hello = issubclass(kind, Hello)  # it knows no view
+        return is_hello or view is None or envelope.view >= view.since
 
     def _on_view(self) -> Effects:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
+        if view.keys:
+            yield Trust(
+                {
+                    key: name_of(Node(Role(one.role), one.rank), one.incarnation)
+                    for one, key in zip(view.members, view.keys, strict=False)
+                    if key
+                }
+            )
         for one in view.members:
             if one.role == Role.WORKER:
                 self.requests.begin(one.rank, one.incarnation)
@@ -264,16 +290,23 @@ class Server:
                 place = (one.endpoint, one.incarnation)
                 if one.state == "held" and self._endpoints.get(one.rank) != place:
                     self._endpoints[one.rank] = place
-                    yield Connect(f"server {one.rank}", one.endpoint)
+                    key = self.member.key_of(Node(Role.SERVER, one.rank))
+                    yield Connect(f"server {one.rank}", one.endpoint, None, key, bool(key))
                     yield Send(f"server {one.rank}", self.member.hello())
         yield from self.requests.look_again()
+        early, self._early = self._early, {}
+        for route, envelope, message in early.values():
+            try:
+                yield from self._hello(route, envelope, message)
+            except KvpsError as error:
+                yield self._refusal(route, envelope, error)
 
     # --- peers ----------------------------------------------------------------------------------
 
     def _on_peer(self, route: Route, packet: Packet, now: float) -> Effects:
         envelope, message = packet.envelope, packet.message
         if isinstance(message, Hello):
-            yield self._hello(route, envelope, message)
+            yield from self._hello(route, envelope, message)
             if envelope.role is Role.WORKER:
                 self._heard_at = now
             return
@@ -320,22 +353,25 @@ class Server:
             reply = Error(seq, error.code, str(error))
         yield self._reply(session.route, reply)
 
-    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:
+    def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Effects:
+        """Welcome a member, if the view names it; else its HELLO waits for one that does."""
         check_protocol(message, self._me)
         welcome = self.member.welcome
         if welcome is None:
             raise ConfigError("this server is not a member of a job yet; ask again")
         self._check_place(envelope)
         rank, incarnation = envelope.rank, envelope.incarnation
-        if envelope.role is Role.WORKER:
-            self._fence(envelope, self.requests.life(rank))
-            self.requests.begin(rank, incarnation)
+        is_worker = envelope.role is Role.WORKER
+        life = self.requests.life(rank) if is_worker else self._life_of_server(rank)
+        self._fence(envelope, life)
+        if incarnation > life:
+            self._early[envelope.node] = route, envelope, message
+            return
+        if is_worker:
             if rank not in self.requests.sessions:
                 self.requests.sessions[rank] = Session(rank, route, incarnation)
             self.requests.sessions[rank].route = route
-        else:
-            self._fence(envelope, self._life_of_server(rank))
-        return self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
+        yield self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
     def _check_place(self, envelope: Envelope) -> None:
         """Check that ``envelope`` names a place in this job.
@@ -356,17 +392,26 @@ class Server:
             )
 
     def _session(self, route: Route, envelope: Envelope) -> Session:
-        """Return the session of the worker that ``envelope`` names, wherever it speaks from now.
+        """Return the session of the worker that ``envelope`` names; its answers go along ``route`` now.
 
         Raises:
-            Fenced: for an older incarnation than the newest.
+            KvpsError: as :meth:`_check_worker`.
+        """
+        session = self._check_worker(envelope)
+        session.route = route
+        return session
+
+    def _check_worker(self, envelope: Envelope) -> Session:
+        """Return the session of the worker that ``envelope`` names.
+
+        Raises:
+            Fenced: for an older incarnation than that of the view.
             ProtocolError: for one that has not said HELLO.
         """
         self._fence(envelope, self.requests.life(envelope.rank))
         session = self.requests.sessions.get(envelope.rank)
         if session is None or session.incarnation != envelope.incarnation:
             raise ProtocolError(f"{self._me} expects HELLO first on every connection")
-        session.route = route
         return session
 
     def _check_server(self, envelope: Envelope) -> None:
@@ -396,6 +441,13 @@ class Server:
 
     def _reply(self, route: Route, message: Message) -> Send:
         return Send(route, self.member.packet(message))
+
+    def _refusal(self, route: Route, envelope: Envelope, error: KvpsError) -> Send:
+        """Answer a packet by an error; who is of no job, or another, is not told the name of this one."""
+        packet = self.member.packet(Error(envelope.seq, error.code, str(error)))
+        if envelope.job != self.member.job:
+            packet = replace(packet, envelope=replace(packet.envelope, job=bytes(16)))
+        return Send(route, packet)
 
     def check(self) -> None:
         """Assert the invariants of all that is held."""

@@ -47,7 +47,7 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding, Revived
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Done,
     Error,
@@ -170,6 +170,10 @@ class Worker(CallTable):
         yield from self.member.leave(done, exit_code, replaceable, reason)
         if self.member.welcome is None:
             yield Exit(0, "left before it had joined")
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: those that come to us are from neighbours."""
+        return isinstance(route, str) or self.neighbours.admit(envelope, kind)
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler, a server or a neighbour said something."""
@@ -355,7 +359,8 @@ class Worker(CallTable):
                         self._uplink,
                     )
                     is_near = 0 != one.machine == self.member.identity.machine
-                    yield Connect(link.route, one.endpoint, is_near)
+                    key = self.member.key_of(Node(Role.SERVER, one.rank))
+                    yield Connect(link.route, one.endpoint, is_near, key, bool(key))
                     yield Send(link.route, self.member.hello())
         if self._complete:
             if view.epoch != self._epoch:
@@ -483,7 +488,8 @@ class Worker(CallTable):
                 if link.incarnation != one.incarnation and one.state == "held":
                     link.incarnation, link.endpoint = one.incarnation, one.endpoint
                     is_near = 0 != one.machine == self.member.identity.machine
-                    yield Connect(link.route, one.endpoint, is_near)
+                    key = self.member.key_of(Node(Role.SERVER, one.rank))
+                    yield Connect(link.route, one.endpoint, is_near, key, bool(key))
                 yield Send(link.route, self.member.hello())
         self.neighbours.begin_epoch()
         self._asked.clear()

@@ -110,6 +110,8 @@ class HostGroup:
         """By rank, when one who owed nothing was asked something."""
         self._ranks: tuple[int, ...] = ()
         """All that were seen here, lost ones among them."""
+        self._lives: dict[int, int] = {}
+        """By rank, the incarnation that the view names."""
         self._alive: frozenset[int] = frozenset()
         self._away: dict[tuple[str, int], int] = {}
         """By store and rank, the last join of a neighbour that is not known to be over."""
@@ -144,6 +146,7 @@ class HostGroup:
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
             yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
         self._ranks = tuple([one.rank for one in here])
+        self._lives = {one.rank: one.incarnation for one in here}
         self._alive = frozenset(one.rank for one in here if one.state == "held")
         for one in here:
             yield from self._meet(one)
@@ -297,20 +300,36 @@ class HostGroup:
 
     # --- what neighbours ask -------------------------------------------------------------------
 
+    def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: from a neighbour as the view names it, that has said HELLO.
+
+        One of an incarnation that no view has named yet is told nothing: it asks again.
+
+        Raises:
+            KvpsError: what its sender is to be told.
+        """
+        self._fence(envelope)
+        if envelope.incarnation > self._lives.get(envelope.rank, 0):
+            return False
+        caller = self._callers.get(envelope.rank)
+        is_known = caller is not None and caller.incarnation == envelope.incarnation
+        if kind is not Hello and not is_known:
+            raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
+        return True
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A neighbour asks something."""
         envelope, message = packet.envelope, packet.message
         view = self._member.view
         try:
-            self._fence(envelope)
+            if not self.admit(envelope, type(message)):
+                return
             if isinstance(message, Hello):
                 yield self._hello(route, envelope, message)
                 return
             if view is not None and envelope.view < view.since:
                 return  # of an epoch that is over; who asked will know, and asks anew
-            caller = self._callers.get(envelope.rank)
-            if caller is None or caller.incarnation != envelope.incarnation:
-                raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
+            caller = self._callers[envelope.rank]
             caller.route = route
             yield from self._on_request(caller, packet, now)
         except KvpsError as error:
@@ -323,11 +342,11 @@ class HostGroup:
                 f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
                 f"{self._member.rank} of job {self._member.job.hex()[:8]}"
             )
-        caller = self._callers.get(envelope.rank)
-        if caller is not None and envelope.incarnation < caller.incarnation:
+        life = self._lives.get(envelope.rank, 0)
+        if envelope.incarnation < life:
             raise Fenced(
                 f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{caller.incarnation}. This process must stop"
+                f"{life}. This process must stop"
             )
 
     def _hello(self, route: Route, envelope: Envelope, message: Hello) -> Send:

@@ -45,6 +45,7 @@ from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import (
     History,
     HistoryIs,
+    Join,
     Resume,
     Resumed,
     Return,
@@ -203,6 +204,8 @@ def inherit(book: WorkerStore) -> Steps:
     optimized = furthest(known, key=lambda one: one.optimize_calls)
     joins = max(one.joins for one in known)
     missed = [server for server, one in enumerate(known) if one.joins < joins]
+    # A predecessor may have ended before its join was heard by all: nobody returns from what it has not made.
+    yield [Request(server, Join(store, joins, False)) for server in missed]
     yield [Request(server, Return(store, joins)) for server in missed]
     if book.rank == 0:  # a call that was heard by some is made with all
         behind = [at for at, one in enumerate(known) if one.rate_calls < newest.rate_calls]

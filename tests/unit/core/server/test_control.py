@@ -291,7 +291,9 @@ def test_who_waits_behind_a_replaced_key_learns_it_in_the_end(stage: ServerStage
 def test_who_was_replaced_meanwhile_is_told_nothing(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     stage.pull(1, "a", least=1)
-    stage.hello(1, incarnation=99)
+    stage.seats[1].incarnation = 99
+    stage.show()
+    stage.hello(1)
     assert to(stage.declare("a", torch.zeros(3), call=1), 1) == []
 
 
