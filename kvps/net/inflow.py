@@ -22,7 +22,9 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from kvps.net.heap import give_back
-from kvps.net.room import PAGE_BYTES
+from kvps.net.room import PAGE_BYTES, memory_bytes
+from kvps.protocol import wire
+from kvps.protocol.values import ROWS_FRAMES_MAX
 
 log = logging.getLogger("kvps")
 LOOK_EVERY_S = 0.1
@@ -59,6 +61,20 @@ class Limits:
     """From then on."""
     crowd: int
     """Of all connections together out of which nothing was taken that is a packet."""
+
+
+CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
+"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
+
+
+def data_limits() -> Limits:
+    """Return what may lie in a server or worker of one connection to it.
+
+    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
+    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
+    """
+    known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
+    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The keys of a transport: its own, and ZeroMQ's question of whose connections to take (ZAP, RFC 27).
+"""The keys of a transport: those it opens connections by, and ZeroMQ's question whose to take (ZAP, RFC 27).
 
 libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
 process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where
@@ -22,6 +22,7 @@ from zmq.utils import z85
 
 from kvps.core.keys import Allow, Keyring, Refusal, RoleKey
 from kvps.errors import ConfigError
+from kvps.protocol.envelope import Role
 
 log = logging.getLogger("kvps")
 ENDPOINT = "inproc://zeromq.zap.01"
@@ -60,6 +61,12 @@ class Keys:
     """At a scheduler, the public keys of roles."""
     is_enrolled: bool = False
     """The session key was enrolled by a guardian."""
+
+    def listening(self, role: Role) -> KeyPair:
+        """Return the key that others expect where this process listens."""
+        own = self.role if role is Role.SCHEDULER else self.session
+        assert own is not None, "a scheduler has a key of its own"
+        return own
 
 
 def keys_can_be() -> bool:
@@ -186,6 +193,97 @@ class Porter:
             question.address,
             f"its key {question.key} is not known here" if question.key else "it has no key",
             more,
+        )
+
+
+EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""What libzmq tells of a connection that was opened here."""
+OTHER_MECHANISM = 0x11000002
+"""Its value of a handshake that failed since one end has keys and the other has none."""
+FAILURES_MAX, AT_ONCE_S = 3, 0.5
+"""So often in a row, and so soon after it was made, a connection to one of another key is closed."""
+DATA_HANDSHAKE_MS = 1000
+"""After so long a handshake is begun anew, as the peer may not have known our key yet."""
+
+
+class Handshakes:
+    """The connections that a process opens: by which key, and what it means when one is not served.
+
+    Args:
+        keys: of the process; None if it has none.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+        self._turn = 0
+        """How often another of the scheduler's public keys was tried."""
+        self._failures = 0
+        """How often in a row the connection to the scheduler was closed as soon as it was made."""
+
+    def seal(self, dealer: zmq.Socket[bytes], key: str, is_member: bool) -> None:
+        """Have a connection encrypted, as :class:`~kvps.core.effects.Connect` says by which keys."""
+        keys = self._keys
+        assert keys is not None, "only who has keys seals"
+        own = keys.session if is_member or keys.role is None else keys.role
+        peer = key or keys.scheduler[self._turn % len(keys.scheduler)]
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, peer.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+        if key:
+            dealer.setsockopt(zmq.HANDSHAKE_IVL, DATA_HANDSHAKE_MS)
+
+    def succeeded(self, name: str) -> None:
+        """The connection of this name is served."""
+        if name == "scheduler":
+            self._failures = 0
+
+    def failed(self, endpoint: str, kind: int, value: int, made_s: float) -> tuple[bool, str]:
+        """Judge a connection to the scheduler that was made, and then not served.
+
+        Args:
+            endpoint: where to.
+            kind: of libzmq's event.
+            value: of that.
+            made_s: since when it had been made, in seconds.
+
+        Returns:
+            Whether to open it again, by another of the scheduler's keys; and why to give up, or "".
+        """
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
+            return False, (
+                f"the scheduler at {endpoint} does not know the key of this process: the key of a role may be "
+                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder or "
+                "file of this job"
+            )
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
+            if self._keys is not None:
+                return False, (
+                    f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys "
+                    "DIR, or this without"
+                )
+            return False, (
+                f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR "
+                "(KVPS_KEYS), as 'kvps keygen' made it"
+            )
+        if self._keys is None or made_s > AT_ONCE_S:
+            return False, ""
+        self._failures += 1
+        if self._failures < FAILURES_MAX or not greets_by_keys(endpoint):
+            return False, ""
+        self._failures = 0
+        self._turn += 1
+        if self._turn % len(self._keys.scheduler):  # it may have been given another
+            return True, ""
+        return False, (
+            f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). Check "
+            "the address, and that both have the keys of one 'kvps keygen'"
         )
 
 

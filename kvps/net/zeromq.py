@@ -31,20 +31,18 @@ import zmq.utils.garbage  # its exit handler refuses sends without a copy: it mu
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
-from kvps.core.keys import Keyring, Refusal
+from kvps.core.keys import Keyring
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.counted import CAN_COUNT, moved
 from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
-from kvps.net.inflow import Inflow, Limits
-from kvps.net.room import memory_bytes
-from kvps.net.zap import DOMAIN, Keys, Porter, greets_by_keys, own_user
+from kvps.net.inflow import CONTROL, Inflow, data_limits
+from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Error
-from kvps.protocol.values import ROWS_FRAMES_MAX
 
 BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
@@ -53,39 +51,10 @@ SURPLUS_BATCH = 4096
 QUEUE_MAX = {True: 1000, False: 16384}
 """Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
 Who reads none of its answers is sent no more; it asks again what it misses."""
-EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-"""What libzmq tells of a connection that was opened here."""
-OTHER_MECHANISM = 0x11000002
-"""Its value of a handshake that failed since one end has keys and the other has none."""
-FAILURES_MAX, AT_ONCE_S = 3, 0.5
-"""So often in a row, and so soon after it was made, a connection to one of another key is closed."""
-DATA_HANDSHAKE_MS = 1000
-"""After so long a handshake is begun anew, as the peer may not have known our key yet."""
 SEAL_OCTETS = 33
 """What CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
 """Octets of the longest frame that a scheduler takes: no packet to it has a payload."""
-CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
-"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
-
-
-def data_limits() -> Limits:
-    """Return what may lie in a server or worker of one connection to it.
-
-    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
-    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
-    """
-    known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
-    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
-
-
 _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.LINGER, 0),
     (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way; of answers, QUEUE_MAX
@@ -117,8 +86,6 @@ class Watch:
     up: tuple[int, Pulse] | None = None
     """Its descriptor and what has moved along it, while it is connected."""
     connected_at: float = -math.inf
-    failures: int = 0
-    """How often in a row it was closed as soon as it was made."""
 
 
 class ZmqTransport:
@@ -168,8 +135,7 @@ class ZmqTransport:
         self._events_of: dict[zmq.Socket[bytes], str] = {}
         self._refusals: deque[tuple[Route, Packet]] = deque()
         """What is heard in place of an answer, where no connection is made."""
-        self._turn = 0
-        """How often another of the scheduler's public keys was tried."""
+        self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -216,10 +182,8 @@ class ZmqTransport:
             self._poller.register(self._porter.socket, zmq.POLLIN)
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if keys is not None and _is_wire(endpoint):
-            own = keys.role if self._role is Role.SCHEDULER else keys.session
-            assert own is not None, "a scheduler has a key"
             router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+            router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self._tells_drops = watch
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -278,7 +242,7 @@ class ZmqTransport:
                 self._events_of[events] = name
                 self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
-                self._seal(dealer, self._keys, key, is_member)
+                self._handshakes.seal(dealer, key, is_member)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -292,16 +256,6 @@ class ZmqTransport:
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._poller.register(dealer, zmq.POLLIN)
-
-    def _seal(self, dealer: zmq.Socket[bytes], keys: Keys, key: str, is_member: bool) -> None:
-        """Have a connection encrypted, by our key and the peer's."""
-        own = keys.session if is_member or keys.role is None else keys.role
-        peer = key or keys.scheduler[self._turn % len(keys.scheduler)]
-        dealer.setsockopt(zmq.CURVE_SERVERKEY, peer.encode())
-        dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
-        dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
-        if key:
-            dealer.setsockopt(zmq.HANDSHAKE_IVL, DATA_HANDSHAKE_MS)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is nobody."""
@@ -474,7 +428,7 @@ class ZmqTransport:
                 watch.up = (value, Pulse(watch.silence_s, now)) if is_up else None
                 watch.connected_at = now if is_up else watch.connected_at
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                watch.failures = 0
+                self._handshakes.succeeded(name)
             elif name == "scheduler":
                 self._fail(name, watch, kind, value, now)
                 if self._watches.get(name) is not watch:
@@ -482,34 +436,13 @@ class ZmqTransport:
 
     def _fail(self, name: str, watch: Watch, kind: int, value: int, now: float) -> None:
         """A connection to the scheduler was made, and then not served."""
-        endpoint = self._openings[name][0]
-        if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
-            self._refuse(
-                f"the scheduler at {endpoint} does not know the key of this process: a role's key may be "
-                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder "
-                "or file of this job"
-            )
-        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
-            self._refuse(
-                f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR "
-                "(KVPS_KEYS), as 'kvps keygen' made it"
-                if self._keys is None
-                else f"this process has keys, and the scheduler at {endpoint} has none: start that with "
-                "--keys DIR, or this without"
-            )
-        elif self._keys is not None and now < watch.connected_at + AT_ONCE_S:
-            watch.failures += 1
-            if watch.failures < FAILURES_MAX or not greets_by_keys(endpoint):
-                return
-            self._turn += 1
-            if self._turn % len(self._keys.scheduler):  # it may have been given another
-                self.connect(name, *self._openings[name])
-                return
-            watch.failures = 0
-            self._refuse(
-                f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). "
-                "Check the address, and that both have the keys of one 'kvps keygen'"
-            )
+        is_turned, why = self._handshakes.failed(
+            self._openings[name][0], kind, value, now - watch.connected_at
+        )
+        if is_turned:
+            self.connect(name, *self._openings[name])
+        elif why:
+            self._refuse(why)
 
     def _refuse(self, text: str) -> None:
         """Let the core hear that there is no way to the scheduler, as if that had said so."""

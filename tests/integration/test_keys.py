@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import zmq
@@ -26,8 +25,6 @@ SCRIPT = """
 import pathlib, time, torch, kvps
 kv = kvps.create("dist_sync")
 kv.init("w", torch.zeros(1000))
-kv.push("w", torch.ones(1000))
-out = kv.pull("w")
 member = kv.session.core.member
 view = member.view
 server = [(one, key) for one, key in zip(view.members, view.keys) if one.role == 1][0]
@@ -204,12 +201,82 @@ def test_clear_text_is_not_served(job: Job) -> None:
             assert not stranger.poll(500)
 
 
-def test_status_with_and_without_keys(job: Job, tmp_path: Path) -> None:
-    for processes in made(tmp_path):
-        place = ("--scheduler", job.cluster.endpoint)
-        asked = processes.start("status", BIN / "kvps", "status", *place, "--keys", job.folder)
-        assert asked.wait() == 0, asked
-        assert "running" in asked.out
-        refused = processes.start("status", BIN / "kvps", "status", *place)
-        assert refused.wait() == 78, refused
-        assert "give it --keys DIR" in refused.err
+def test_status_with_and_without_keys(job: Job, processes: Processes) -> None:
+    place = ("--scheduler", job.cluster.endpoint)
+    asked = processes.start("status", BIN / "kvps", "status", *place, "--keys", job.folder)
+    assert asked.wait() == 0, asked
+    assert "running" in asked.out
+    refused = processes.start("status", BIN / "kvps", "status", *place)
+    assert refused.wait() == 78, refused
+    assert "give it --keys DIR" in refused.err
+
+
+@pytest.mark.spec("R246", "R247")
+def test_a_session_speaks_for_itself(processes: Processes) -> None:
+    """Rank 1 of a job of two says what rank 0 may say, to the scheduler and to the server."""
+    folder = processes.folder / "keys"
+    files.write(folder, files.generate())
+    cluster = processes.scheduler(2, 1, "--keys", folder)
+    server = cluster.server("--keys", folder)
+    worker = cluster.plain(processes.script(SCRIPT), KVPS_KEYS=str(folder))
+    ours = files.load(str(folder), "worker")
+    identity = Identity(
+        Role.WORKER,
+        cluster.endpoint,
+        "here",
+        7,
+        kvps.__version__,
+        1,
+        public_key=ours.session.public,
+    )
+    client = MembershipClient(identity, time.monotonic())
+    transport = ZmqTransport(keys=ours)
+    effects = list(client.start(time.monotonic()))
+
+    def beat(until: str, limit_s: float = 60.0) -> None:
+        """Be rank 1 until the worker has printed this."""
+        nonlocal effects
+        end = time.monotonic() + limit_s
+        while until not in worker.out:
+            assert time.monotonic() < end, worker
+            for effect in effects:
+                if isinstance(effect, Connect):
+                    transport.connect(effect.to, effect.endpoint, is_member=effect.is_member)
+                elif isinstance(effect, Send):
+                    transport.send(effect.to, effect.packet, None)
+            effects = []
+            for _, packet in transport.poll(0.05):
+                assert isinstance(packet, Packet)
+                effects += client.on_packet(packet, time.monotonic())
+            effects += client.on_timer(time.monotonic())
+
+    try:
+        beat("at tcp")
+        found = worker.expect(r"at (\S+) (\S+) (\w{32}) (\d+)")
+        true = Envelope(client.job, 9, Role.WORKER, 0, int(found.group(4)), 1)
+        scheduler = ours.scheduler[0]
+        with closing(Peer(cluster.endpoint, scheduler, ours.session)) as peer:
+            for message in (m.Leave(True, 0, True, ""), m.Beat(1)):
+                answer = peer.say(true, message)
+                assert isinstance(answer, m.Error)
+                assert answer.code == Unauthorized.code
+                assert "worker:1:" in answer.text
+        with closing(Peer(found.group(1), found.group(2), ours.session)) as peer:
+            hello = m.Hello(1, 0, "k", 0, 2, 0, "h", 7)
+            for message in (hello, m.Probe((1,)), m.Revive("store-0", "", 0)):
+                answer = peer.say(true, message)
+                assert isinstance(answer, m.Error)
+                assert answer.code == Unauthorized.code
+            mine = Envelope(client.job, 9, Role.WORKER, 1, client.incarnation, 1)
+            assert isinstance(peer.say(mine, hello), m.Welcome)
+            foreign = m.PushRows("store-0", "w", 1, (0,), 1, 1, 0)
+            answer = peer.say(mine, foreign)
+            assert isinstance(answer, m.Error)
+            assert answer.code == Unauthorized.code
+            assert "pushes for ranks (0,)" in answer.text
+        effects += client.leave(True, 0, True, "")
+        (processes.folder / "go").touch()
+        beat("right")
+        assert server.wait() == 0
+    finally:
+        transport.close(0.0)
