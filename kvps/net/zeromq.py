@@ -239,8 +239,9 @@ class ZmqTransport:
             if CAN_COUNT:
                 events = dealer.get_monitor_socket(EVENTS)
                 self._watches[name] = Watch(events, every_s + silence_s)
-                self._events_of[events] = name
-                self._poller.register(events, zmq.POLLIN)
+                if self._keys is not None and name == "scheduler":  # to be told at once
+                    self._events_of[events] = name
+                    self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
                 self._handshakes.seal(dealer, key, is_member)
         try:
@@ -412,8 +413,8 @@ class ZmqTransport:
         if name in self._watches:
             dealer.disable_monitor()
             events = self._watches.pop(name).events
-            self._poller.unregister(events)
-            del self._events_of[events]
+            if self._events_of.pop(events, None) is not None:
+                self._poller.unregister(events)
             events.close(0)
 
     def _heed(self, name: str) -> None:
@@ -456,8 +457,9 @@ class ZmqTransport:
             return
         self._look_at = now + LOOK_EVERY_S
         for name, watch in list(self._watches.items()):
-            if watch.up is None:
-                continue  # libzmq is at it
+            self._heed(name)
+            if watch.up is None or self._watches.get(name) is not watch:
+                continue  # libzmq is at it, or it was opened again just now
             fd, pulse = watch.up
             counted = moved(fd)
             if counted is not None and pulse.is_dead(now, counted):

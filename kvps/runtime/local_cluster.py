@@ -169,7 +169,7 @@ class LocalCluster:
             + self.workers * descriptors.of_worker(*sizes)
             + descriptors.SPARE,
         )
-        if keys_can_be():
+        if keys_can_be() and not config.switch("KVPS_INSECURE"):
             self._sections = generate()
             self._key_memory = KeyMemory(self._sections)
             self.keys = self._key_memory.path
