@@ -38,15 +38,15 @@ round() {
   "${compose[@]}" up -d --scale worker="$1" --scale server="$2" >/dev/null
   local ids id code
   ids=$("${compose[@]}" ps -a -q 2>/dev/null || "${compose[@]}" ps -q)
-  [ "$(wc -w <<<"$ids")" -eq $(($1 + $2 + 1)) ] || fail "expected $(($1 + $2 + 1)) containers"
+  # The scheduler, and the one that makes the keys.
+  [ "$(wc -w <<<"$ids")" -eq $(($1 + $2 + 2)) ] || fail "expected $(($1 + $2 + 2)) containers"
   for id in $ids; do
     code=$(timeout 300 docker wait "$id") || fail "container $id did not end in 300 s"
     [ "$code" = 0 ] || fail "$(docker inspect -f '{{.Name}}' "$id") ended with exit code $code"
   done
-  "${compose[@]}" logs --no-color >"/tmp/kvps-test-$$.log" 2>&1
-  local accuracy
-  accuracy=$(sed -n 's/.*test accuracy \([0-9.]*\).*/\1/p' "/tmp/kvps-test-$$.log" | head -n 1)
-  rm -f "/tmp/kvps-test-$$.log"
+  local accuracy log
+  log=$("${compose[@]}" logs --no-color 2>&1)
+  accuracy=$(sed -n 's/.*test accuracy \([0-9.]*\).*/\1/p' <<<"$log" | head -n 1)
   [ -n "$accuracy" ] || fail "no worker printed its accuracy"
   awk -v a="$accuracy" 'BEGIN { exit !(a >= 0.97) }' || fail "test accuracy $accuracy is below 0.97"
   echo "test-docker: test accuracy $accuracy, every exit code 0"

@@ -30,7 +30,7 @@ _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_S
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
-    *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", *_DMLC, "DMLC_ROLE"),
+    *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
 )
 """What describes one process's place in one cluster, and misleads a process of another."""
 
@@ -197,21 +197,27 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def demand_loopback(bind: str, insecure: bool) -> None:
-    """Refuse to listen where other machines could send anything, since there are no keys.
+def demand_loopback(bind: str, is_allowed: bool) -> None:
+    """Refuse to listen where other machines could send anything, if there are no keys.
 
     Raises:
-        ConfigError: if ``bind`` is not loopback and the operator did not insist.
+        ConfigError: if ``bind`` is not loopback, and there are no keys and the operator did not insist.
     """
-    if not insecure and not is_loopback(bind):
+    if not is_allowed and not is_loopback(bind):
         raise ConfigError(
             f"{bind} can be reached from other machines, and nothing here checks who sends: "
-            "whoever reaches it can change the model. Bind to tcp://127.0.0.1:PORT or, in a "
-            "network that you trust, say --insecure (KVPS_INSECURE=1)"
+            "whoever reaches it can change the model. Make keys by 'kvps keygen DIR' and give --keys DIR "
+            "(KVPS_KEYS), or bind to tcp://127.0.0.1:PORT; or, in a network that you trust, say --insecure "
+            "(KVPS_INSECURE=1)"
         )
 
 
-def server_bind(scheduler: str, insecure: bool) -> str:
+def keys_path(env: Mapping[str, str] | None = None) -> str | None:
+    """Return where this process's keys are; None where it has none."""
+    return text("KVPS_KEYS", env=env)
+
+
+def server_bind(scheduler: str, is_allowed: bool) -> str:
     """Return where a server listens that was told nothing but where its scheduler is.
 
     Raises:
@@ -219,13 +225,13 @@ def server_bind(scheduler: str, insecure: bool) -> str:
     """
     if is_loopback(scheduler):
         return "tcp://127.0.0.1:0"
-    if insecure:
+    if is_allowed:
         return "tcp://0.0.0.0:0"
     raise ConfigError(
         f"the scheduler at {scheduler} may be on another machine, and a server listens on "
-        "loopback unless told otherwise: workers would not reach it. Say --bind tcp://0.0.0.0:0 "
-        "--insecure (KVPS_INSECURE=1) in a network that you trust, or --bind tcp://127.0.0.1:0 "
-        "if all workers are on this machine"
+        "loopback unless told otherwise: workers would not reach it. Give --keys DIR (KVPS_KEYS), as "
+        "'kvps keygen' makes it, or say --bind tcp://0.0.0.0:0 --insecure (KVPS_INSECURE=1) in a network "
+        "that you trust, or --bind tcp://127.0.0.1:0 if all workers are on this machine"
     )
 
 

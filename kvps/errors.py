@@ -165,7 +165,9 @@ BY_CODE: dict[int, type[KvpsError]] = {
 
 
 def unforeseen(me: str, error: Exception) -> KvpsError:
-    """Return what a peer is told whose packet led to ``error``, which nobody foresaw."""
+    """Return what a peer is told whose packet led to ``error``: itself, unless nobody foresaw it."""
+    if isinstance(error, KvpsError):
+        return error
     return KvpsError(
         f"{me} failed at this ({type(error).__name__}); its log has the traceback. It goes on without; "
         "please report this as a bug of kvps, unless the packet was none of kvps"

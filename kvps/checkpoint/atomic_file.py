@@ -98,7 +98,11 @@ def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
 
 
 def put(
-    path: Path, fill: Callable[[Sink], None], aside: Path | None = None, throttle: float = 0.0
+    path: Path,
+    fill: Callable[[Sink], None],
+    aside: Path | None = None,
+    throttle: float = 0.0,
+    mode: int = 0o600,
 ) -> Written:
     """Write the file ``path``, whole or not at all.
 
@@ -107,12 +111,13 @@ def put(
         fill: writes the contents.
         aside: as for :func:`replacing`.
         throttle: seconds to sleep for each second of work.
+        mode: the file's permissions, less the umask.
 
     Raises:
         OSError: as :func:`replacing`.
     """
     with replacing(path, aside) as place:
-        file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             sink = Sink(file, throttle)
             fill(sink)
@@ -135,7 +140,7 @@ def force(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and its parents, and force their names to disk.
+    """Make ``folder`` and its parents for this user alone, and force their names to disk.
 
     Raises:
         OSError: if that fails.
@@ -143,7 +148,7 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
     force(folder.parent)
 
 

@@ -146,7 +146,7 @@ def export(
     stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
     path = Path(file)
     try:
-        atomic_file.put(path, stream.write)
+        atomic_file.put(path, stream.write, mode=0o666)
     except OSError as error:
         raise StorageError(
             f"cannot write {file}: {error} (need {atomic_file.shown(stream.size)}). An older file there is "

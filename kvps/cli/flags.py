@@ -15,11 +15,13 @@ from typing import NoReturn, TypeVar
 
 from kvps import __version__, config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
-from kvps.errors import ConfigError, KvpsError, SchedulerLost
+from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
+from kvps.net.zap import Keys
+from kvps.runtime.keys import load_if_any
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
-INSECURE = "allow --bind to an address that other machines reach, though there are no keys; KVPS_INSECURE=1"
+INSECURE = "allow --bind to an address that other machines reach, though there are no --keys; KVPS_INSECURE=1"
 NEEDLESS = "taken by every command, and ignored by this one: no other machine can reach it"
 EXIT_CODES = """\
 exit codes:
@@ -54,6 +56,12 @@ class Parser(argparse.ArgumentParser):
             "--insecure",
             action="store_true",
             help=INSECURE if listens else NEEDLESS,
+        )
+        self.add_argument(
+            "--keys",
+            metavar="DIR",
+            help="a folder of keys, as 'kvps keygen' makes it, or a file with the keys of this process; "
+            "KVPS_KEYS (none)",
         )
         self.add_argument("--version", action="version", version=f"{name} {__version__}")
 
@@ -111,6 +119,19 @@ def is_insecure(parsed: argparse.Namespace) -> bool:
     return bool(parsed.insecure) or config.switch("KVPS_INSECURE")
 
 
+def keys_of(parsed: argparse.Namespace, role: str) -> Keys | None:
+    """Return the keys of this process; None where none were given.
+
+    Args:
+        parsed: the flags.
+        role: what the process is, as in :func:`kvps.runtime.keys.load`.
+
+    Raises:
+        ConfigError: if what was given cannot be used.
+    """
+    return load_if_any(parsed.keys or config.keys_path(), role)
+
+
 def split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags, and the command behind ``--``.
 
@@ -142,7 +163,7 @@ def run(name: str, argv: Sequence[str] | None, main: Callable[[Sequence[str]], i
         return main(sys.argv[1:] if argv is None else argv)
     except KvpsError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | Unauthorized):
             return EXIT_CONFIG
         return EXIT_TEMPORARY if isinstance(error, SchedulerLost) else 1
     except KeyboardInterrupt:

@@ -41,6 +41,8 @@ from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
 from kvps.net import descriptors
+from kvps.net.zap import keys_can_be
+from kvps.runtime.keys import KeyMemory, generate
 
 NAME = "kvps-launch"
 log = logging.getLogger("kvps")
@@ -76,6 +78,9 @@ Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl
 With --grace SECONDS a COMMAND that gets SIGTERM ends behind the round that it is in. So does one
 whose kvps-worker alone gets it, and the others go on without it.
 
+The job has keys of its own, in memory: no other process can join it, or look. --keys DIR gives it others,
+--insecure none. kvps status of such a job needs --keys, which --log-level info shows.
+
 exit codes:
   0    every worker ended with 0
   78   wrong configuration
@@ -109,6 +114,10 @@ class LaunchPlan:
     checkpoint_dir: str | None = None
     """Where servers write checkpoints; one that fails is started again from there."""
     checkpoint_every: str | None = None
+    keys: str | None = None
+    """Where the keys of the job are; None to make some."""
+    is_keyless: bool = False
+    """Processes take connections by anybody."""
     grace_s: float | None = None
     """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
 
@@ -172,7 +181,10 @@ def _main(argv: Sequence[str]) -> int:
     env = _environment(parsed.env, workers + servers)
     folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
     places = (folder, parsed.checkpoint_every)
-    plan = LaunchPlan(workers, servers, restarts, env, command, level, *places, grace_s)
+    keys = parsed.keys or config.keys_path()
+    is_keyless = keys is None and (flags.is_insecure(parsed) or not keys_can_be())
+    doors = (keys, is_keyless)
+    plan = LaunchPlan(workers, servers, restarts, env, command, level, *places, *doors, grace_s)
     need = 2 * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     leash = Reaper()
@@ -255,6 +267,10 @@ class Launch:
         """Of the first worker that failed for good."""
         self._other_code = 0
         """Of the first signal, or of the first server or scheduler that failed."""
+        self._keys: KeyMemory | None = None
+        """Of this job, where it has keys of its own."""
+        if plan.keys is None and not plan.is_keyless:
+            self._keys = KeyMemory(generate())
         self._scheduler = ""
         self._foothold: Foothold | None = None
         """Where the scheduler is started again; None if it is not to be."""
@@ -276,6 +292,8 @@ class Launch:
             if self._plan.max_restarts:
                 self._foothold = Foothold(self._leash)
             log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
+            if self._keys is not None:
+                log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
             self._start_scheduler(0)
             while self._children:
                 self._turn()
@@ -287,6 +305,8 @@ class Launch:
             self._screen.close()
             if self._foothold is not None:
                 self._foothold.close()
+            if self._keys is not None:
+                self._keys.close()
         return self._worker_code or self._other_code
 
     # --- the loop -----------------------------------------------------------------------------
@@ -350,7 +370,13 @@ class Launch:
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
         report = [] if role == "server" else ["--report-fd", self._report[1]]
-        words = [*place, *report, "--log-level", self._plan.log_level, *more]
+        fds = [self._report[1]] if report else []
+        keys = self._plan.keys
+        if self._keys is not None:
+            keys = f"/dev/fd/{self._keys.fd}"
+            fds.append(self._keys.fd)
+        key_flags = [] if keys is None else ["--keys", keys]
+        words = [*place, *report, *key_flags, "--log-level", self._plan.log_level, *more]
         process = subprocess.Popen(
             # -P: a file in this folder that is called like one of our modules stays out of the way
             [sys.executable, "-P", "-m", f"kvps.cli.{role}", *map(str, words)],
@@ -359,7 +385,7 @@ class Launch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=[self._report[1]] if report else [],
+            pass_fds=fds,
             preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
         )
         number = rank if role == "worker" else self._plan.workers + rank

@@ -30,7 +30,7 @@ SIGTERM and SIGINT end the job.
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
-  KVPS_DROP_GRACE, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_DROP_GRACE, KVPS_KEYS, KVPS_INSECURE, KVPS_LOG_LEVEL
   KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
@@ -95,6 +95,7 @@ def _main(argv: Sequence[str]) -> int:
         insecure=flags.is_insecure(parsed),
         silence_max_s=config.silence_max_s(parsed.silence_max),
         drop_grace_s=config.drop_grace_s(parsed.drop_grace),
+        keys=flags.keys_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(parsed.report_fd, endpoint),
     )
 

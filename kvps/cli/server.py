@@ -33,7 +33,7 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
   KVPS_PLUGIN (one or more, by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
-  KVPS_JOIN_TIMEOUT, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_LOG_LEVEL
   KVPS_SILENCE_MAX: seconds without a word from the scheduler after which it counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
@@ -100,9 +100,11 @@ def _main(argv: Sequence[str]) -> int:
     rank = flags.setting(parsed, "rank", config.as_whole, None)
     advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
     plugins = parsed.plugin or [one for one in (config.text("KVPS_PLUGIN") or "").split(",") if one]
+    keys = flags.keys_of(parsed, "server")
+    is_allowed = insecure or keys is not None
     if not bind:
-        bind = config.server_bind(scheduler, insecure)
-    config.demand_loopback(bind, insecure)
+        bind = config.server_bind(scheduler, is_allowed)
+    config.demand_loopback(bind, is_allowed)
 
     from kvps.runtime.server_process import run_server  # loads torch, which takes a second
 
@@ -115,6 +117,7 @@ def _main(argv: Sequence[str]) -> int:
         plugins=plugins,
         advertise=advertise,
         insecure=insecure,
+        keys=keys,
         checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(),
         checkpoint_every_s=config.checkpoint_every_s(parsed.checkpoint_every),
     )

@@ -12,6 +12,7 @@ from kvps.core.agents.status_client import StatusClient
 from kvps.core.effects import Exit
 from kvps.errors import KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, drive
+from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
@@ -35,7 +36,7 @@ Rounds are shown that have been open for some seconds. What a worker does is tol
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL
 """
 
 
@@ -57,20 +58,21 @@ def _main(argv: Sequence[str]) -> int:
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
     limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
-    job, seen = look(scheduler, limit_s)
+    job, seen = look(scheduler, limit_s, flags.keys_of(parsed, "look"))
     print(json.dumps(as_json(job, seen), indent=2) if parsed.json else screen(job, seen))
     return 0
 
 
-def look(scheduler: str, limit_s: float) -> tuple[bytes, Seen]:
+def look(scheduler: str, limit_s: float, keys: Keys | None = None) -> tuple[bytes, Seen]:
     """Ask a scheduler how its job stands; return the job's name, and what there is to see.
 
     Raises:
+        Unauthorized: if it has keys, and these are not among them.
         SchedulerLost: if it does not answer in ``limit_s`` seconds, or its job is over.
         KvpsError: if it refuses.
     """
     core = StatusClient(scheduler, time.monotonic(), limit_s)
-    transport = ZmqTransport()
+    transport = ZmqTransport(keys=keys)
     inbox: Inbox[StatusClient] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     try:
@@ -80,7 +82,7 @@ def look(scheduler: str, limit_s: float) -> tuple[bytes, Seen]:
     if core.seen is not None:
         return core.job, core.seen
     if wish.code == 1:
-        raise KvpsError(core.error)
+        raise core.refusal or KvpsError(core.error)
     raise SchedulerLost(
         f"{core.error}. Check that kvps-scheduler runs, and that --scheduler or KVPS_SCHEDULER names "
         "its --bind address"
@@ -134,7 +136,7 @@ def as_json(job: bytes, seen: Seen) -> dict[str, object]:
     """Return what a program is shown."""
     members = [{**one._asdict(), "role": str(Role(one.role))} for one in seen.members]
     return {
-        "job": job.hex(),
+        "job": job.hex()[:8],
         "phase": seen.phase,
         "reason": seen.reason,
         "members": members,

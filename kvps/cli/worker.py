@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from shutil import which
 from types import FrameType
 
@@ -23,9 +23,11 @@ from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
+from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
+from kvps.runtime.keys import SESSION, KeyMemory, Section
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 
 NAME = "kvps-worker"
@@ -55,7 +57,8 @@ ends with it, and with this process, whatever happens to either.
 The exit code is that of COMMAND, 128 + N if signal N killed it. Before COMMAND starts:
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler), KVPS_LOG_LEVEL,
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler),
+  KVPS_LOG_LEVEL,
   KVPS_SILENCE_MAX (12 s without a word from the scheduler, and it counts as lost)
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
@@ -95,8 +98,10 @@ def _main(argv: Sequence[str]) -> int:
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
     descriptors.demand("kvps-worker", descriptors.LEAST + OWN_DESCRIPTORS)
+    keys = flags.keys_of(parsed, "worker")
+    command_key = None if keys is None else new_pair()
     leash = Reaper()
-    with _offer(scheduler, join_max_s) as master:
+    with _offer(scheduler, join_max_s) as master, _lent(keys, command_key) as lent:
         identity = Identity(
             Role.WORKER,
             scheduler,
@@ -109,11 +114,13 @@ def _main(argv: Sequence[str]) -> int:
             join_max_s=join_max_s,
             silence_max_s=config.silence_max_s(),
             machine=own_machine(),
+            public_key="" if keys is None else keys.session.public,
+            command_key="" if command_key is None else command_key.public,
         )
         limit_s = END_MAX_S if grace_s is None else grace_s
         core = Supervisor(identity, time.monotonic(), not parsed.no_replacement, limit_s)
-        env = {} if grace_s is None else {"KVPS_LEAVE_AT_SIGTERM": "1"}
-        transport = ZmqTransport(checksums=config.checksums())
+        env = lent if grace_s is None else lent | {"KVPS_LEAVE_AT_SIGTERM": "1"}
+        transport = ZmqTransport(checksums=config.checksums(), keys=keys)
         shell = Shell(core, transport, leash, command, parsed.report_fd, env)
         try:
             return shell.run()
@@ -142,6 +149,17 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("", 0))
         yield f"{host}:{kept.getsockname()[1]}"
+
+
+@contextmanager
+def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, str]]:
+    """Yield the variables by which COMMAND finds the key of its session, for as long as we live."""
+    if keys is None or command_key is None:
+        yield {}
+        return
+    scheduler = [Section("scheduler", one) for one in keys.scheduler]
+    with closing(KeyMemory([Section(SESSION, *command_key), *scheduler])) as memory:
+        yield {"KVPS_KEYS": memory.path}
 
 
 class Shell(NullListener):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvps.errors import KvpsError
-from kvps.protocol.envelope import Envelope, Packet
+from kvps.protocol.envelope import Envelope, Message, Packet
 
 Route = str | bytes
 """A way to a peer: the name of a connection that we opened (``"scheduler"``, ``"server 1"``), or
@@ -45,6 +45,21 @@ class Connect:
     endpoint: str
     is_near: bool | None = None
     """Whether the peer is on this machine, and may read our memory; None if no payload goes there."""
+    key: str = ""
+    """The peer's public key; empty without keys, and of the scheduler, whose key everybody knows."""
+    is_member: bool = False
+    """By this process's session key, and not by that of its role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """From now on, these and no others are the session keys of members.
+
+    Args:
+        keys: by public key, the name of its connections, as in :mod:`kvps.core.keys`.
+    """
+
+    keys: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +121,33 @@ class Exit:
     reason: str
 
 
-Effect = Send | Connect | Listen | Note | Finish | Copied | Save | Disk | Exit
+Effect = Send | Connect | Trust | Listen | Note | Finish | Copied | Save | Disk | Exit
 Effects = Iterator[Effect]
 
 
 class Core(Protocol):
     """The doors of a core. ``now`` is in seconds on a monotonic clock."""
 
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope, before it is decoded.
+
+        Args:
+            route: the way along which it came.
+            envelope: who says it.
+            kind: the class of its message, which the sender's role may send.
+
+        Returns:
+            Whether to hear it; if not, its sender is told nothing.
+
+        Raises:
+            KvpsError: what the sender is to be told.
+        """
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A peer said something."""
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """What a peer said led to an error that nobody foresaw, which is in the log already.
+        """What a peer said was refused by its envelope (a KvpsError), or led to an error that nobody foresaw.
 
         Raises:
             Exception: ``error``, if this process cannot go on.

@@ -12,12 +12,21 @@ from dataclasses import dataclass, replace
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
-from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, from_code
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    KvpsError,
+    ProtocolError,
+    SchedulerLost,
+    Unauthorized,
+    from_code,
+)
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Alive,
     Beat,
     Challenge,
+    Enrol,
     Error,
     Hello,
     Leave,
@@ -91,6 +100,12 @@ class Identity:
     """How long to say HELLO to a scheduler that says nothing."""
     machine: int = 0
     """As HELLO has it."""
+    public_key: str = ""
+    """By which it will speak as a member; empty without keys."""
+    command_key: str = ""
+    """By which the command will speak that it runs as a guardian."""
+    is_enrolled: bool = False
+    """A guardian has enrolled that key for the seat that it holds."""
 
 
 def check_protocol(hello: Hello, me: str) -> None:
@@ -112,7 +127,7 @@ class MembershipClient:
     def __init__(self, identity: Identity, now: float) -> None:
         self.identity = identity
         self.job = identity.job
-        self.rank = 0
+        self.rank = (identity.rank or 0) if identity.incarnation else 0
         self.incarnation = identity.incarnation
         self.welcome: Welcome | None = None
         self.view: View | None = None
@@ -178,8 +193,32 @@ class MembershipClient:
 
     def start(self, now: float) -> Effects:
         """Connect and say HELLO."""
-        yield Connect("scheduler", self.identity.scheduler)
+        yield self._connect(self.identity.is_enrolled)
         yield from self.on_timer(now)
+
+    def _connect(self, is_member: bool) -> Connect:
+        return Connect("scheduler", self.identity.scheduler, is_member=is_member)
+
+    def _join(self) -> Effects:
+        """Say HELLO, and where there are keys, before it by which of them this process will speak."""
+        one = self.identity
+        if one.public_key and not one.is_enrolled:
+            yield Send(SCHEDULER, self.packet(Enrol(one.public_key, one.command_key)))
+        yield Send(SCHEDULER, self.hello())
+
+    def key_of(self, node: Node) -> str:
+        """Return the public key of a member; empty if it has none."""
+        view = self.view
+        if view is None:
+            return ""
+        return next(
+            (
+                key
+                for member, key in zip(view.members, view.keys, strict=False)
+                if (member.role, member.rank) == node
+            ),
+            "",
+        )
 
     def hello(self) -> Packet:
         """Return this process's HELLO."""
@@ -219,6 +258,8 @@ class MembershipClient:
                     self.rank, self.incarnation = message.rank, message.incarnation
                     self.reason = "waiting for the other members"
                     yield Note("debug", f"joined as {Node(self.identity.role, self.rank)}")
+                    if self.identity.public_key and not self.identity.is_enrolled:
+                        yield self._connect(is_member=True)
                     yield Send(SCHEDULER, self.packet(Beat(self.progress, self.waits_in)))
                     self._next_beat = now + BEAT_EVERY_S
             case View():
@@ -245,9 +286,9 @@ class MembershipClient:
 
     def _refused(self, message: Error) -> Effects:
         error = from_code(message.code, message.text)
-        if self.welcome is None or isinstance(error, Fenced):
+        if self.welcome is None or isinstance(error, Fenced | Unauthorized):
             self.error = error
-            code = EXIT_CONFIG if isinstance(error, ConfigError) else 1
+            code = EXIT_CONFIG if isinstance(error, ConfigError | Unauthorized) else 1
             yield Exit(code, str(error))
         else:
             yield Note("warning", str(error))
@@ -265,7 +306,7 @@ class MembershipClient:
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))
         elif self.silent_for(now) < self.identity.join_max_s:
-            yield Send(SCHEDULER, self.hello())
+            yield from self._join()
         else:
             self.error = SchedulerLost(
                 f"{self.identity.role} on {self.identity.host}: no answer from the scheduler at "

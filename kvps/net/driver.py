@@ -33,9 +33,10 @@ from kvps.core.effects import (
     Route,
     Save,
     Send,
+    Trust,
 )
 from kvps.errors import ConfigError, KvpsError, ProtocolError
-from kvps.protocol.envelope import Envelope, Packet
+from kvps.protocol.envelope import Envelope, Message, Packet
 
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
@@ -77,17 +78,45 @@ class Unserved(Exception):
         self.envelope = envelope
 
 
+class Refused(Exception):
+    """What a transport raises in place of a packet that was refused by its envelope; its cause says why."""
+
+    def __init__(self, route: Route, envelope: Envelope) -> None:
+        super().__init__(f"a packet of {envelope.node}")
+        self.route = route
+        self.envelope = envelope
+
+
+Guard = Callable[[Route, Envelope, type[Message]], bool]
+"""As :meth:`~kvps.core.effects.Core.admit`."""
+
+
 class Transport(Protocol):
     """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
+
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Open a connection that is called ``name`` from now on.
 
         Args:
             name: replaces an older connection of this name.
             endpoint: where to.
-            is_near: as :class:`~kvps.core.effects.Connect` has it.
+            is_near: as :class:`~kvps.core.effects.Connect` has it, and so are
+            key: the peer's, and
+            is_member: by which key of ours.
         """
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take connections by these session keys, as :class:`~kvps.core.effects.Trust` has them."""
 
     def listen(self, endpoint: str) -> None:
         """Take connections at ``endpoint``, besides those that are taken already."""
@@ -101,6 +130,7 @@ class Transport(Protocol):
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
             Unserved: in place of one at which something failed that nobody foresaw; as above.
+            Refused: in place of one whose sender is to be told why it was not heard; as above.
         """
 
     def wake(self) -> None:
@@ -228,7 +258,7 @@ def drive(
 
     def receive(
         arrivals: Iterator[tuple[Route, Packet | Disconnected]],
-    ) -> tuple[Route, Packet | Disconnected | Unserved] | None:
+    ) -> tuple[Route, Packet | Disconnected | Unserved | Refused] | None:
         """Return what comes next; None at the end, and where there was no packet."""
         nonlocal quiet_until, unsaid
         try:
@@ -241,7 +271,7 @@ def drive(
             else:
                 unsaid += 1
             return None
-        except Unserved as error:
+        except (Unserved, Refused) as error:
             return error.route, error
         except Demanded as error:
             raise ConfigError(str(error)) from None
@@ -253,7 +283,11 @@ def drive(
             case Note():
                 log.log(LEVELS[effect.level], "%s", effect.text)
             case Connect():
-                transport.connect(effect.to, effect.endpoint, effect.is_near)
+                transport.connect(
+                    *(effect.to, effect.endpoint, effect.is_near, effect.key, effect.is_member)
+                )
+            case Trust():
+                transport.trust(effect.keys)
             case Listen():
                 transport.listen(effect.endpoint)
             case Finish():
@@ -302,6 +336,14 @@ def drive(
         net.caught(error, f"a packet of {whose}")
         return perform(core.on_failure(route, envelope, error, clock()), whose)
 
+    def refuse(refused: Refused) -> Exit | None:
+        """Tell a sender why it is not heard."""
+        cause, whose = refused.__cause__, str(refused.envelope.node)
+        assert isinstance(cause, Exception)
+        log.debug("refused a packet of %s: %s", whose, cause)
+        return perform(core.on_failure(refused.route, refused.envelope, cause, clock()), whose)
+
+    transport.guard(core.admit)
     while True:
         due = core.deadline()
         timeout_s = LOOK_EVERY_S if due is None else min(max(0.0, due - clock()), LOOK_EVERY_S)
@@ -314,6 +356,8 @@ def drive(
                 case Unserved():
                     assert isinstance(packet.__cause__, Exception)
                     wish = fail(route, packet.envelope, packet.__cause__)
+                case Refused():
+                    wish = refuse(packet)
                 case _:
                     wish = serve(route, packet)
             if wish is not None:

@@ -22,7 +22,9 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from kvps.net.heap import give_back
-from kvps.net.room import PAGE_BYTES
+from kvps.net.room import PAGE_BYTES, memory_bytes
+from kvps.protocol import wire
+from kvps.protocol.values import ROWS_FRAMES_MAX
 
 log = logging.getLogger("kvps")
 LOOK_EVERY_S = 0.1
@@ -30,12 +32,17 @@ LOOK_EVERY_S = 0.1
 machine sends some 100 MiB in that time."""
 EACH_S = 0.2e-3
 """How much later for each of them: to look at one takes 4 µs, and should not take more than 2 % of the time."""
-DRIFT_PER_S = 16
+DRIFT_PER_S = 32
 GREETING = 1024
 """Bytes that a connection carries besides messages: heartbeats, per second, and the handshake."""
 SWELL, SWELL_BYTES = 4, 256 << 20
 """How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
 takes 64 bytes of memory, however short it is."""
+IDLE_S, IDLE_MAX = 5.0, 256
+"""Seconds that a connection may carry nothing that is a packet, and maximum such connections: of more, the
+oldest are closed, before they take all file descriptors."""
+TELL_EVERY_S = 2.0
+"""Shortest time between two log lines about a connection that was closed, in seconds."""
 PETTY_BYTES = 64 << 10
 """A connection of which less lies here is never closed for what there is of others."""
 
@@ -54,6 +61,20 @@ class Limits:
     """From then on."""
     crowd: int
     """Of all connections together out of which nothing was taken that is a packet."""
+
+
+CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
+"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
+
+
+def data_limits() -> Limits:
+    """Return what may lie in a server or worker of one connection to it.
+
+    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
+    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
+    """
+    known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
+    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
 
 
 @dataclass(slots=True)
@@ -89,6 +110,7 @@ class Inflow:
         self._connections: dict[int, _Connection] = {}
         """By file descriptor."""
         self._look_at = 0.0
+        self._quiet_until, self._unsaid = 0.0, 0
         self._has_closed = False
         """At the last look a connection was closed, so that there is memory to give back."""
         self.port = 0
@@ -135,7 +157,13 @@ class Inflow:
                 rests[fd] = received - one.taken - DRIFT_PER_S * (began - one.since)
         has_closed = False
         for fd, limit in self._excessive(rests):
-            has_closed |= self._close(fd, rests[fd], limit)
+            has_closed |= self._close(
+                fd,
+                f"it has sent {rests[fd]:.0f} octets that make no whole message yet, and {limit} is the most",
+            )
+            del self._connections[fd]
+        for fd in self._idle(began):
+            self._close(fd, f"it has said nothing, as have more than {IDLE_MAX} others")
             del self._connections[fd]
         if self._has_closed:  # the time before, and libzmq has dropped what came
             give_back()
@@ -160,7 +188,16 @@ class Inflow:
             together -= rest
             yield fd, PETTY_BYTES
 
-    def _close(self, fd: int, rest: float, limit: int) -> bool:
+    def _idle(self, now: float) -> list[int]:
+        """Return the oldest of those that carry nothing, where there are too many."""
+        idle = [
+            fd
+            for fd, one in self._connections.items()  # in the order in which they were opened
+            if not one.is_known and now >= one.since + IDLE_S
+        ]
+        return idle[: max(0, len(idle) - IDLE_MAX)]
+
+    def _close(self, fd: int, why: str) -> bool:
         try:
             same = socket.socket(fileno=os.dup(fd))
         except OSError:
@@ -174,12 +211,23 @@ class Inflow:
                 return False
             if not _dissolve(same.fileno()):
                 return False
-        log.warning(
-            "closed the connection from %s:%s: it has sent %d octets that make no whole message yet, and "
-            "%d is the most. If it is a member of the job, it comes back by itself",
-            *(*peer[:2], rest, limit),
-        )
+        self._tell(f"{peer[0]}:{peer[1]}", why)
         return True
+
+    def _tell(self, whence: str, why: str) -> None:
+        """Say in the log that a connection was closed, unless that was said of another just now."""
+        now = self._clock()
+        if now < self._quiet_until:
+            self._unsaid += 1
+            return
+        more = (
+            f" ({self._unsaid} more were closed since the last such line)" if self._unsaid else ""
+        )
+        self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
+        log.warning(
+            "closed the connection from %s: %s%s. If it is a member of the job, it comes back by itself",
+            *(whence, why, more),
+        )
 
 
 def _dissolve(fd: int) -> bool:

@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from kvps.core.effects import Hold, Route
-from kvps.errors import ConfigError
-from kvps.net.driver import DROPPED, Disconnected
+from kvps.errors import ConfigError, KvpsError
+from kvps.net.driver import DROPPED, Disconnected, Guard, Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet
 
@@ -49,17 +49,32 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, bind: str | None) -> None:
         self.endpoint = bind or ""
         self._network = network
+        self._admit: Guard = lambda route, envelope, kind: True
         self._arrived: deque[tuple[Route, list[bytes | bytearray] | Disconnected]] = deque()
         self._signal = threading.Event()
         self._peers: dict[Route, tuple[MemoryTransport, Route]] = {}
         if bind is not None:
             network.ends[bind] = self
 
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on."""
+        self._admit = admit
+
     def listen(self, endpoint: str) -> None:
         """Take connections at ``endpoint``, too."""
         self._network.ends[endpoint] = self
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def trust(self, keys: dict[str, str]) -> None:
+        """Everybody is who he says."""
+
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Open a connection that is called ``name`` from now on."""
         peer = self._network.ends.get(endpoint)
         if peer is None:
@@ -96,8 +111,14 @@ class MemoryTransport:
             route, frames = self._arrived.popleft()
             if isinstance(frames, Disconnected):
                 yield route, frames
-            else:
-                yield route, wire.decode([memoryview(one) for one in frames])
+                continue
+            packet = wire.decode([memoryview(one) for one in frames])
+            try:
+                is_heard = self._admit(route, packet.envelope, type(packet.message))
+            except KvpsError as error:
+                raise Refused(route, packet.envelope) from error
+            if is_heard:
+                yield route, packet
 
     def wake(self) -> None:
         """Make a waiting :meth:`poll` return; any thread may call this."""

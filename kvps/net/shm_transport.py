@@ -24,7 +24,7 @@ from dataclasses import replace
 from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.driver import Demanded, Disconnected, Transport, Unserved
+from kvps.net.driver import Demanded, Disconnected, Guard, Transport, Unserved
 from kvps.net.heap import keep_freed_memory
 from kvps.net.shm_leases import Borrowed, Lent
 from kvps.net.shm_segment import Mapping, Segment, Unshared
@@ -42,6 +42,8 @@ RELEASE_EVERY = 16
 """Leases that are given back before a busy loop says so; an idle one says so at once."""
 SWEEP_EVERY_S = 5.0
 """How often it is asked whether those whose memory is mapped still live."""
+WELCOMED_MAX = 4096
+"""How many members, the last ones, are known to have been answered."""
 
 
 class Peer:
@@ -83,8 +85,8 @@ class SharingTransport:
         self._near: set[Route] = set()
         """Our own connections to those on this machine: to them, memory is offered."""
         self._clock = clock
-        self._welcomed: set[tuple[bytes, int, int]] = set()
-        """The members that have been answered here: job, rank and incarnation."""
+        self._welcomed: dict[tuple[bytes, int, int], None] = {}
+        """The members that have been answered here, the last ones: job, rank and incarnation."""
         self._peers: dict[int, Peer] = {}
         """By the nonce of their segment."""
         self._by_identity: dict[tuple[bytes, int, int, int], Peer] = {}
@@ -99,7 +101,22 @@ class SharingTransport:
 
     # --- the transport ---------------------------------------------------------------------------
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on, those about memory among them."""
+        self._inner.guard(admit)
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take connections by these session keys."""
+        self._inner.trust(keys)
+
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Open a connection that is called ``name`` from now on.
 
         Raises:
@@ -113,7 +130,7 @@ class SharingTransport:
             raise _insisting(
                 f"{name} at {endpoint} is on another machine, or KVPS_TRANSPORT=tcp is set there"
             )
-        self._inner.connect(name, endpoint, is_near)
+        self._inner.connect(name, endpoint, is_near, key, is_member)
 
     def listen(self, endpoint: str) -> None:
         """Take connections at ``endpoint``, too."""
@@ -132,7 +149,9 @@ class SharingTransport:
                     return
             packet = _framed(packet)
         elif isinstance(message, Welcome):
-            self._welcomed.add((envelope.job, message.rank, message.incarnation))
+            self._welcomed[envelope.job, message.rank, message.incarnation] = None
+            if len(self._welcomed) > WELCOMED_MAX:
+                del self._welcomed[next(iter(self._welcomed))]
         self._inner.send(route, packet, hold)
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:

@@ -22,7 +22,7 @@ import math
 import os
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,42 +31,33 @@ import zmq.utils.garbage  # its exit handler refuses sends without a copy: it mu
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
+from kvps.core.keys import Keyring
 from kvps.core.pulse import Pulse
-from kvps.errors import ConfigError, ProtocolError
+from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.counted import CAN_COUNT, moved
-from kvps.net.driver import DROPPED, Disconnected
-from kvps.net.inflow import Inflow, Limits
-from kvps.net.room import memory_bytes
+from kvps.net.doorman import Doorman, whence
+from kvps.net.driver import DROPPED, Disconnected, Guard
+from kvps.net.inflow import CONTROL, Inflow, data_limits
+from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
-from kvps.protocol.envelope import Packet
-from kvps.protocol.values import ROWS_FRAMES_MAX
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Error
 
 BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
 SURPLUS_BATCH = 4096
 """And so many frames of a message that has too many for a packet: they are dropped one by one."""
-DOMAIN = b"kvps"
-"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+QUEUE_MAX = {True: 1000, False: 16384}
+"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
+Who reads none of its answers is sent no more; it asks again what it misses."""
+SEAL_OCTETS = 33
+"""What CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
 """Bytes of the longest frame that a scheduler takes: no packet to it has a payload."""
-CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
-"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
-
-
-def data_limits() -> Limits:
-    """Return what may lie in a server or worker of one connection to it.
-
-    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
-    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
-    """
-    known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
-    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
-
-
 _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.LINGER, 0),
-    (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way
+    (zmq.SNDHWM, 0),  # the protocol's windows bound what is under way; of answers, QUEUE_MAX
     (zmq.RCVHWM, 0),
     (zmq.HANDSHAKE_IVL, 5_000),
     (zmq.CONNECT_TIMEOUT, 5_000),
@@ -94,6 +85,7 @@ class Watch:
     silence_s: float
     up: tuple[int, Pulse] | None = None
     """Its descriptor and what has moved along it, while it is connected."""
+    connected_at: float = -math.inf
 
 
 class ZmqTransport:
@@ -105,7 +97,8 @@ class ZmqTransport:
         watch: bool = False,
         *,
         checksums: bool = True,
-        control: bool = False,
+        role: Role = Role.WORKER,
+        keys: Keys | None = None,
     ) -> None:
         """Open none yet, but a place to listen if one is given.
 
@@ -113,25 +106,36 @@ class ZmqTransport:
             bind: as :meth:`listen` has it.
             watch: as :meth:`listen` has it.
             checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
-            control: this is a scheduler's, to whom no payload comes.
+            role: what this process is; it decides what others may send to it, and how much.
+            keys: by which it speaks and takes connections; None for anybody's, in clear.
 
         Raises:
             ConfigError: if that cannot be, or there are too few file descriptors, where libzmq would
                 abort the process.
         """
         descriptors.demand("a kvps process", descriptors.LEAST)
-        self._checksums = checksums
-        self._frame_bytes_max = CONTROL_BYTES_MAX if control else wire.FRAME_BYTES_MAX
-        self._inflow = Inflow(CONTROL if control else data_limits())
+        self._checksums = checksums and keys is None  # a packet that is sealed is not damaged
+        is_control = role is Role.SCHEDULER
+        self._role = role
+        self._keys = keys
+        self._porter: Porter | None = None
+        self._doorman = Doorman(role)
+        self._frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
+        self._queue_max = QUEUE_MAX[is_control]
+        self._inflow = Inflow(CONTROL if is_control else data_limits())
         self._surplus: set[zmq.Socket[bytes]] = set()
         """Those in the middle of a message that has too many frames for a packet."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
-        self._openings: dict[str, tuple[str, bool | None]] = {}
-        """To where each connection was opened, and whether that is near."""
+        self._openings: dict[str, tuple[str, bool | None, str, bool]] = {}
+        """How each connection was opened: :meth:`connect`'s arguments."""
         self._watches: dict[str, Watch] = {}
+        self._events_of: dict[zmq.Socket[bytes], str] = {}
+        self._refusals: deque[tuple[Route, Packet]] = deque()
+        """What is heard in place of an answer, where no connection is made."""
+        self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -146,6 +150,20 @@ class ZmqTransport:
         if bind is not None:
             self.listen(bind, watch)
 
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
+        self._doorman.admit = admit
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many packets were not let in, by why; and connections, by their mechanism."""
+        return self._doorman.counts + (self._porter.refused if self._porter else Counter())
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take connections by these session keys."""
+        if self._porter is not None:
+            self._porter.trust(keys)
+
     def listen(self, endpoint: str, watch: bool = False) -> None:
         """Take connections at ``endpoint``; ``watch`` those that break. Once for each transport.
 
@@ -155,7 +173,17 @@ class ZmqTransport:
         assert self._router is None, "one place to listen is enough"
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.SNDHWM, self._queue_max)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        keys = self._keys
+        if keys is not None or not _is_wire(endpoint):
+            ring = Keyring(own_user(), keys.opens if keys else {}, learns=self._role is Role.SERVER)
+            self._porter = self._doorman.porter = Porter(self._context, ring)
+            self._poller.register(self._porter.socket, zmq.POLLIN)
+            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if keys is not None and _is_wire(endpoint):
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self._tells_drops = watch
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -182,7 +210,14 @@ class ZmqTransport:
         one.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return one
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Open a connection that is called ``name`` from now on; replaces one of that name.
 
         Raises:
@@ -202,8 +237,13 @@ class ZmqTransport:
             limit_ms = NEVER_MS if CAN_COUNT else int(silence_s * 1000)
             dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit_ms)
             if CAN_COUNT:
-                events = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+                events = dealer.get_monitor_socket(EVENTS)
                 self._watches[name] = Watch(events, every_s + silence_s)
+                if self._keys is not None and name == "scheduler":  # to be told at once
+                    self._events_of[events] = name
+                    self._poller.register(events, zmq.POLLIN)
+            if self._keys is not None:
+                self._handshakes.seal(dealer, key, is_member)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -213,7 +253,7 @@ class ZmqTransport:
                 f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
                 "tcp://HOST:PORT"
             ) from error
-        self._openings[name] = endpoint, is_near
+        self._openings[name] = endpoint, is_near, key, is_member
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._poller.register(dealer, zmq.POLLIN)
@@ -223,7 +263,7 @@ class ZmqTransport:
         if isinstance(route, bytes):
             target, endpoint = self._router, self.endpoint
         else:
-            target, (endpoint, _) = self._dealers.get(route), self._openings.get(route, NOWHERE)
+            target, endpoint = self._dealers.get(route), self._openings.get(route, NOWHERE)[0]
         frames = wire.encode(packet, checked=self._checksums and _is_wire(endpoint))
         if isinstance(route, bytes):
             frames.insert(0, route)
@@ -233,7 +273,9 @@ class ZmqTransport:
                 tracker = target.send_multipart(
                     frames, zmq.NOBLOCK, copy=not packet.payload, track=hold is not None
                 )
-            except zmq.Again:  # no queue is ever full: there is none, as libzmq has given up
+            except zmq.Again:
+                # Whoever does not read its answers asks again. Of our own connections no queue is ever
+                # full: there is none, as libzmq has given up.
                 if isinstance(route, str):
                     self.connect(route, *self._openings[route])
             except zmq.ZMQError as error:
@@ -249,12 +291,25 @@ class ZmqTransport:
         """Wait up to ``timeout_s`` and yield what came."""
         self._open_again()
         wait_s = self._inflow.wait_s(timeout_s)
+        if self._porter is not None and (due := self._porter.due) is not None:
+            left_s = max(0.0, due - time.monotonic())
+            wait_s = left_s if wait_s is None else min(wait_s, left_s)
+        if self._refusals:
+            wait_s = 0.0
         ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
         self._release()
         if ready.pop(self._woken.fileno(), None):
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
+        if self._porter is not None:
+            if self._porter.socket in ready:
+                self._porter.answer()
+            self._porter.look()
+        for events in [one for one in ready if one in self._events_of]:
+            self._heed(self._events_of[events])
+        while self._refusals:
+            yield self._refusals.popleft()
         if self._monitor is not None and self._monitor in ready:
             yield from self._events()
         self._inflow.look()
@@ -276,13 +331,16 @@ class ZmqTransport:
             if frames is None:
                 return  # so that the timers get their turn
             if name is not None:
-                yield name, self._decode(name, frames)
+                if (packet := self._doorman.decode(name, frames)) is not None:
+                    yield name, packet
                 continue
             route, fd = frames[0].bytes, _descriptor(frames)
             if fd is not None:
                 self._routes[fd] = route
-                self._inflow.took(fd, _octets(frames))
-            packet = self._decode(route, frames[1:])
+                self._inflow.took(fd, self._octets(frames))
+            packet = self._doorman.decode(route, frames[1:])
+            if packet is None:
+                continue
             if fd is not None:
                 self._inflow.know(fd)
             yield route, packet
@@ -307,11 +365,11 @@ class ZmqTransport:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus.add(one)
                 if (fd := _descriptor(frames)) is not None and before:
-                    self._inflow.took(fd, _octets(frames))
-                whence = frames[0].bytes if before else self._names[one]
+                    self._inflow.took(fd, self._octets(frames))
+                route = frames[0].bytes if before else self._names[one]
                 raise ProtocolError(
                     f"a message of more than {1 + wire.PAYLOAD_FRAMES_MAX} frames "
-                    f"(from {_whence(whence, frames[before:])})"
+                    f"(from {whence(route, frames[before:])})"
                 )
             frames.append(one.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
         return frames
@@ -322,7 +380,7 @@ class ZmqTransport:
         for _ in range(SURPLUS_BATCH):
             frame = one.recv(zmq.NOBLOCK, copy=False)
             fd = _descriptor([frame, frame]) if fd is None else fd
-            octets += _octets([frame, frame])
+            octets += self._octets([frame, frame])
             if not frame.more:
                 is_over = True
                 break
@@ -330,11 +388,11 @@ class ZmqTransport:
             self._inflow.took(fd, octets)
         return is_over
 
-    def _decode(self, route: Route, frames: list[zmq.Frame]) -> Packet:
-        try:
-            return wire.decode([frame.buffer for frame in frames])
-        except ProtocolError as error:
-            raise type(error)(f"{error} (from {_whence(route, frames)})") from None
+    def _octets(self, frames: list[zmq.Frame]) -> int:
+        """Return how many bytes a message took on its way, its route not counted."""
+        seal = 0 if self._keys is None else SEAL_OCTETS
+        sizes = [len(frame) + seal for frame in frames[1:]]
+        return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
 
     def _events(self) -> Iterator[tuple[Route, Disconnected]]:
         """Take in which connections were made and which broke; yield these, if they are watched."""
@@ -354,7 +412,43 @@ class ZmqTransport:
         """Watch a connection no longer."""
         if name in self._watches:
             dealer.disable_monitor()
-            self._watches.pop(name).events.close(0)
+            events = self._watches.pop(name).events
+            if self._events_of.pop(events, None) is not None:
+                self._poller.unregister(events)
+            events.close(0)
+
+    def _heed(self, name: str) -> None:
+        """Take in what libzmq tells of a connection that was opened here."""
+        now = time.monotonic()
+        watch = self._watches[name]
+        while watch.events.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
+            kind, value = event["event"], event["value"]
+            if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                is_up = kind == zmq.EVENT_CONNECTED
+                watch.up = (value, Pulse(watch.silence_s, now)) if is_up else None
+                watch.connected_at = now if is_up else watch.connected_at
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._handshakes.succeeded(name)
+            elif name == "scheduler":
+                self._fail(name, watch, kind, value, now)
+                if self._watches.get(name) is not watch:
+                    return  # it was opened again, by another key
+
+    def _fail(self, name: str, watch: Watch, kind: int, value: int, now: float) -> None:
+        """A connection to the scheduler was made, and then not served."""
+        is_turned, why = self._handshakes.failed(
+            self._openings[name][0], kind, value, now - watch.connected_at
+        )
+        if is_turned:
+            self.connect(name, *self._openings[name])
+        elif why:
+            self._refuse(why)
+
+    def _refuse(self, text: str) -> None:
+        """Let the core hear that there is no way to the scheduler, as if that had said so."""
+        envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
+        self._refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, text))))
 
     def _open_again(self) -> None:
         """Replace the connections along which nothing has moved for too long."""
@@ -363,12 +457,9 @@ class ZmqTransport:
             return
         self._look_at = now + LOOK_EVERY_S
         for name, watch in list(self._watches.items()):
-            while watch.events.poll(0):
-                event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
-                is_up = event["event"] == zmq.EVENT_CONNECTED
-                watch.up = (event["value"], Pulse(watch.silence_s, now)) if is_up else None
-            if watch.up is None:
-                continue  # libzmq is at it
+            self._heed(name)
+            if watch.up is None or self._watches.get(name) is not watch:
+                continue  # libzmq is at it, or it was opened again just now
             fd, pulse = watch.up
             counted = moved(fd)
             if counted is not None and pulse.is_dead(now, counted):
@@ -395,7 +486,7 @@ class ZmqTransport:
         self._woken.close()
 
 
-NOWHERE = "", None
+NOWHERE = "", None, "", False
 
 
 def _is_wire(endpoint: str) -> bool:
@@ -413,19 +504,3 @@ def _descriptor(frames: list[zmq.Frame]) -> int | None:
     except (IndexError, zmq.ZMQError):
         return None
     return found if found >= 0 else None
-
-
-def _octets(frames: list[zmq.Frame]) -> int:
-    """Return how many bytes a message took on its way, its route not counted."""
-    sizes = [len(frame) for frame in frames[1:]]
-    return sum(sizes) + sum([2 if size < 256 else 9 for size in sizes])
-
-
-def _whence(route: Route, frames: list[zmq.Frame]) -> str:
-    """Return where a message came from: a connection of ours, or its host's address if libzmq tells."""
-    if isinstance(route, str):
-        return route
-    try:
-        return str(frames[0].get("Peer-Address"))
-    except (IndexError, zmq.ZMQError):
-        return "an unknown host"

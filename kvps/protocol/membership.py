@@ -81,6 +81,9 @@ class View(Message):
     """The number of the view in which this epoch began: what was asked under an older one is void."""
     cut: int = 0
     """The newest cut to which they could return; 0 while there is none."""
+    keys: tuple[str, ...] = ()
+    """In the order of ``members``, the public key by which each speaks to the others, or that it has where
+    it listens; empty for one that has none. None at all in a job without keys."""
 
 
 @tag(4)
@@ -333,6 +336,20 @@ class Seen(Message):
     members: tuple[Sight, ...]
     rounds: tuple[OldRound, ...]
     """The oldest of each store, the oldest first."""
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+@tag(110)
+@dataclass(frozen=True, slots=True)
+class Enrol(Message):
+    """Before HELLO, to a scheduler with keys: as a member I shall speak by these keys."""
+
+    public: str
+    """That of this process, in Z85."""
+    command: str = ""
+    """That of the command which this process will run, if it is a guardian."""
 
 
 # --- seats that two want --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ set, tensors travel as raw frames beside the head, and their sizes are compared,
 from __future__ import annotations
 
 import math
+import re
 import struct
 import types
 import typing
@@ -63,6 +64,8 @@ _INT_MAX = 2**63 - 1
 _INT_32_MAX = 2**32 - 1
 
 _ROLES: dict[int, Role] = {role.value: role for role in Role}
+
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 Check = Callable[[object], object]
 """Returns the value as its declared type, or raises ProtocolError."""
@@ -113,8 +116,17 @@ def _body(message: Message) -> bytes:
     return body
 
 
-def decode(frames: Sequence[bytes | memoryview]) -> Packet:
+Admit = Callable[[Envelope, type[Message], int], None]
+"""Judges a packet by its envelope, its message's class and the octets of its head; raises if it is not to
+be decoded."""
+
+
+def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> Packet:
     """Return the packet that ``frames`` spell.
+
+    Args:
+        frames: the head, and the payload.
+        admit: asked before the body is decoded; what it raises is passed on.
 
     Raises:
         ProtocolError: for any bytes that are not a packet of this protocol.
@@ -146,6 +158,9 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         raise ProtocolError(f"no role has number {role}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
+    envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
+    if admit is not None:
+        admit(envelope, cls, len(head))
     loans = _loans(head, lent) if lent else ()
     message = _build(cls, _unpack(head[HEAD.size + lent * LOAN.size :]))
     sizes = message.payload_sizes()
@@ -156,7 +171,6 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         if loans and isinstance(message, Load | Push):
             got = [_sum(message, got)]
         _compare(cls, tuple(got), sizes)
-    envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
     return Packet(envelope, message, payload, loans)
 
 
@@ -309,6 +323,12 @@ def _key(value: object) -> object:
     return value
 
 
+def _public(value: object) -> object:
+    if type(value) is not str or (value and not _Z85.fullmatch(value)):
+        raise _unlike("a public key in Z85, or nothing", value)
+    return value
+
+
 _BY_TYPE: dict[object, Check] = {
     int: _natural,
     bool: _bool,
@@ -329,6 +349,9 @@ _BY_FIELD: dict[str, Check] = {
     "ranks": _natural_32,
     "culprits": _natural_32,
     "View.number": _natural_32,
+    "View.keys": _public,
+    "Enrol.public": _public,
+    "Enrol.command": _public,
     "exit_code": _int,
     "numbers": _int,
     "held": _int,

@@ -1,7 +1,8 @@
 """A whole cluster inside this process: for a laptop, a notebook, a test.
 
 Scheduler, servers and workers are the real ones, each with its loop in a thread, and talk over
-loopback sockets; a subprocess may join with ``KVPS_SCHEDULER`` set to :attr:`LocalCluster.scheduler`.
+loopback sockets; a subprocess may join with ``KVPS_SCHEDULER`` set to :attr:`LocalCluster.scheduler` and
+``KVPS_KEYS`` to :attr:`LocalCluster.keys`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.room import memory_bytes
+from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role
+from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import own_machine
 from kvps.runtime.ticket import TIMEOUT_S
@@ -53,6 +56,7 @@ def worker_session(
     join_max_s: float = JOIN_MAX_S,
     *,
     is_replaceable: bool = True,
+    keys: Keys | None = None,
 ) -> WorkerSession:
     """Return a session of this process with the cluster at ``scheduler``."""
     identity = Identity(
@@ -67,9 +71,11 @@ def worker_session(
         join_max_s=join_max_s,
         silence_max_s=config.silence_max_s(),
         machine=own_machine(),
+        public_key=keys.session.public if keys else "",
+        is_enrolled=keys is not None and keys.is_enrolled,
     )
     descriptors.demand("a worker", descriptors.of_worker(1, 1) + descriptors.SPARE)
-    transport, memory, _ = open_transport()
+    transport, memory, _ = open_transport(keys=keys)
     return WorkerSession(identity, transport, memory, is_replaceable=is_replaceable)
 
 
@@ -108,6 +114,10 @@ class LocalCluster:
         self._workers: list[ThreadPoolExecutor] = []
         """A thread for each worker, since the first :meth:`run`."""
         self._has_failed = False
+        self.keys = ""
+        """Where the cluster's keys are, once it is entered; empty where this system has none."""
+        self._sections: list[Section] = []
+        self._key_memory: KeyMemory | None = None
         self._threads: list[threading.Thread] = []
         self._stops: list[Callable[[], None]] = []
         self._sessions: dict[int, WorkerSession] = {}
@@ -162,17 +172,27 @@ class LocalCluster:
             + self.workers * descriptors.of_worker(*sizes)
             + descriptors.SPARE,
         )
+        if keys_can_be() and not config.switch("KVPS_INSECURE"):
+            self._sections = generate()
+            self._key_memory = KeyMemory(self._sections)
+            self.keys = self._key_memory.path
         settings = Settings(
-            self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()
+            *(self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()),
+            has_keys=bool(self.keys),
         )
         transport = ZmqTransport(
-            "tcp://127.0.0.1:0", watch=True, checksums=config.checksums(), control=True
+            "tcp://127.0.0.1:0",
+            watch=True,
+            checksums=config.checksums(),
+            role=Role.SCHEDULER,
+            keys=self._keys_of("scheduler"),
         )
         self.scheduler = transport.endpoint
         now = time.monotonic()
         self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
         for rank in range(self.servers):
-            one, memory, endpoint = open_transport("tcp://127.0.0.1:0")
+            keys = self._keys_of("server")
+            one, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
             identity = Identity(
                 Role.SERVER,
                 self.scheduler,
@@ -183,8 +203,12 @@ class LocalCluster:
                 endpoint=endpoint,
                 silence_max_s=config.silence_max_s(),
                 machine=own_machine(),
+                public_key=keys.session.public if keys else "",
             )
             self._drive(f"server {rank}", Server(identity, now, memory_bytes(), memory), one)
+
+    def _keys_of(self, role: str) -> Keys | None:
+        return of(self._sections, role) if self._sections else None
 
     def session(self) -> WorkerSession:
         """Return the worker that the calling thread is, making it if it is new.
@@ -207,6 +231,7 @@ class LocalCluster:
                 self.scheduler,
                 taken if rank is None else rank,
                 is_replaceable=False,  # nobody starts a thread that raised again
+                keys=self._keys_of("worker"),
             )
             self._sessions[id(session)] = session
         self._mine.session = session
@@ -280,6 +305,9 @@ class LocalCluster:
                 stop()
         for thread in self._threads:
             thread.join(END_MAX_S)
+        if self._key_memory is not None:
+            self._key_memory.close()
+            self._key_memory = None
         if any(thread.is_alive() for thread in self._threads):
             for stop in self._stops:
                 stop()

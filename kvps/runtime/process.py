@@ -15,6 +15,7 @@ import threading
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, SchedulerLost
+from kvps.runtime.keys import load_if_any
 from kvps.runtime.local_cluster import LocalCluster, worker_session
 from kvps.runtime.open_stores import AtExit, OpenStores
 from kvps.runtime.preemption import leave_if_wished
@@ -99,6 +100,7 @@ class _Process:
                 found.incarnation,
                 found.job,
                 config.join_max_s(),
+                keys=load_if_any(config.keys_path(), "worker"),
             )
             leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
         assert self.session is not None
@@ -144,21 +146,23 @@ def _become(found: config.Cluster) -> None:
 
 
 def _run(found: config.Cluster, insecure: bool) -> int:
+    keys = load_if_any(config.keys_path(), found.role)
     if found.role == "scheduler":
         from kvps.runtime.scheduler_process import run_scheduler
 
         assert found.workers is not None
         assert found.servers is not None
         bind = config.scheduler_bind(found.scheduler)
-        return run_scheduler(found.workers, found.servers, bind, insecure=insecure)
+        return run_scheduler(found.workers, found.servers, bind, insecure=insecure, keys=keys)
 
     from kvps.runtime.server_process import run_server
 
-    bind = config.server_bind(found.scheduler, insecure)
+    bind = config.server_bind(found.scheduler, insecure or keys is not None)
     return run_server(
         found.scheduler,
         bind,
         insecure=insecure,
+        keys=keys,
         checkpoint_dir=config.checkpoint_dir(),
         checkpoint_every_s=config.checkpoint_every_s(None),
     )

@@ -29,7 +29,9 @@ from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.locality import machine
+from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,10 +57,18 @@ class StateFile(NullListener):
         self._failure = ""
         """Why the last state is not there; empty if it is."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._folder, os.O_RDONLY)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"cannot use --state {self._folder}: {error}") from error
+        status, me = os.fstat(self._lock), os.geteuid()
+        if status.st_mode & 0o002 or (me and status.st_uid != me):
+            os.close(self._lock)
+            raise ConfigError(
+                f"--state {self._folder} can be written to by others (user {status.st_uid}, mode "
+                f"{status.st_mode & 0o7777:04o}), and who writes there decides who is in the job: use a "
+                "folder of your own (chmod 700)"
+            )
         try:
             # On the folder itself: there is no file that a kill could leave behind.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,6 +167,7 @@ def run_scheduler(
     silence_max_s: float = SILENCE_MAX_S,
     drop_grace_s: float = DROP_GRACE_S,
     on_ready: Callable[[str], None] | None = None,
+    keys: Keys | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -170,13 +181,14 @@ def run_scheduler(
         silence_max_s: a member that says nothing for so long is lost.
         drop_grace_s: and so is one whose connection broke, and that opens no other for so long.
         on_ready: told where it listens, once it does.
+        keys: its own, and the public ones of those who may come; None lets anybody come.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
             descriptors.
         StorageError: if ``state`` cannot be read.
     """
-    config.demand_loopback(bind, insecure)
+    config.demand_loopback(bind, insecure or keys is not None)
     need = descriptors.of_scheduler(workers, servers) + descriptors.SPARE
     descriptors.demand(f"the scheduler of {workers} workers and {servers} servers", need)
     descriptors.make_room(
@@ -186,9 +198,10 @@ def run_scheduler(
         *(workers, servers, silence_max_s, drop_grace_s),
         keep_alive=keep_alive,
         persist=state is not None,
+        has_keys=keys is not None,
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        return _run_scheduler(settings, bind, kept, on_ready)
+        return _run_scheduler(settings, bind, kept, on_ready, keys)
 
 
 def _run_scheduler(
@@ -196,13 +209,17 @@ def _run_scheduler(
     bind: str,
     kept: StateFile | None,
     on_ready: Callable[[str], None] | None,
+    keys: Keys | None,
 ) -> int:
-    transport = ZmqTransport(bind, watch=True, checksums=config.checksums(), control=True)
+    transport = ZmqTransport(
+        bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
+    )
     try:
         snapshot = kept.read() if kept is not None else None
         now = time.monotonic()
         if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now)
+            transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
             core = Scheduler(settings, secrets.token_bytes(16), now)
     except KvpsError:

@@ -6,6 +6,7 @@ The command ``kvps-server`` calls this, and so does a job script that ``DMLC_ROL
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import sys
@@ -24,11 +25,13 @@ from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
 from kvps.net.room import memory_bytes
+from kvps.net.zap import Keys
 from kvps.protocol.envelope import Role
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
 
+log = logging.getLogger("kvps")
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
 
@@ -45,6 +48,7 @@ def run_server(
     insecure: bool = False,
     checkpoint_dir: str | None = None,
     checkpoint_every_s: float = 0.0,
+    keys: Keys | None = None,
 ) -> int:
     """Run a server until its job is over; return its exit code.
 
@@ -60,12 +64,13 @@ def run_server(
         insecure: ``bind`` may be where other machines reach it.
         checkpoint_dir: where checkpoints are written and found; None for none.
         checkpoint_every_s: how often one is written; 0 only when workers ask for one.
+        keys: its own, and the scheduler's public one; None where there are none.
 
     Raises:
         ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
         SchedulerLost: if nobody knows the scheduler's name.
     """
-    config.demand_loopback(bind, insecure)
+    config.demand_loopback(bind, insecure or keys is not None)
     for plugin in plugins:
         _load(plugin)
     if threads is not None:
@@ -75,7 +80,8 @@ def run_server(
     descriptors.make_room(
         descriptors.of_server(0, SEATS_MAX)
     )  # how many will come is not known yet
-    transport, memory, listens = open_transport(bind)
+    transport, memory, listens = open_transport(bind, keys)
+    log.info("server at %s", listens)
     identity = Identity(
         Role.SERVER,
         scheduler,
@@ -87,6 +93,7 @@ def run_server(
         join_max_s=join_max_s,
         silence_max_s=config.silence_max_s(),
         machine=own_machine(),
+        public_key=keys.session.public if keys else "",
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = memory_bytes() if memory_limit is None else memory_limit

@@ -19,7 +19,9 @@ from kvps.net.heap import keep_freed_memory
 from kvps.net.page_remap import PageRemapper
 from kvps.net.shm_segment import Segment, Unshared
 from kvps.net.shm_transport import SHARE_MIN_BYTES, SharingTransport
+from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Role
 from kvps.tensors import TORCH, Memory, Private
 
 log = logging.getLogger("kvps")
@@ -63,17 +65,21 @@ class Shared:
         return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 
 
-def open_transport(bind: str | None = None) -> tuple[Transport, Memory, str]:
+def open_transport(
+    bind: str | None = None, keys: Keys | None = None
+) -> tuple[Transport, Memory, str]:
     """Return a transport, the memory to send from, and where it listens.
 
     Args:
         bind: where to listen; None for a worker, which learns that when it has a rank.
+        keys: by which it speaks and takes connections; None for anybody's.
 
     Raises:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
     """
     wish = config.transport()
-    zmq = ZmqTransport(bind, checksums=config.checksums())
+    role = Role.WORKER if bind is None else Role.SERVER
+    zmq = ZmqTransport(bind, checksums=config.checksums(), role=role, keys=keys)
     if wish == "tcp":
         keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")

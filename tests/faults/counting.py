@@ -48,13 +48,14 @@ def behind(
     """
     proxies: list[Proxy] = []
 
-    def opened(bind: str | None = None) -> tuple[object, object, str]:
-        transport, memory, endpoint = open_transport(bind)
+    def opened(bind: str | None = None, keys: None = None) -> tuple[object, object, str]:
+        transport, memory, endpoint = open_transport(bind, keys)
         if bind is not None:
             proxies.append(proxy(endpoint))
             endpoint = proxies[-1].endpoint
         return transport, memory, endpoint
 
+    monkeypatch.setenv("KVPS_INSECURE", "1")  # with keys, a proxy could read and change nothing
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")
     monkeypatch.setenv("KVPS_CHUNK_BYTES", "64K")
     monkeypatch.setattr(local, "open_transport", opened)

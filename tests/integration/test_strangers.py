@@ -28,7 +28,7 @@ kv.set_optimizer("sgd", learning_rate=1.0)
 kv.init("w", torch.zeros(1000))
 out = torch.empty(1000)
 for round_ in range(2):
-    print("round", round_, flush=True)
+    print("round", round_, "of job", kv.session.core.member.job.hex(), flush=True)
     while not pathlib.Path(f"go-{round_}").exists():
         time.sleep(0.02)
     kv.push("w", torch.full((1000,), float(round_ + 1)))
@@ -45,14 +45,15 @@ class Job:
 
     def __init__(self, processes: Processes) -> None:
         self.cluster: Cluster = processes.scheduler(1, 1)
-        self.server: Process = self.cluster.server()
+        self.server: Process = self.cluster.server("--log-level", "info")
         self.worker: Process = self.cluster.plain(processes.script(SCRIPT))
         self.folder: Path = processes.folder
         (self.folder / "go-0").touch()
         self.worker.expect("round 1", 120.0)
-        seen, self.name = look(self.cluster.endpoint)
+        seen = look(self.cluster.endpoint)
         self.seats = {(one.role, one.rank): one for one in seen.members}
-        self.endpoint = self.seats[Role.SERVER, 0].endpoint
+        self.endpoint = self.server.expect(r"at (tcp://[\d.]+:\d+)").group(1)
+        self.name = bytes.fromhex(self.worker.expect(r"job (\w{32})").group(1))
 
     def envelope(self, role: Role, seq: int = 1) -> Envelope:
         """Return the envelope of a member."""
@@ -73,8 +74,8 @@ class Job:
         assert self.cluster.process.wait() == 0
 
 
-def look(endpoint: str) -> tuple[m.Seen, bytes]:
-    """Return what the scheduler shows, and the job's name."""
+def look(endpoint: str) -> m.Seen:
+    """Return what the scheduler shows."""
     transport = ZmqTransport()
     try:
         core = StatusClient(endpoint, time.monotonic(), 60.0)
@@ -82,7 +83,7 @@ def look(endpoint: str) -> tuple[m.Seen, bytes]:
         inbox.put(lambda core, now: core.start(now))
         drive(core, transport, inbox)
         assert core.seen is not None, core.error
-        return core.seen, core.job
+        return core.seen
     finally:
         transport.close(0.0)
 

@@ -16,13 +16,14 @@ from kvps.errors import ConfigError, ProtocolError
 from kvps.net.driver import Disconnected
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Packet, Role
-from kvps.protocol.membership import Beat
+from kvps.protocol.membership import Beat, Probe, Probed
 from kvps.protocol.values import Pulled, Stand
 from kvps.tensors import from_frame, to_frame
 from tests.faults.streams import Stream, TcpProxy
 from tests.integration.processes import until
 
 ENVELOPE = Envelope(bytes(16), 0, Role.WORKER, 1, 1, 0)
+SERVER = Envelope(bytes(16), 0, Role.SERVER, 0, 1, 0)
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
@@ -49,26 +50,26 @@ def take(transport, deadline_s=10.0):
 
 
 def test_a_packet_goes_there_and_back(transports):
-    server, worker = transports(LOOPBACK), transports()
+    server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
     worker.connect("server 0", server.endpoint)
-    worker.send("server 0", Packet(ENVELOPE, Beat(7)), None)
+    worker.send("server 0", Packet(ENVELOPE, Probe((7,))), None)
     route, packet = take(server)
-    assert packet == Packet(ENVELOPE, Beat(7))
-    server.send(route, Packet(ENVELOPE, Beat(8, "waiting")), None)
+    assert packet == Packet(ENVELOPE, Probe((7,)))
+    server.send(route, Packet(SERVER, Probed((8,), ())), None)
     name, answer = take(worker)
     assert name == "server 0"
-    assert answer.message == Beat(8, "waiting")
+    assert answer.message == Probed((8,), ())
 
 
 def test_payload_is_held_until_it_is_read(transports):
-    server, worker = transports(LOOPBACK), transports()
+    server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
     worker.connect("server 0", server.endpoint)
-    worker.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+    worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     route, _ = take(server)
     count = 1 << 18
     buffer = Buffer(torch.randn(count))
     message = Pulled(1, 1, 1, True, (Stand(0, count, 1, 1),))
-    server.send(route, Packet(ENVELOPE, message, (to_frame(buffer.tensor),)), buffer.hold())
+    server.send(route, Packet(SERVER, message, (to_frame(buffer.tensor),)), buffer.hold())
     _, packet = take(worker)
     assert torch.equal(from_frame(packet.payload[0], "float32"), buffer.tensor)
     end = time.monotonic() + 10
@@ -78,17 +79,17 @@ def test_payload_is_held_until_it_is_read(transports):
 
 
 def test_a_hold_is_released_where_nobody_listens(transports):
-    server = transports(LOOPBACK)
+    server = transports(LOOPBACK, role=Role.SERVER)
     buffer = Buffer(torch.zeros(4))
     message = Pulled(1, 1, 1, True, (Stand(0, 4, 1, 1),))
-    packet = Packet(ENVELOPE, message, (to_frame(buffer.tensor),))
+    packet = Packet(SERVER, message, (to_frame(buffer.tensor),))
     server.send(b"nobody", packet, buffer.hold())
     server.send("server 9", packet, buffer.hold())
     assert buffer.holds == 0
 
 
 def test_a_broken_connection_is_a_drop(transports):
-    scheduler, member = transports(LOOPBACK, watch=True), transports()
+    scheduler, member = transports(LOOPBACK, watch=True, role=Role.SCHEDULER), transports()
     member.connect("scheduler", scheduler.endpoint)
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
     route, _ = take(scheduler)
@@ -99,16 +100,20 @@ def test_a_broken_connection_is_a_drop(transports):
 
 
 def test_connecting_again_replaces(transports):
-    one, two, worker = transports(LOOPBACK), transports(LOOPBACK), transports()
+    one, two, worker = (
+        transports(LOOPBACK, role=Role.SERVER),
+        transports(LOOPBACK, role=Role.SERVER),
+        transports(),
+    )
     worker.connect("server 0", one.endpoint)
     worker.connect("server 0", two.endpoint)
-    worker.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+    worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     take(two)
     assert list(one.poll(0.05)) == []
 
 
 def test_bytes_that_are_no_packet(transports):
-    server = transports(LOOPBACK)
+    server = transports(LOOPBACK, role=Role.SERVER)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(server.endpoint)
@@ -142,7 +147,7 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
         opened = []
 
         def is_opened_again():
-            member.send("server 0", Packet(ENVELOPE, Beat(1)), None)
+            member.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
             list(member.poll(0.01))
             with contextlib.suppress(TimeoutError):
                 opened.append(listener.accept()[0])
@@ -160,22 +165,22 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
 def test_a_frame_may_take_longer_than_a_silence(transports, monkeypatch):
     """libzmq hears nothing until all of it is there, and its heartbeat stands behind it."""
     monkeypatch.setattr("kvps.net.zeromq.DATA_HEARTBEAT_S", (0.2, 1.8))
-    server, worker = transports(LOOPBACK), transports()
+    server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
     slow = TcpProxy(server.endpoint, lambda place: Stream(bytes_per_s=1 << 20, piece_bytes=1 << 14))
     with contextlib.closing(slow):
         worker.connect("server 0", slow.endpoint, is_near=False)
-        worker.send("server 0", Packet(ENVELOPE, Beat(7)), None)
+        worker.send("server 0", Packet(ENVELOPE, Probe((7,))), None)
         route, _ = take(server)
         values = to_frame(torch.arange(1 << 20, dtype=torch.float32))
         answer = Pulled(1, 0, 1, True, (Stand(0, 1 << 20, 0, 0),))
-        server.send(route, Packet(ENVELOPE, answer, (values,)), None)
+        server.send(route, Packet(SERVER, answer, (values,)), None)
         _, packet = take(worker, 60.0)
         assert bytes(packet.payload[0]) == bytes(values)
         assert len(slow.streams) == 1, "it was cut, and opened again"
 
 
 def test_a_busy_port_is_named(transports):
-    server = transports(LOOPBACK)
+    server = transports(LOOPBACK, role=Role.SERVER)
     with pytest.raises(ConfigError, match=f"{server.endpoint}.*another kvps process"):
         ZmqTransport(server.endpoint)
 
@@ -192,7 +197,7 @@ def test_an_address_that_cannot_be_connected_to(transports):
 
 
 def test_another_thread_wakes_a_waiting_poll(transports):
-    server = transports(LOOPBACK)
+    server = transports(LOOPBACK, role=Role.SERVER)
     thread = threading.Thread(target=server.wake)
     thread.start()
     assert list(server.poll(10.0)) == []

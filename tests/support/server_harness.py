@@ -18,6 +18,7 @@ from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.server.server import Server
 from kvps.dtypes import BY_ID, BY_NAME
+from kvps.errors import KvpsError
 from kvps.protocol import wire
 from kvps.protocol.envelope import PROTOCOL, Envelope, Loan, Message, Packet, Role
 from kvps.protocol.membership import Error, Hello, Member, View, Welcome
@@ -111,7 +112,7 @@ class ServerStage:
             self.seats[int(name[1:])].state = state
         self.view += 1
         listed = [
-            Member(Role.WORKER, rank, seat.incarnation, seat.state, "", "host", 0.0, "")
+            Member(Role.WORKER, rank, seat.incarnation, seat.state, "", "host", 0.0, "", 7)
             for rank, seat in enumerate(self.seats)
         ]
         for rank, seat in enumerate(servers or [Seat("held", 1 + r) for r in range(self.servers)]):
@@ -175,13 +176,28 @@ class ServerStage:
         seen = self.view if view is None else view
         envelope = Envelope(job or self.job, seen, role, rank, incarnation, seq)
         packet = (lending if lent else over)(envelope, message, *payload)
-        return self.take(self.server.on_packet(route or b"w%d" % rank, packet, self.now))
+        return self.hear(route or b"w%d" % rank, packet)
 
     def other(self, rank: int, message: Message, incarnation: int | None = None) -> list[Said]:
         """Server ``rank`` says something."""
         life = 1 + rank if incarnation is None else incarnation
         envelope = Envelope(self.job, self.view, Role.SERVER, rank, life, 0)
-        return self.take(self.server.on_packet(b"s%d" % rank, over(envelope, message), self.now))
+        return self.hear(b"s%d" % rank, over(envelope, message))
+
+    def hear(self, route: bytes, packet: Packet) -> list[Said]:
+        """Let the server hear a packet; what it would say to the envelope alone, it has to say."""
+        refused: KvpsError | None = None
+        try:
+            is_heard = self.server.admit(route, packet.envelope, type(packet.message))
+        except KvpsError as error:
+            refused, is_heard = error, True
+        said = self.take(self.server.on_packet(route, packet, self.now))
+        assert is_heard or not said, said
+        if refused is not None:
+            (answer,) = [one.message for one in said]
+            assert isinstance(answer, Error)
+            assert (answer.code, answer.text) == (refused.code, str(refused))
+        return said
 
     def take(self, effects: Effects) -> list[Said]:
         """Collect what is said, and check the server. Who was handed memory must release it."""
@@ -390,6 +406,7 @@ def opening(mode: str = "sync", store: str = "kv", **options: object) -> Open:
         "deterministic": False,
         "on_worker_lost": "wait",
         "bigarray_bound": 100_000,
+        "bundles": True,  # so that one may push for several ranks
     }
     return Open(store, mode, **(default | options))  # type: ignore[arg-type]
 

@@ -88,18 +88,18 @@ def test_addresses_that_are_none(given):
 
 def test_only_loopback_without_insisting():
     for bind in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
-        config.demand_loopback(bind, insecure=False)
+        config.demand_loopback(bind, is_allowed=False)
     for bind in ("tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "tcp://host:1"):
-        config.demand_loopback(bind, insecure=True)
+        config.demand_loopback(bind, is_allowed=True)
         with pytest.raises(ConfigError, match="--insecure"):
-            config.demand_loopback(bind, insecure=False)
+            config.demand_loopback(bind, is_allowed=False)
 
 
 def test_where_a_server_listens():
-    assert config.server_bind("tcp://127.0.0.1:9091", insecure=False) == "tcp://127.0.0.1:0"
-    assert config.server_bind("tcp://10.0.0.1:9091", insecure=True) == "tcp://0.0.0.0:0"
+    assert config.server_bind("tcp://127.0.0.1:9091", is_allowed=False) == "tcp://127.0.0.1:0"
+    assert config.server_bind("tcp://10.0.0.1:9091", is_allowed=True) == "tcp://0.0.0.0:0"
     with pytest.raises(ConfigError, match="--insecure"):
-        config.server_bind("tcp://10.0.0.1:9091", insecure=False)
+        config.server_bind("tcp://10.0.0.1:9091", is_allowed=False)
 
 
 def test_where_a_scheduler_listens():

@@ -17,6 +17,8 @@ from kvps.protocol.wire import encode
 
 JOB = bytes(range(16))
 NOBODY = bytes(16)
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+"""The public key of section 4 of ZeroMQ's RFC 26, in Z85."""
 SHA256 = bytes(range(32)).hex()
 
 SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
@@ -60,6 +62,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 2,
                 5,
                 12,
+                (KEY, ""),
             ),
             (),
         ),
@@ -229,6 +232,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             (longs(-7), longs(6), floats(1.0, 2.0), floats(0.25, 4.0)),
         ),
         (CREATOR, m.TableRate(3, 0.125), ()),
+        (asking_nothing(WORKER), m.Enrol(KEY, ""), ()),
         (SCHEDULER, m.Challenge(1_700_000_042), ()),
         (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
     ]

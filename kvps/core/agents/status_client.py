@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
-from kvps.errors import from_code
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.errors import KvpsError, from_code
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error, Look, Seen, Stop
 
 LOOK_AGAIN_S = 0.5
@@ -23,6 +23,8 @@ class StatusClient:
         self.job = bytes(16)
         self.error = f"no answer from the scheduler at {scheduler} for {limit_s:g} s"
         """Why there was nothing to see."""
+        self.refusal: KvpsError | None = None
+        """What the scheduler said against it."""
         self._scheduler = scheduler
         self._until = now + limit_s
         self._ask_at = now
@@ -32,6 +34,10 @@ class StatusClient:
         yield Connect("scheduler", self._scheduler)
         yield from self.on_timer(now)
 
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Hear the scheduler."""
+        return True
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler said something."""
         match packet.message:
@@ -39,7 +45,8 @@ class StatusClient:
                 self.seen, self.job = packet.message, packet.envelope.job
                 yield Exit(0, "seen")
             case Error(code=code, text=text):
-                self.error = str(from_code(code, text))
+                self.refusal = from_code(code, text)
+                self.error = str(self.refusal)
                 yield Exit(1, self.error)
             case Stop(reason=reason):
                 self.error = f"the job is over: {reason}"

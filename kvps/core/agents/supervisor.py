@@ -31,7 +31,7 @@ import signal
 
 from kvps.core.effects import Effects, Exit, Finish, Note, Route
 from kvps.core.membership_client import EXIT_TEMPORARY, Identity, MembershipClient
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
 
 START, ASK, KILL = 1, 2, 3
 """Start the command, in the seat of the WELCOME that is the value; send it the signal that is the
@@ -79,6 +79,10 @@ class Supervisor:
     def start(self, now: float) -> Effects:
         """Join the cluster."""
         yield from self.member.start(now)
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Hear the scheduler."""
+        return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler said something."""

@@ -25,7 +25,7 @@ import hashlib
 from collections import Counter
 from typing import NamedTuple
 
-from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send
+from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.membership import Membership
@@ -36,7 +36,7 @@ from kvps.core.scheduler.seat import Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Stop, View, Welcome
+from kvps.protocol.membership import Seen, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 LOOK_EVERY_S = 2.0
@@ -48,6 +48,10 @@ NOTICE_MAX_S = 240.0
 FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
+STRANGERS_JOB = bytes(16)
+"""In place of the job's name, which its members know each other by, in what others are told."""
+SHOWN_OCTETS = 4
+"""So much of the name one who looks is shown: enough to tell jobs apart."""
 
 
 def next_job(name: bytes) -> bytes:
@@ -101,6 +105,8 @@ class Job:
             None if settings.forming_max_s is None else now + settings.forming_max_s
         )
         """When a job that forms, or that cannot go on, is ended with workers in it."""
+        self._trusted: dict[str, str] = {}
+        """The session keys that connections are made by."""
         self._outbox: list[Effect] = []
         self._schedule()
 
@@ -298,8 +304,11 @@ class Job:
     # --- what is said -----------------------------------------------------------------------
 
     def send(self, route: Route, message: Message) -> None:
-        """Say something along one route."""
-        envelope = Envelope(self.name, self.number, Role.SCHEDULER, 0, 0, 0)
+        """Say something along one route; who holds no seat is not told the name of the job."""
+        name = self.name if route in self.seats.routes else STRANGERS_JOB
+        if isinstance(message, Seen):
+            name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
+        envelope = Envelope(name, self.number, Role.SCHEDULER, 0, 0, 0)
         self._outbox.append(Send(route, Packet(envelope, message)))
 
     def answer(self, answers: list[Answer]) -> None:
@@ -321,6 +330,7 @@ class Job:
             self.checkpoints.epoch,
             self.since,
             self.checkpoints.kept,
+            self.seats.data_keys(),
         )
 
     def welcome(self, seat: Seat, places: dict[int, Place] | None = None) -> Welcome:
@@ -378,6 +388,9 @@ class Job:
         if self.seats.has_new_suspect:
             self._schedule()
         effects, self._outbox = self._outbox, []
+        if self.settings.has_keys and (sessions := self.seats.sessions()) != self._trusted:
+            self._trusted = sessions
+            effects.insert(0, Trust(sessions))
         if self.has_changed and self.settings.persist:
             effects.insert(0, Save(self.snapshot()))
         self.has_changed = False

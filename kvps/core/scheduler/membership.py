@@ -34,9 +34,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvps.core.keys import name_of
 from kvps.core.scheduler.claims import Claims
 from kvps.core.scheduler.phase import told
-from kvps.core.scheduler.seat import Seat, SeatLink, Settings, State
+from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Member
@@ -67,10 +68,32 @@ class Membership:
         }
         self.routes: dict[Route, Seat] = {}
         self.claims = Claims()
+        self._enrolled: dict[Route, tuple[str, str]] = {}
+        """By the newcomer's route, the keys by which it will speak."""
         self.has_new_suspect = False
         """What :meth:`due` says may be sooner than it was."""
 
     # --- taking a seat and coming back to it ----------------------------------------------
+
+    def enrol(self, route: Route, keys: tuple[str, str]) -> None:
+        """A newcomer says by which keys it will speak once it has a seat."""
+        self._enrolled.pop(route, None)
+        self._enrolled[route] = keys
+        if len(self._enrolled) > SEATS_MAX:
+            del self._enrolled[next(iter(self._enrolled))]  # it says so again, with its next HELLO
+
+    def has_enrolled(self, route: Route) -> bool:
+        """Whether a newcomer has said so."""
+        return route in self._enrolled
+
+    def sessions(self) -> dict[str, str]:
+        """Return by public key the name of the connections of each member."""
+        return {
+            key: name_of(seat.node, seat.incarnation)
+            for seat in self.by_node.values()
+            for key in seat.keys
+            if key
+        }
 
     def take(self, route: Route, hello: Hello, now: float) -> tuple[Seat, bool]:
         """Give a newcomer a seat, with a new incarnation; say whether it replaces somebody."""
@@ -80,7 +103,8 @@ class Membership:
         for link in seat.links:
             del self.routes[link]
         self.issued += not is_again
-        seat.begin(seat.incarnation if is_again else self.issued, hello, now)
+        incarnation = seat.incarnation if is_again else self.issued
+        seat.begin(incarnation, hello, now, self._enrolled.pop(route, ("", "")))
         self._bind(route, seat, SeatLink(hello.host, hello.pid, seat.is_guarded, now), now)
         self.claims.close(route)
         return seat, replaces
@@ -239,6 +263,7 @@ class Membership:
     def drop(self, route: Route, now: float) -> None:
         """Forget a broken connection; its seat is under suspicion if it was the last one."""
         self.claims.close(route)
+        self._enrolled.pop(route, None)
         seat = self.routes.pop(route, None)
         if seat is None:
             return
@@ -310,6 +335,11 @@ class Membership:
     def has_held_worker(self) -> bool:
         """Whether at least one worker is alive."""
         return bool(self.workers(State.HELD))
+
+    def data_keys(self) -> tuple[str, ...]:
+        """Return the public key of every seat as a view shows it; nothing in a job without keys."""
+        keys = tuple([seat.data_key for seat in self.by_node.values()])
+        return keys if any(keys) else ()
 
     def members(self, now: float) -> tuple[Member, ...]:
         """Return every seat as a view shows it."""

@@ -1,4 +1,4 @@
-"""The rate limit of views that go to everybody.
+"""Rate limits: of views that go to everybody, and of what strangers can bring about.
 
 A view has a row for every seat and goes to every member, so that a thousand members that all leave at
 the end would make a billion rows. Few members are told of each change at once; of a large cluster,
@@ -30,3 +30,22 @@ class ViewRateLimiter:
     def spend(self, rows: int, now: float) -> None:
         """Views of so many rows were sent."""
         self._paid_at = max(self._paid_at, now) + rows / ROWS_PER_S
+
+
+class RateLimit:
+    """How often something may happen, from one span of time to the next."""
+
+    def __init__(self, count_max: int, within_s: float) -> None:
+        self.exceeded = 0
+        """How often it might not, since it last might."""
+        self._count_max, self._within_s = count_max, within_s
+        self._since, self._count = -math.inf, 0
+
+    def is_within(self, now: float) -> bool:
+        """Count one more; return whether it may happen."""
+        if now >= self._since + self._within_s:
+            self._since, self._count = now, 0
+        self._count += 1
+        is_within = self._count <= self._count_max
+        self.exceeded = 0 if is_within else self.exceeded + 1
+        return is_within

@@ -16,9 +16,11 @@ from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvps.core.scheduler.barriers import Name
 
-FORMAT = 5
+FORMAT = 6
 
 
 class SavedState(NamedTuple):
@@ -53,6 +55,7 @@ def dump(snapshot: SavedState) -> bytes:
             seat.has_said_so,
             seat.has_begun,
             seat.reason,
+            *seat.keys,
         )
         for seat in snapshot.seats.by_node.values()
     ]
@@ -62,6 +65,21 @@ def dump(snapshot: SavedState) -> bytes:
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
     state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts))
     return state
+
+
+_FIELDS = (int, str, int, str, str, int, bool, bool, bool, bool, str, str, str)
+"""The types of a seat's fields."""
+
+
+def _demand(values: Sequence[object], types: Sequence[type]) -> None:
+    """Check the types of what was read, one by one.
+
+    Raises:
+        TypeError: if one is another.
+    """
+    for value, kind in zip(values, types, strict=True):
+        if type(value) is not kind:
+            raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 def load(state: bytes, settings: Settings, now: float) -> SavedState:
@@ -74,6 +92,8 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
     try:
         head, rows, barriers, resumed, cuts = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
+        _demand(head[2:], (bytes, int, bool, int))
+        _demand(cuts, (int, int, int, bool, int))
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
         if counts != [settings.workers, settings.servers]:
@@ -86,6 +106,7 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         seats = Membership(settings)
         seats.issued = issued
         for role, rank, name, *fields in rows:
+            _demand(fields, _FIELDS)
             seat = seats.by_node[Node(Role(role), rank)]
             seat.state, seat.heard_at, seat.lost_at = State(name), now, now
             seat.is_welcomed = True  # one that was not says HELLO until it is
@@ -101,7 +122,9 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
                 seat.has_said_so,
                 seat.has_begun,
                 seat.reason,
+                *keys,
             ) = fields
+            seat.keys = keys[0], keys[1]
         passed = {(store, name): Passed(*one) for store, name, *one in barriers}
         places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
+from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
 from kvps.core.scheduler.status import sights
@@ -44,6 +45,7 @@ from kvps.protocol.membership import (
     Alive,
     Barrier,
     Beat,
+    Enrol,
     Error,
     Hello,
     Leave,
@@ -63,6 +65,12 @@ if TYPE_CHECKING:
 
 NOBODY = bytes(16)
 """The job in the envelope of one who does not know it yet."""
+FROM_ANYBODY = (Enrol, Hello, Look, Leave, Error)
+"""What need not come from the holder of a seat; a LEAVE may be of one of a former job."""
+LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
+"""How many who look are answered in such a time, all together; the others ask again."""
+REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
+"""Of how many newcomers that were refused the log tells in such a time."""
 
 __all__ = ["Scheduler", "Settings"]
 
@@ -72,8 +80,19 @@ class Scheduler:
 
     def __init__(self, settings: Settings, job: bytes, now: float) -> None:
         self.job = Job(settings, job, now)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._looks = RateLimit(LOOKS_MAX, LOOKS_WITHIN_S)
+        self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
 
     # --- doors ------------------------------------------------------------------------------
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: anybody may say HELLO and LOOK, and all else is for members."""
+        if self.job.stop is None and kind not in FROM_ANYBODY:
+            self._demand_seat(route, envelope)
+        return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A peer said something."""
@@ -81,7 +100,8 @@ class Scheduler:
         try:
             match message:
                 case Look():
-                    self.job.send(route, self._seen(envelope.seq, now))
+                    if self._looks.is_within(now):
+                        self.job.send(route, self._seen(envelope.seq, now))
                 case Leave():
                     self._on_leave(route, envelope, message, now)
                 case Error():
@@ -89,6 +109,8 @@ class Scheduler:
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
                     self.job.part((envelope.node, envelope.incarnation), now)
+                case Enrol():
+                    self.job.seats.enrol(route, (message.public, message.command))
                 case Hello():
                     self._on_hello(route, envelope, message, now)
                 case Beat():
@@ -112,9 +134,7 @@ class Scheduler:
         except KvpsError as error:
             if isinstance(message, Hello):
                 self.job.seats.claims.close(route)
-                self.job.note(
-                    "warning", f"refused {shown(message.host):.60}:{message.pid}: {error}"
-                )
+                self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
             self.job.send(route, Error(envelope.seq, error.code, str(error)))
         return self.job.flush()
 
@@ -158,6 +178,9 @@ class Scheduler:
             seat = self.job.seats.recognise(route, envelope, now)
         elif not envelope.incarnation and self.job.phase is Phase.ENDING:
             raise WorkerLost(f"the job takes no new members: {self.job.reason}")
+        elif self._is_nameless(route, envelope):
+            self.job.send(route, Beat(0, "the scheduler waits for ENROL before HELLO"))
+            return
         elif self._is_doubtful(route, envelope, hello, now):
             return
         elif envelope.incarnation:
@@ -179,6 +202,11 @@ class Scheduler:
         if was_welcomed == seat.is_welcomed:  # else it was welcomed along with its return
             self._greet(route, seat, now)
 
+    def _is_nameless(self, route: Route, envelope: Envelope) -> bool:
+        """Whether a newcomer has not said by which key it will speak, and has to: its ENROL was lost."""
+        is_new = self.job.settings.has_keys and not envelope.incarnation
+        return is_new and not self.job.seats.has_enrolled(route)
+
     def _is_doubtful(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> bool:
         """Whether a newcomer must wait until it is known who lives; then it and they are told."""
         claims = self.job.seats.claims
@@ -199,6 +227,13 @@ class Scheduler:
         link = seat.links[route]
         if alive.number == link.challenge:
             link.proved, link.is_guardian = alive.number, alive.guardian and seat.is_guarded
+
+    def _note_refusal(self, who: str, error: KvpsError, now: float) -> None:
+        """Say in the log that a newcomer was refused, unless that was said of many just now."""
+        unsaid = self._refusals.exceeded
+        if self._refusals.is_within(now):
+            more = f" ({unsaid} more were refused before, and no line said so)" if unsaid else ""
+            self.job.note("warning", f"refused {who}: {error}{more}")
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
         if seat.is_welcomed:
@@ -320,6 +355,8 @@ class Scheduler:
                 f"({hello.software:.60}) speaks {hello.major}.{hello.minor}: upgrade kvps at "
                 f"{older:.80}"
             )
+        if hello.role != envelope.role:
+            raise ProtocolError(f"a {envelope.role} asks for the seat of a {Role(hello.role)}")
         if hello.role not in (Role.SERVER, Role.WORKER):
             raise ProtocolError(f"role {hello.role} takes no seat; servers and workers do")
         for name in ("host", "endpoint", "master"):
@@ -333,6 +370,23 @@ class Scheduler:
             self._demand_job(envelope)
         elif envelope.job not in (NOBODY, self.job.name):
             raise self._mismatch(envelope)
+
+    def _demand_seat(self, route: Route, envelope: Envelope) -> None:
+        """Refuse whoever neither has a seat by its connection nor names one with its incarnation.
+
+        Raises:
+            KvpsError: what it is to be told.
+        """
+        seat = self.job.seats.routes.get(route)
+        if envelope.incarnation:
+            self._demand_job(envelope)
+            if seat is None or (seat.node, seat.incarnation) != (
+                envelope.node,
+                envelope.incarnation,
+            ):
+                self.job.seats.holder(envelope.node, envelope.incarnation)
+        elif seat is None:
+            self.job.seats.holder(envelope.node, 0)
 
     def _recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         if envelope.incarnation:
@@ -349,8 +403,8 @@ class Scheduler:
 
     def _mismatch(self, envelope: Envelope) -> Mismatch:
         return Mismatch(
-            f"this scheduler runs job {self.job.name.hex()}, and {envelope.node} speaks of job "
-            f"{envelope.job.hex()}: is this the right scheduler? If so, it began without the state "
+            f"this scheduler runs job {self.job.name.hex()[:8]}, and {envelope.node} speaks of job "
+            f"{envelope.job.hex()[:8]}: is this the right scheduler? If so, it began without the state "
             "of the former one; start the job again"
         )
 
@@ -368,6 +422,7 @@ class Scheduler:
         """
         scheduler = cls.__new__(cls)
         scheduler.job = Job.restore(settings, snapshot, now)
+        scheduler._begin()
         return scheduler
 
     def check(self) -> None:

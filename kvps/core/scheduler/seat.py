@@ -59,6 +59,8 @@ class Settings:
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
     """Yield a Save with each change."""
+    has_keys: bool = False
+    """Members say by which keys they will speak, and have no seat before."""
 
     def __post_init__(self) -> None:
         seats = self.workers + self.servers
@@ -108,6 +110,8 @@ class Seat:
     """Its WELCOME has been sent; a guardian's is held back until all workers are here."""
     is_replacement: bool = False
     """Its holder took the place of another while the job ran."""
+    keys: tuple[str, str] = ("", "")
+    """The session keys of its holder, and of the command that a guardian runs."""
     has_said_so: bool = False
     """It ended by its own word, so no packet brings it back."""
     has_begun: bool = False
@@ -181,8 +185,11 @@ class Seat:
 
     # --- changes ----------------------------------------------------------------------------
 
-    def begin(self, incarnation: int, hello: Hello, now: float) -> None:
+    def begin(
+        self, incarnation: int, hello: Hello, now: float, keys: tuple[str, str] = ("", "")
+    ) -> None:
         """Begin a new life in this seat."""
+        self.keys = keys
         self.state, self.incarnation = State.HELD, incarnation
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
         self.master, self.machine = hello.master, hello.machine
@@ -214,6 +221,12 @@ class Seat:
         return True
 
     # --- looking ----------------------------------------------------------------------------
+
+    @property
+    def data_key(self) -> str:
+        """By which its holder, or the command that it runs, speaks to servers."""
+        own, command = self.keys
+        return command or own
 
     def doubt(self) -> str:
         """Say why one who wants it has to wait, while it is held."""

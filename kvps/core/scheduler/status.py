@@ -41,7 +41,10 @@ class StatusReport:
 
 
 def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
-    """Return every seat as it is shown, the workers first."""
+    """Return every seat as it is shown, the workers first.
+
+    Where servers listen is told to members only.
+    """
     return tuple(
         [
             Sight(
@@ -51,7 +54,7 @@ def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
                 seat.state.value,
                 seat.host,
                 seat.pid,
-                seat.endpoint,
+                "",
                 now - seat.heard_at if seat.state is not State.EMPTY else 0.0,
                 seat.presence(now),
             )

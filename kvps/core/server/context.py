@@ -117,50 +117,66 @@ class RequestContext:
                 f"no {envelope.role} {envelope.rank} of this job talks to {self.me}"
             )
 
-    def greet(self, route: Route, envelope: Envelope) -> None:
-        """Let in the worker that ``envelope`` names.
+    def is_named(self, envelope: Envelope) -> bool:
+        """Return whether the newest view names the incarnation of ``envelope``; if not, a later one may.
 
         Raises:
-            Fenced: for an older incarnation than the newest.
+            Fenced: for an older incarnation than that of the view.
         """
-        rank = envelope.rank
-        self._fence(envelope, self.life(rank))
-        self.begin(rank, envelope.incarnation)
-        if rank not in self.sessions:
-            self.sessions[rank] = Session(rank, route, envelope.incarnation)
-        self.sessions[rank].route = route
+        is_worker = envelope.role is Role.WORKER
+        life = self.life(envelope.rank) if is_worker else self._life_of_server(envelope.rank)
+        self._fence(envelope, life)
+        return envelope.incarnation == life
+
+    def greet(self, route: Route, envelope: Envelope) -> None:
+        """Let in the worker that ``envelope`` names, of the incarnation that the view names."""
+        session = self.sessions.setdefault(
+            envelope.rank, Session(envelope.rank, route, envelope.incarnation)
+        )
+        session.route = route
 
     def session(self, route: Route, envelope: Envelope) -> Session:
-        """Return the session of the worker that ``envelope`` names, wherever it speaks from now.
+        """Return the session of the worker that ``envelope`` names; its answers go along ``route`` now.
 
         Raises:
-            Fenced: for an older incarnation than the newest.
+            KvpsError: as :meth:`check_worker`.
+        """
+        session = self.check_worker(envelope)
+        session.route = route
+        return session
+
+    def check_worker(self, envelope: Envelope) -> Session:
+        """Return the session of the worker that ``envelope`` names.
+
+        Raises:
+            Fenced: for an older incarnation than that of the view.
             ProtocolError: for one that has not said HELLO.
         """
         self._fence(envelope, self.life(envelope.rank))
         session = self.sessions.get(envelope.rank)
         if session is None or session.incarnation != envelope.incarnation:
             raise ProtocolError(f"{self.me} expects HELLO first on every connection")
-        session.route = route
         return session
 
-    def check_server(self, envelope: Envelope, *, is_hello: bool = False) -> None:
+    def check_server(self, envelope: Envelope) -> None:
         """Check that another server is the one that the newest view names.
 
         Raises:
             Fenced: for an older incarnation.
-            ProtocolError: for one that no view has named yet, unless it says HELLO.
+            ProtocolError: for one that no view has named yet.
         """
+        if not self.is_named(envelope):
+            raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
+
+    def _life_of_server(self, rank: int) -> int:
+        """Return the incarnation of a server in the newest view; 0 if the view does not name it."""
         members = self.member.view.members if self.member.view else ()
         lives = [
             member.incarnation
             for member in members
-            if (member.role, member.rank) == (Role.SERVER, envelope.rank)
+            if (member.role, member.rank) == (Role.SERVER, rank)
         ]
-        life = max(lives, default=0)
-        self._fence(envelope, life)
-        if envelope.incarnation != life and not is_hello:
-            raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
+        return max(lives, default=0)
 
     def _fence(self, envelope: Envelope, life: int) -> None:
         if envelope.incarnation < life:

@@ -31,6 +31,7 @@ from kvps.errors import (
     KeyNotFound,
     KvpsError,
     Mismatch,
+    Overload,
     ProtocolError,
     StorageError,
 )
@@ -70,6 +71,8 @@ from kvps.protocol.values import (
 )
 from kvps.tensors import dtype_of, from_frame, to_frame
 
+STORES_MAX = 4096
+"""Maximum stores of a job."""
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
 """Maximum keys, and maximum push counts of ranks, in one STATUS answer."""
@@ -370,6 +373,10 @@ class Control:
     def _open_store(self, opened: Open) -> None:
         store = self._context.stores.get(opened.store)
         if store is None:
+            if len(self._context.stores) >= STORES_MAX:
+                raise Overload(
+                    f"store {opened.store!r} is one too many: a job may have {STORES_MAX} stores"
+                )
             self._context.stores[opened.store] = ServerStore(
                 opened, self._chunks, self._memory_limit
             )

@@ -11,15 +11,18 @@ A request that cannot be answered yet is *pending*: it is kept by (rank, seq) an
 span moves, a key becomes ready or the view changes. A newer incarnation of a rank drops what the
 older one had pending; what the older one pushed stays.
 
-Who speaks is known by rank and incarnation, never by route. A worker is let in by its HELLO, and
-from then on may come along any route. Another server is known by the view.
+A peer is known by rank and incarnation, never by route, and the view says which incarnation a rank has: a
+HELLO that is ahead of the view waits for the next. A worker is let in by its HELLO, and from then on may come
+along any route. :meth:`Server.admit` judges by the envelope alone, before a packet is decoded.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
+from kvps.core.keys import name_of
 from kvps.core.membership_client import (
     SCHEDULER,
     STILL_S,
@@ -27,6 +30,7 @@ from kvps.core.membership_client import (
     MembershipClient,
     check_protocol,
 )
+from kvps.core.server import authority
 from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
@@ -43,7 +47,7 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.protocol.checkpoint import Revive, Revived
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Done,
     Error,
@@ -139,6 +143,8 @@ class Server:
         self._hold_nothing(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
+        self._early: dict[Node, tuple[Route, Envelope, Hello]] = {}
+        """Member -> its last HELLO, of an incarnation that the view does not name yet."""
         self._heard_at = now
         """Time at which a worker of this job last spoke."""
         self._rang_at = now
@@ -155,17 +161,36 @@ class Server:
         self._outbox.extend(self.member.start(now))
         return self.take_effects()
 
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: from members of this job, as the view names them, or HELLO.
+
+        Raises:
+            KvpsError: what its sender is to be told.
+        """
+        if route == SCHEDULER or issubclass(kind, Welcome | Error):
+            return True
+        if not self._serves(envelope, kind):
+            return False
+        if kind is not Hello:
+            self.context.check_place(envelope)
+            if envelope.role is Role.WORKER:
+                self.context.check_worker(envelope)
+            else:
+                self.context.check_server(envelope)
+        return True
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A worker, another server or the scheduler said something."""
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
         elif isinstance(packet.message, Welcome | Error):
             pass  # another server's answer to our HELLO or NORMS; an answer is never answered
-        elif self._serves(packet):  # else the sender will learn why from the scheduler
+        elif self._serves(packet.envelope, type(packet.message)):
+            # Else the sender will learn why from the scheduler.
             try:
                 self._on_peer(route, packet, now)
             except KvpsError as error:
-                self._reply(route, Error(packet.envelope.seq, error.code, str(error)))
+                self._refuse(route, packet.envelope, error)
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
         return self.take_effects()
@@ -184,8 +209,7 @@ class Server:
             )
             self._outbox.append(Exit(EXIT_TORN, reason))
         elif route != SCHEDULER:
-            said = unforeseen(self.context.me, error)
-            self._reply(route, Error(envelope.seq, said.code, str(said)))
+            self._refuse(route, envelope, unforeseen(self.context.me, error))
         return self.take_effects()
 
     def on_disk(self, answer: Answer, now: float) -> Effects:
@@ -304,8 +328,8 @@ class Server:
                 error = StorageError(f"the image cannot be held: {raised!r:.200}")
         self.checkpointer.restored(error)
 
-    def _serves(self, packet: Packet) -> bool:
-        """Return whether the sender of ``packet`` has seen the rollbacks that this server has."""
+    def _serves(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Return whether the sender of ``envelope`` has seen the rollbacks that this server has."""
         view = self.member.view
         if self.checkpointer.is_returning:
             return False
@@ -313,13 +337,20 @@ class Server:
             view.phase == "returning" or view.epoch != self.checkpointer.epoch
         ):
             return False
-        is_hello = isinstance(packet.message, Hello)  # it knows no view
-        return is_hello or view is None or packet.envelope.view >= view.since
+        is_hello = issubclass(kind, Hello)  # it knows no view
+        return is_hello or view is None or envelope.view >= view.since
 
     def _on_view(self) -> None:
         """Connect to the other servers, and look again at all that waits."""
         view = self.member.view
         assert view is not None
+        if view.keys:
+            names = {
+                key: name_of(Node(Role(member.role), member.rank), member.incarnation)
+                for member, key in zip(view.members, view.keys, strict=False)
+                if key
+            }
+            self._outbox.append(Trust(names))
         for member in view.members:
             if member.role == Role.WORKER:
                 self.context.begin(member.rank, member.incarnation)
@@ -327,9 +358,16 @@ class Server:
                 place, name = (member.endpoint, member.incarnation), f"server {member.rank}"
                 if member.state == "held" and self._endpoints.get(member.rank) != place:
                     self._endpoints[member.rank] = place
-                    self._outbox.append(Connect(name, member.endpoint))
+                    key = self.member.key_of(Node(Role.SERVER, member.rank))
+                    self._outbox.append(Connect(name, member.endpoint, None, key, bool(key)))
                     self._outbox.append(Send(name, self.member.hello()))
         self.control.look_again()
+        early, self._early = self._early, {}
+        for route, envelope, message in early.values():
+            try:
+                self._on_hello(route, envelope, message)
+            except KvpsError as error:
+                self._refuse(route, envelope, error)
 
     # --- peers ----------------------------------------------------------------------------------
 
@@ -359,6 +397,7 @@ class Server:
         message, seq = packet.message, packet.envelope.seq
         context, push_pull, control = self.context, self.push_pull, self.control
         if not isinstance(message, Probe | Revive):
+            authority.check(message, session, self.member.view, context)
             session.asked_at = now
         match message:
             case Push():
@@ -444,20 +483,29 @@ class Server:
         self._reply(session.route, reply)
 
     def _on_hello(self, route: Route, envelope: Envelope, message: Hello) -> None:
+        """Welcome a member, if the view names it; else its HELLO waits for a view that does."""
         check_protocol(message, self.context.me)
         welcome = self.member.welcome
         if welcome is None:
             raise ConfigError("this server is not a member of a job yet; ask again")
-        rank, incarnation = envelope.rank, envelope.incarnation
         self.context.check_place(envelope)
+        rank, incarnation = envelope.rank, envelope.incarnation
+        if not self.context.is_named(envelope):
+            self._early[envelope.node] = route, envelope, message
+            return
         if envelope.role is Role.WORKER:
             self.context.greet(route, envelope)
-        else:
-            self.context.check_server(envelope, is_hello=True)
         self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
     def _reply(self, route: Route, message: Message) -> None:
         self._outbox.append(Send(route, self.member.packet(message)))
+
+    def _refuse(self, route: Route, envelope: Envelope, error: KvpsError) -> None:
+        """Answer a packet by an error; the sender of another job, or of none, is not told this one's name."""
+        packet = self.member.packet(Error(envelope.seq, error.code, str(error)))
+        if envelope.job != self.member.job:
+            packet = replace(packet, envelope=replace(packet.envelope, job=bytes(16)))
+        self._outbox.append(Send(route, packet))
 
     def check(self) -> None:
         """Assert the invariants of all that is held."""

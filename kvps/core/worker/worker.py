@@ -48,7 +48,7 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Error,
     Member,
@@ -141,6 +141,10 @@ class Worker:
         yield from self.member.leave(done, exit_code, replaceable, reason)
         if self.member.welcome is None:
             yield Exit(0, "left before it had joined")
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: those that come to us are from neighbours."""
+        return isinstance(route, str) or self.table.neighbours.admit(envelope, kind)
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler, a server or a neighbour said something."""
@@ -328,7 +332,8 @@ class Worker:
 
     def _connect(self, link: Connection, server: Member) -> Connect:
         is_near = 0 != server.machine == self.member.identity.machine
-        return Connect(link.route, server.endpoint, is_near)
+        key = self.member.key_of(Node(Role.SERVER, server.rank))
+        return Connect(link.route, server.endpoint, is_near, key, bool(key))
 
     # --- servers and neighbours ----------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from kvps.core.server.snapshot.storage import Complete, Loaded, Read, Remove, Wr
 from kvps.core.server.update.global_norms import NO_NUMBER
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.core.worker.worker import Worker
-from kvps.errors import ConfigError, ProtocolError, StorageError
+from kvps.errors import ConfigError, Mismatch, ProtocolError, StorageError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.runtime import storage_thread
 from kvps.torch.serialization import DEPTH_MAX, pack, unpack
@@ -421,3 +421,14 @@ def test_a_guardian_and_one_who_looks_go_on() -> None:
     assert not list(guardian.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
     looker = StatusClient("tcp://s:1", 0.0, 1.0)
     assert not list(looker.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
+
+
+def test_who_hears_only_the_scheduler_or_those_it_has_asked_hears_them() -> None:
+    envelope = Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0)
+    identity = Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps")
+    assert Supervisor(identity, 0.0).admit("scheduler", envelope, m.View)
+    worker = Worker(identity, 0.0)
+    assert worker.admit("scheduler", envelope, m.View)
+    assert worker.admit("server 0", replace(envelope, role=Role.SERVER), m.Ack)
+    with pytest.raises(Mismatch, match="is no neighbour of worker 0"):
+        worker.admit(b"somebody", replace(envelope, role=Role.WORKER), m.Push)

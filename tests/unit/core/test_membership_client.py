@@ -6,14 +6,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvps.core.effects import Connect, Effect, Effects, Exit, Note
+from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Send
 from kvps.core.membership_client import Identity, MembershipClient, Quorum
-from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, SchedulerLost, WorkerLost
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    Mismatch,
+    ProtocolError,
+    SchedulerLost,
+    Unauthorized,
+    WorkerLost,
+)
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Alive,
     Beat,
     Challenge,
+    Enrol,
     Error,
     Hello,
     Leave,
@@ -24,6 +33,7 @@ from kvps.protocol.membership import (
     Welcome,
 )
 from tests.support.worker_harness import JOB, M, member, sends
+from tests.vectors.packets import KEY
 
 NEXT_JOB = bytes(reversed(range(16)))
 WORKERS = [Node(Role.WORKER, rank) for rank in range(5)]
@@ -263,6 +273,58 @@ class TestLeaving:
         assert not talk.member.running
         talk.wait(5.0)
         assert len(talk.said(Beat)) == 1
+
+
+class TestKeys:
+    @staticmethod
+    def talk(**more: object) -> Talk:
+        identity = Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps 0.1", **more)  # type: ignore[arg-type]
+        return Talk(identity)
+
+    @staticmethod
+    def connects(effects: list[Effect]) -> list[bool]:
+        return [one.is_member for one in effects if isinstance(one, Connect)]
+
+    @pytest.mark.spec("R247")
+    def test_it_enrols_before_each_hello_and_speaks_by_its_session_key_as_a_member(self) -> None:
+        one = self.talk(public_key=KEY, command_key=KEY[::-1])
+        one.wait(1.0)
+        said = [type(each.packet.message) for each in one.effects if isinstance(each, Send)]
+        assert said == [Enrol, Hello, Enrol, Hello]
+        assert sends(one.effects, Enrol)[0].packet.message == Enrol(KEY, KEY[::-1])
+        assert self.connects(one.effects) == [False]
+        effects = one.hear(Welcome(3, 5, 4, 2))
+        assert self.connects(effects) == [True]
+        assert isinstance(effects[-1], Send), "and says at once that it is there"
+        assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
+
+    @pytest.mark.spec("R247")
+    def test_a_command_speaks_by_the_key_that_its_guardian_has_enrolled(self) -> None:
+        one = self.talk(public_key=KEY, is_enrolled=True, rank=3, incarnation=5, job=JOB)
+        assert self.connects(one.effects) == [True]
+        (hello,) = sends(one.effects, Hello)
+        assert (hello.packet.envelope.rank, hello.packet.envelope.incarnation) == (3, 5)
+        assert not sends(one.effects, Enrol)
+        assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
+
+    def test_whose_key_is_which(self) -> None:
+        one = self.talk(public_key=KEY)
+        assert one.member.key_of(WORKERS[1]) == ""
+        one.hear(Welcome(3, 5, 4, 2))
+        members = tuple([member(node) for node in WORKERS[:2]])
+        one.hear(View(1, "running", "", members, keys=(KEY, "")))
+        assert one.member.key_of(WORKERS[0]) == KEY
+        assert one.member.key_of(WORKERS[1]) == one.member.key_of(WORKERS[4]) == ""
+
+    @pytest.mark.spec("R245")
+    @pytest.mark.parametrize("is_member", [False, True])
+    def test_one_without_authority_gives_up(self, is_member: bool) -> None:
+        one = self.talk(public_key=KEY)
+        if is_member:
+            one.hear(Welcome(3, 5, 4, 2))
+        (end,) = one.hear(Error(0, Unauthorized.code, "no such key"))
+        assert end == Exit(78, "no such key")
+        assert isinstance(one.member.error, Unauthorized)
 
 
 # --- the quorum ---------------------------------------------------------------------------------------

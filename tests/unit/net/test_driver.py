@@ -22,6 +22,7 @@ from kvps.core.effects import (
     Route,
     Save,
     Send,
+    Trust,
 )
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net.driver import (
@@ -30,13 +31,14 @@ from kvps.net.driver import (
     LOOK_EVERY_S,
     Demanded,
     Disconnected,
+    Guard,
     Inbox,
     Net,
     NullListener,
     Unserved,
     drive,
 )
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat
 
 END = Exit(3, "enough")
@@ -58,8 +60,21 @@ class Script:
 
     # --- as a transport
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
-        self.diary.append(("connect", name, endpoint, is_near))
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
+        self.diary.append(("connect", name, endpoint, is_near, *([key] if is_member else [])))
+
+    def trust(self, keys: dict[str, str]) -> None:
+        self.diary.append(("trust", keys))
+
+    def guard(self, admit: Guard) -> None:
+        self.admitted = admit
 
     def listen(self, endpoint: str) -> None:
         self.diary.append(("listen", endpoint))
@@ -91,6 +106,9 @@ class Script:
     def _step(self, what: str) -> Effects:
         self.diary.append(what)
         yield from self.answers.get(what, [])
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         return self._step(f"packet of {route!r} at {now:g}")
@@ -131,6 +149,8 @@ def test_every_effect_is_performed_in_order() -> None:
     effects: list[Effect] = [
         Save(b"state"),
         Connect("server 0", "tcp://s", is_near=True),
+        Connect("server 1", "tcp://t", None, "its key", is_member=True),
+        Trust({"a key": "worker:0:1"}),
         Listen("ipc://x"),
         Send("server 0", PACKET, hold),  # type: ignore[arg-type]
         Copied(4),
@@ -143,6 +163,8 @@ def test_every_effect_is_performed_in_order() -> None:
         "packet of 'a' at 0",
         b"state",
         ("connect", "server 0", "tcp://s", True),
+        ("connect", "server 1", "tcp://t", None, "its key"),
+        ("trust", {"a key": "worker:0:1"}),
         ("listen", "ipc://x"),
         ("send", "server 0", PACKET, hold),
         Copied(4),
@@ -264,7 +286,7 @@ class TestNet:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Deaf(Script):
-            def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+            def connect(self, *way: object) -> None:
                 raise ConfigError("'x' is no address")
 
         effects: list[Effect] = [Connect("server 1", "x"), Send("b", PACKET), END]
@@ -289,7 +311,7 @@ class TestNet:
     @pytest.mark.spec("R200")
     def test_so_does_what_its_operator_demands_and_what_the_time_brings(self) -> None:
         class Far(Script):
-            def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+            def connect(self, *way: object) -> None:
                 raise Demanded("shared memory")
 
             def on_timer(self, now: float) -> Effects:

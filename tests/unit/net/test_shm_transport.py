@@ -17,7 +17,7 @@ from kvps import protocol as m
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net import shm_transport
-from kvps.net.driver import DROPPED, Demanded, Disconnected, Unserved
+from kvps.net.driver import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.net.loopback import MemoryNetwork
 from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 from kvps.net.shm_transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
@@ -643,8 +643,21 @@ class Script:
         self.woken = 0
         self.closed: float | None = None
 
-    def connect(self, name: str, endpoint: str, is_near: bool | None = None) -> None:
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
         """Nobody is there."""
+
+    def trust(self, keys: dict[str, str]) -> None:
+        self.trusted = keys
+
+    def guard(self, admit: Guard) -> None:
+        self.admit = admit
 
     def listen(self, endpoint: str) -> None:
         self.listens.append(endpoint)

@@ -16,7 +16,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol import wire
 from kvps.protocol.envelope import MESSAGES, Message, Packet
 from kvps.protocol.wire import HEAD, HEAD_BYTES_MAX, Damaged, decode, encode
-from tests.vectors.packets import PACKETS, WORKER, floats
+from tests.vectors.packets import KEY, PACKETS, WORKER, floats
 
 Frames = list[bytes]
 
@@ -688,3 +688,12 @@ def test_a_refusal_is_one_short_printable_line(value: object) -> None:
         decode(with_fields("BEAT", value))
     assert re.fullmatch(r"expected an integer from 0 to 2\^63-1, got .{1,60}", str(caught.value))
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.spec("R14")
+@pytest.mark.parametrize("key", ["x", KEY[1:], KEY + "x", KEY[1:] + "~", "\n" * 40, 7, None])
+def test_a_public_key_is_one_or_nothing(key: object) -> None:
+    enrol = wire.encode(PACKETS["ENROL"])
+    with pytest.raises(ProtocolError, match="a public key in Z85"):
+        wire.decode([enrol[0][:48] + msgpack.packb([key, ""])])
+    assert wire.decode([enrol[0][:48] + msgpack.packb(["", KEY])]).message == m.Enrol("", KEY)

@@ -49,6 +49,7 @@ from kvps.protocol.membership import (
     Done,
     History,
     HistoryIs,
+    Join,
     Resume,
     Resumed,
     Return,
@@ -276,6 +277,8 @@ def inherit(store: WorkerStore) -> Steps:
     optimized = furthest(known, key=lambda history: history.optimize_calls)
     joins = max(history.joins for history in known)
     missed = [server for server, history in enumerate(known) if history.joins < joins]
+    # A predecessor may have ended before its join was heard by all: nobody returns from a join not made.
+    yield [Request(server, Join(store.name, joins, False)) for server in missed]
     yield [Request(server, Return(store.name, joins)) for server in missed]
     if store.rank == 0:  # a call that was heard by some is made with all
         calls = [history.rate_calls for history in known]

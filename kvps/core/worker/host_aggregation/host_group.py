@@ -40,7 +40,7 @@ from kvps.core.worker.host_aggregation.peer_sessions import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError, ProtocolError
-from kvps.protocol.envelope import Message, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import (
     Error,
     Hello,
@@ -135,6 +135,7 @@ class HostGroup:
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
             yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
         self._ranks = tuple([member.rank for member in here])
+        self._peers.learn({member.rank: member.incarnation for member in here})
         self._alive = frozenset(member.rank for member in here if member.state == "held")
         for member in here:
             yield from self._meet(member)
@@ -287,12 +288,23 @@ class HostGroup:
 
     # --- what neighbours ask -------------------------------------------------------------------
 
+    def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet by its envelope: from a neighbour as the view names it, that has said HELLO.
+
+        A neighbour of an incarnation that no view has named yet is told nothing: it asks again.
+
+        Raises:
+            KvpsError: what its sender is to be told.
+        """
+        return self._peers.admit(envelope, kind)
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A neighbour asks something."""
         envelope, message = packet.envelope, packet.message
         view = self._member.view
         try:
-            self._peers.fence(envelope, self._ranks)
+            if not self.admit(envelope, type(message)):
+                return
             if isinstance(message, Hello):
                 if self._peers.begin(route, envelope, message):
                     self._bundles.replaced(envelope.rank)

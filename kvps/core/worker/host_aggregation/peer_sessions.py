@@ -6,14 +6,14 @@ its process must stop.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvps.core.effects import Route
 from kvps.core.membership_client import MembershipClient, check_protocol
 from kvps.core.worker.host_aggregation.merge_queue import Participant
 from kvps.errors import Fenced, Mismatch, ProtocolError
-from kvps.protocol.envelope import Envelope, Role
+from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.membership import Hello
 
 
@@ -42,31 +42,43 @@ class PeerSessions:
     def __init__(self, member: MembershipClient) -> None:
         self._member = member
         self._by_rank: dict[int, PeerSession] = {}
+        self._lives: dict[int, int] = {}
+        """Rank -> the incarnation that the view names, of all neighbours."""
 
     def __iter__(self) -> Iterator[PeerSession]:
         return iter(self._by_rank.values())
 
-    def fence(self, envelope: Envelope, ranks: Collection[int]) -> None:
-        """Check that a packet is of a neighbour, one of ``ranks``, that was not replaced.
+    def learn(self, lives: dict[int, int]) -> None:
+        """The view names these neighbours: rank -> incarnation."""
+        self._lives = lives
+
+    def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Return whether a packet of ``kind`` is served; one of an incarnation that no view has named is not yet.
 
         Raises:
             Mismatch: if it is of another process. Fenced: if another incarnation has its seat.
+            ProtocolError: if the neighbour has not said HELLO.
         """
         if (
             envelope.job != self._member.job
             or envelope.role is not Role.WORKER
-            or envelope.rank not in ranks
+            or envelope.rank not in self._lives
         ):
             raise Mismatch(
                 f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
                 f"{self._member.rank} of job {self._member.job.hex()[:8]}"
             )
-        peer = self._by_rank.get(envelope.rank)
-        if peer is not None and envelope.incarnation < peer.incarnation:
+        life = self._lives[envelope.rank]
+        if envelope.incarnation < life:
             raise Fenced(
                 f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{peer.incarnation}. This process must stop"
+                f"{life}. This process must stop"
             )
+        if envelope.incarnation > life:
+            return False
+        if kind is not Hello:
+            self._known(envelope)
+        return True
 
     def begin(self, route: Route, envelope: Envelope, message: Hello) -> bool:
         """Begin the session of a neighbour that says HELLO; return whether its incarnation is new.
@@ -89,8 +101,12 @@ class PeerSessions:
         Raises:
             ProtocolError: if it has not said HELLO.
         """
+        peer = self._known(envelope)
+        peer.route = route
+        return peer
+
+    def _known(self, envelope: Envelope) -> PeerSession:
         peer = self._by_rank.get(envelope.rank)
         if peer is None or peer.incarnation != envelope.incarnation:
             raise ProtocolError(f"worker {self._member.rank} expects HELLO first")
-        peer.route = route
         return peer

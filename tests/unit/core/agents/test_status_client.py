@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvps.core.agents.status_client import StatusClient
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
-from kvps.errors import ProtocolError
+from kvps.errors import ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Error, Look, Seen, Stop
 
@@ -59,3 +59,11 @@ def test_what_else_it_may_hear() -> None:
     ]
     (note,) = hear(looker(), Beat(0))
     assert isinstance(note, Note)
+
+
+def test_it_keeps_what_was_said_against_it() -> None:
+    one = looker()
+    assert one.refusal is None
+    hear(one, Error(0, Unauthorized.code, "no key"))
+    assert isinstance(one.refusal, Unauthorized)
+    assert one.admit("scheduler", Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), Seen)

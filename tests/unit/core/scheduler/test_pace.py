@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S, ViewRateLimiter
+from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S, RateLimit, ViewRateLimiter
 
 LARGE = 1_064 * 1_064
 """Rows of the views of 1,000 workers and 64 servers."""
@@ -32,3 +32,12 @@ def test_a_quiet_time_is_not_saved_up() -> None:
     pace.spend(LARGE, 5.0)
     pace.spend(LARGE, 500.0)
     assert pace.free_at == 500.0 + LARGE / ROWS_PER_S - AHEAD_S
+
+
+def test_so_many_may_be_and_the_others_are_counted() -> None:
+    limit = RateLimit(2, 10.0)
+    assert [limit.is_within(5.0) for _ in range(4)] == [True, True, False, False]
+    assert limit.exceeded == 2
+    assert not limit.is_within(14.9)
+    assert limit.is_within(15.0)
+    assert limit.exceeded == 0

@@ -76,3 +76,13 @@ def test_refuses_another_format() -> None:
     head[0] = FORMAT + 1
     with pytest.raises(StorageError, match=f"has format {FORMAT + 1}"):
         load(msgpack.packb([head, *others]), Settings(1, 0), 0.0)
+
+
+def test_refuses_fields_of_other_types() -> None:
+    head, seats, *rest = msgpack.unpackb(dump(snapshot_of(Stage(2, 1))))
+    for changed in ([*head[:-1], "7"], [*head[:3], True, *head[4:]]):
+        with pytest.raises(StorageError, match="cannot be read"):
+            load(msgpack.packb([changed, seats, *rest]), Settings(2, 1), 0.0)
+    seats[0][4] = 7  # a host
+    with pytest.raises(StorageError, match="cannot be read"):
+        load(msgpack.packb([head, seats, *rest]), Settings(2, 1), 0.0)

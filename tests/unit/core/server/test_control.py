@@ -291,8 +291,19 @@ def test_who_waits_behind_a_replaced_key_learns_it_in_the_end(stage: ServerStage
 def test_who_was_replaced_meanwhile_is_told_nothing(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     stage.pull(1, "a", least=1)
-    stage.hello(1, incarnation=99)
+    stage.seats[1].incarnation = 99
+    stage.show()
+    stage.hello(1)
     assert to(stage.declare("a", torch.zeros(3), call=1), 1) == []
+
+
+def test_who_asked_twice_is_told_once_that_a_key_was_replaced(stage: ServerStage) -> None:
+    stage.init("a", [0.0])
+    for _ in range(2):
+        stage.pull(1, "a", least=1, seq=50)
+    (answer,) = to(stage.declare("a", torch.zeros(3), call=1), 1)
+    assert isinstance(answer, Error)
+    assert answer.seq == 50
 
 
 def test_a_chunk_all_of_whose_keys_were_replaced(stage: ServerStage) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvps.core.effects import Connect, Exit, Note, Send
+from kvps.core.effects import Connect, Exit, Note, Send, Trust
 from kvps.core.membership_client import Identity
 from kvps.core.server.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.snapshot.storage import FindCuts, FoundCuts, Loaded, Read
 from kvps.errors import Fenced, StorageError
 from kvps.protocol.checkpoint import Revive, Revived
-from kvps.protocol.envelope import Envelope, Role
+from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Beat, Error, Hello, Probe, Probed, Stop, Welcome
 from kvps.protocol.stores import Declare, Entry, Find, FoundAll, Norms, Status, StatusIs
 from kvps.protocol.values import Pulled
@@ -72,10 +72,41 @@ def test_who_has_not_said_hello_is_not_heard() -> None:
     one.seats[0].incarnation += 1
     one.show()
     assert "expects HELLO first" in refusal(one.say(0, opening()))
-    # A life that no view has named yet says HELLO like any other.
+    one.hello(0)
+    assert not heard(one.say(0, opening()), Error)
+
+
+@pytest.mark.spec("R22")
+def test_a_life_that_no_view_has_named_waits_for_one() -> None:
+    one = stage()
+    one.pull(1, "a", least=1, seq=50)
+    before = one.snapshot()
+    assert one.hello(1, incarnation=99) == []
     assert "expects HELLO first" in refusal(one.say(1, opening(), incarnation=99))
-    one.hello(1, incarnation=99)
-    assert not heard(one.say(1, opening(), incarnation=99), Error)
+    assert not heard(one.say(1, opening()), Error), "the true one is heard meanwhile"
+    assert one.snapshot() == before
+    one.seats[1].incarnation = 99
+    (answer,) = heard(one.show(), Welcome)
+    assert answer.incarnation == 99
+    assert not heard(one.say(1, opening()), Error)
+
+
+@pytest.mark.spec("R22")
+def test_who_waited_may_be_another_by_then() -> None:
+    one = stage()
+    one.hello(1, incarnation=50)
+    one.seats[1].incarnation = 99
+    assert refusal(one.show()).startswith("Fenced: worker 1 incarnation 50 was replaced")
+
+
+@pytest.mark.spec("R242")
+def test_a_stranger_is_not_told_the_name_of_the_job() -> None:
+    one = stage()
+    for job, name in ((OTHER_JOB, bytes(16)), (JOB, JOB)):
+        envelope = Envelope(job, one.view, Role.WORKER, 0, 1, 7)
+        (refused,) = one.server.on_packet(b"x", Packet(envelope, opening()), one.now)
+        assert isinstance(refused, Send)
+        assert refused.packet.envelope.job == name
 
 
 @pytest.mark.spec("R3", "R17")
@@ -121,15 +152,11 @@ def test_before_it_is_a_member_it_serves_nobody() -> None:
 
 
 @pytest.mark.spec("R21")
-@pytest.mark.parametrize("learned_by", ["its HELLO", "the view"])
-def test_an_older_life_is_fenced(learned_by: str) -> None:
+def test_an_older_life_is_fenced() -> None:
     one = stage()
     old = one.seats[0].incarnation
     one.seats[0].incarnation += 1
-    if learned_by == "its HELLO":
-        one.hello(0)
-    else:
-        one.show()
+    one.show()
     before = one.snapshot()
     for said in (
         one.hello(0, incarnation=old),
@@ -141,17 +168,13 @@ def test_an_older_life_is_fenced(learned_by: str) -> None:
 
 
 @pytest.mark.spec("R22")
-@pytest.mark.parametrize("learned_by", ["its HELLO", "the view"])
-def test_a_newer_life_drops_what_the_older_one_had_pending_and_keeps_its_pushes(
-    learned_by: str,
-) -> None:
+def test_a_newer_life_drops_what_the_older_one_had_pending_and_keeps_its_pushes() -> None:
     one = stage()
     one.push(0, "a", [1, 1], 0)
     one.pull(0, "a", after=1, seq=50)
     one.say(0, Declare("kv", False, 0, (Entry("later", 1, (1,), 0, 1),)), seq=51)
     one.seats[0].incarnation += 1
-    if learned_by == "the view":
-        one.show()
+    one.show()
     one.hello(0)
     one.seqs[0] = 0
     # The new life has its own requests, under the same numbers.
@@ -449,3 +472,32 @@ def test_one_that_was_replaced_meanwhile_is_not_answered() -> None:
     one.replace(0)
     assert one.disk(Loaded(image_of(3.0, 4.0), read.for_whom)) == []  # type: ignore[union-attr]
     assert one.values("a") == [0.0, 0.0]
+
+
+@pytest.mark.spec("R247")
+def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> None:
+    one = ServerStage(2, 2)
+    view = one.server.member.view
+    assert view is not None
+    assert not [effect for effect in one.notes if isinstance(effect, Trust)]
+    keys = tuple([f"{number}".ljust(40, "k") for number, _ in enumerate(view.members)])
+    members = tuple(
+        [
+            each._replace(incarnation=7, endpoint="tcp://new:1")
+            if tuple(each[:2]) == (1, 1)
+            else each
+            for each in view.members
+        ]
+    )
+    one.scheduler(replace(view, number=99, members=members, keys=("", *keys[1:])))
+    (trust,) = [effect for effect in one.notes if isinstance(effect, Trust)]
+    assert trust.keys == {
+        keys[1]: "worker:1:11",
+        keys[2]: "server:0:1",
+        keys[3]: "server:1:7",
+    }
+    connects = [effect for effect in one.notes if isinstance(effect, Connect)][1:]
+    assert [(each.endpoint, each.key, each.is_member) for each in connects] == [
+        ("tcp://s1:2", "", False),
+        ("tcp://new:1", keys[3], True),
+    ]

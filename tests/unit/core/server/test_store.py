@@ -86,7 +86,7 @@ def test_unknown_options_are_refused(options: dict[str, str], text: str) -> None
         ("deterministic", True),
         ("on_worker_lost", "fail"),
         ("bigarray_bound", 5),
-        ("bundles", True),
+        ("bundles", False),
     ],
 )
 def test_all_must_mean_the_same_store(name: str, value: object) -> None:

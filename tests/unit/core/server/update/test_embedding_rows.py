@@ -307,9 +307,13 @@ def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
 @pytest.mark.spec("R188")
 def test_a_push_speaks_for_ranks_that_there_are() -> None:
     table = Tabled()
-    for ranks in ((), (2,), (0, 5)):
+    for ranks, says in (
+        ((), "there are 2"),
+        ((2,), "pushes for ranks (2,)"),
+        ((0, 5), "for ranks (0, 5)"),
+    ):
         message = PushIds(table.piece.chunk, 1, ranks, 0, 2, 0)
-        assert "there are 2" in refusal(table.stage.say(0, message))
+        assert says in refusal(table.stage.say(0, message))
 
 
 @pytest.mark.spec("R188", "R190")

@@ -320,6 +320,9 @@ class TestRefuses:
 
     def test_a_new_life_that_has_not_said_hello(self) -> None:
         one = bench()
+        assert not one.neighbour(1, ASKED, seq=1, incarnation=40), "no view has named it yet"
+        assert not one.neighbour(1, HELLO, incarnation=40)
+        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
         error = self.refusal(one, 1, ASKED, seq=1, incarnation=40)
         assert (error.seq, error.code) == (1, ProtocolError.code)
         assert "worker 0 expects HELLO first" in error.text
@@ -743,6 +746,7 @@ def test_nothing_that_was_kept_is_for_a_replacement() -> None:
     pulled(one, Pull)
     one.neighbour(1, WANTED, seq=2)
     pulled(one, Pull)  # rank 2 has pulled before, so that this is kept for it
+    one.view(one.seat(Node(Role.WORKER, 2), incarnation=50))
     assert one.neighbour(2, HELLO, incarnation=50)
     effects = one.neighbour(2, WANTED, seq=1, incarnation=50)
     assert answers(effects, 2) == []

@@ -1,0 +1,142 @@
+"""Keys: whom a connection's public key names, and whether the connection may be made.
+
+Two kinds of keys open connections. *Role keys* come from files, and open the door: with one, a process may ask
+the scheduler for a seat of that role, or look. *Session keys* are made in memory, one for each life of a seat;
+with one, a process speaks as that member and as nobody else. The scheduler learns them by ENROL, and tells all
+servers by VIEW. Neighbours on one host connect without keys, and are known by their user.
+
+A name of a connection is what libzmq calls its User-Id: ``role:worker``, ``worker:3:17`` (role, rank and
+incarnation), or ``user:1000``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvps.errors import Unauthorized
+from kvps.protocol.envelope import Envelope, Message, Node
+from kvps.protocol.membership import Enrol, Hello, Look
+from kvps.protocol.permissions import Place
+
+ROLES = ("scheduler", "server", "worker", "admin", "look")
+"""The roles that have key files."""
+KEY_CHARACTERS = 40
+"""Of a public or secret key, in Z85."""
+_BY_ROLE: dict[str, frozenset[type[Message]]] = {
+    "worker": frozenset({Enrol, Hello}),
+    "server": frozenset({Enrol, Hello}),
+    "admin": frozenset({Look}),
+    "look": frozenset({Look}),
+}
+"""What may be said by a role key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """The connection may be made, and has this name."""
+
+    name: str
+
+
+class Refusal(enum.Enum):
+    """The connection may not be made."""
+
+    NOT_YET = 300
+    """By a key that may become known soon; its opener tries again."""
+    NEVER = 400
+    """Its opener gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleKey:
+    """What a public key of a role opens."""
+
+    role: str
+    until: float | None = None
+    """When it ends, in seconds since 1970; None for never."""
+
+
+def name_of(node: Node, incarnation: int) -> str:
+    """Return the name of a connection by the session key of this member."""
+    return f"{node.role}:{node.rank}:{incarnation}"
+
+
+@dataclass(slots=True)
+class Keyring:
+    """The public keys that a listening process knows.
+
+    Args:
+        user: the number of the user that this process runs as.
+        roles: by public key, what it opens here.
+        learns: session keys may become known later than those who have them come.
+    """
+
+    user: int
+    roles: Mapping[str, RoleKey] = field(default_factory=dict)
+    learns: bool = False
+    sessions: Mapping[str, str] = field(default_factory=dict)
+    """By public key, the name of its connections."""
+
+    def decide(self, mechanism: str, address: str, key: str, now: float) -> Allow | Refusal:
+        """Decide whether a connection may be made.
+
+        Args:
+            mechanism: of ZMTP: ``NULL``, ``PLAIN`` or ``CURVE``.
+            address: of the peer; of one on this host ``host:user:group:process``.
+            key: its public key, in Z85; empty without CURVE.
+            now: seconds since 1970.
+        """
+        if mechanism == "NULL":
+            parts = address.split(":")
+            is_ours = len(parts) == 4 and parts[1] == str(self.user)
+            return Allow(f"user:{self.user}") if is_ours else Refusal.NEVER
+        if mechanism != "CURVE":
+            return Refusal.NEVER
+        if key in self.sessions:
+            return Allow(self.sessions[key])
+        opens = self.roles.get(key)
+        if opens is not None and (opens.until is None or now < opens.until):
+            return Allow(f"role:{opens.role}")
+        return Refusal.NOT_YET if self.learns else Refusal.NEVER
+
+
+def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message]) -> None:
+    """Check that who speaks is whom the connection names.
+
+    Args:
+        name: of the connection.
+        place: where the packet came in.
+        envelope: of the packet.
+        kind: the class of its message.
+
+    Raises:
+        Unauthorized: if it is not, or may not say that by this key.
+    """
+    what, _, who = name.partition(":")
+    if what == "user":
+        if place is not Place.WORKER:
+            raise Unauthorized("only neighbours on one host connect without keys")
+        return
+    if what != "role":
+        if name != name_of(envelope.node, envelope.incarnation):
+            raise Unauthorized(
+                f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}"
+            )
+        if kind is Enrol:
+            raise Unauthorized(f"{name} has its session key already")
+        return
+    if place is not Place.SCHEDULER or kind not in _BY_ROLE.get(who, ()):
+        raise Unauthorized(
+            f"the key of the role {who} may not say {kind.__name__} to {place.value}"
+        )
+    if kind is not Look and str(envelope.role) != who:
+        raise Unauthorized(f"the key of the role {who} asks for the seat of a {envelope.role}")
+    if kind is not Look and envelope.incarnation:
+        raise Unauthorized(f"the key of the role {who} speaks for the holder of a seat")
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` is a key in Z85, by its look."""
+    return len(text) == KEY_CHARACTERS and text.isascii() and text.isprintable() and " " not in text

@@ -1,0 +1,53 @@
+"""Misbehaving connections: those along which many packets were refused, and that are not heard for a while.
+
+A packet that is refused costs its receiver little, and its sender less. So whoever sends a hundred of them in
+ten seconds is not heard for the ten seconds after; what is then said along the connection is dropped unread,
+and an honest peer sends it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvps.core.effects import Route
+
+REFUSED_MAX = 100
+WITHIN_S = 10.0
+IGNORED_S = 10.0
+"""Along one connection so many packets may be refused within such a time; else it is ignored for so long."""
+KEPT_MAX = 4096
+"""How many connections are remembered along which something was refused."""
+
+
+@dataclass(slots=True)
+class _Record:
+    since: float
+    count: int = 0
+    ignored_until: float = 0.0
+
+
+class Misbehaviour:
+    """What was refused along each connection."""
+
+    def __init__(self) -> None:
+        self._records: dict[Route, _Record] = {}
+        """The connection along which something was refused last is the last."""
+
+    def is_ignored(self, route: Route, now: float) -> bool:
+        """Whether nothing is heard along ``route`` at the moment."""
+        record = self._records.get(route)
+        return record is not None and now < record.ignored_until
+
+    def refused(self, route: Route, now: float) -> bool:
+        """A packet was refused; return whether ``route`` is ignored because of that."""
+        record = self._records.pop(route, None)
+        if record is None or now >= record.since + WITHIN_S:
+            record = _Record(now)
+        self._records[route] = record
+        if len(self._records) > KEPT_MAX:
+            del self._records[next(iter(self._records))]
+        record.count += 1
+        if record.count < REFUSED_MAX:
+            return False
+        record.count, record.since, record.ignored_until = 0, now, now + IGNORED_S
+        return True

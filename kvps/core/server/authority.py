@@ -1,0 +1,74 @@
+"""The authority of workers: for which ranks one may push, and what only some may say.
+
+Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
+fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
+rank 0 alone puts states back; nobody ends a join that it has not made.
+"""
+
+from __future__ import annotations
+
+from kvps.core.server.context import RequestContext
+from kvps.core.server.sessions import Session
+from kvps.core.server.store import ServerStore
+from kvps.errors import Overload, Unauthorized
+from kvps.protocol.envelope import Message, Role
+from kvps.protocol.membership import Return, View
+from kvps.protocol.stores import SetState
+from kvps.protocol.values import Push, PushIds, PushRows
+
+PENDING_MAX = 65_536
+"""Requests of one worker that wait for an answer."""
+
+
+def check(
+    message: Message,
+    session: Session,
+    view: View | None,
+    context: RequestContext,
+) -> None:
+    """Check that a worker may say what it says.
+
+    Args:
+        message: what it says.
+        session: whose it is.
+        view: the newest one; says who is on which machine.
+        context: has the stores.
+
+    Raises:
+        Unauthorized: if it may not.
+        Overload: if too much of it waits for an answer.
+    """
+    rank = session.rank
+    if isinstance(message, Push | PushRows | PushIds):
+        is_own = message.ranks == (rank,)
+        is_bundle = not is_own and _store_of(message, context).opened.bundles
+        if not is_own and not (is_bundle and _share_machine(view, rank, message.ranks)):
+            raise Unauthorized(
+                f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and for "
+                "workers of its machine in a store where these push as one"
+            )
+    elif isinstance(message, SetState) and rank != 0:
+        raise Unauthorized(f"worker {rank} may not put back states; rank 0 does")
+    elif isinstance(message, Return):
+        made = _store_of(message, context).joins.made.get(rank, 0)
+        if message.call > made:
+            raise Unauthorized(
+                f"worker {rank} returns from join {message.call} of store {message.store!r}, and has made "
+                f"{made}"
+            )
+    if len(session.pending) >= PENDING_MAX:
+        raise Overload(f"{PENDING_MAX} requests of worker {rank} wait for an answer already")
+
+
+def _store_of(message: Push | PushRows | PushIds | Return, context: RequestContext) -> ServerStore:
+    if isinstance(message, Push | PushIds):
+        return context.store_of(message.chunk)
+    return context.store(message.store)
+
+
+def _share_machine(view: View | None, rank: int, ranks: tuple[int, ...]) -> bool:
+    """Whether all of ``ranks`` are on the machine of ``rank``, as far as is known."""
+    members = view.members if view is not None else ()
+    machines = {one.rank: one.machine for one in members if one.role == Role.WORKER}
+    here = machines.get(rank, 0)
+    return here != 0 and all(machines.get(one, 0) == here for one in ranks)

@@ -1,0 +1,128 @@
+"""The way of frames into a process: judged by their envelope, decoded, and counted where they are refused.
+
+Nothing of a body is decoded before it is known that its sender may say such a message there
+(:mod:`kvps.protocol.permissions`), and that the core would hear it (:meth:`~kvps.core.effects.Core.admit`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from kvps.core.effects import Route
+from kvps.core.keys import check_name
+from kvps.core.misbehaviour import IGNORED_S, REFUSED_MAX, WITHIN_S, Misbehaviour
+from kvps.errors import KvpsError, ProtocolError
+from kvps.net.driver import Guard, Refused
+from kvps.net.zap import Porter
+from kvps.protocol import permissions, wire
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.permissions import Place
+
+log = logging.getLogger("kvps")
+_OPENED = {
+    "scheduler": Place.TO_SCHEDULER,
+    "server": Place.TO_SERVER,
+    "worker": Place.TO_WORKER,
+}
+"""By the first word of the name of a connection: what comes along it."""
+
+
+class _Refusal(Exception):
+    """A packet is not to be decoded, and its sender told why."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
+
+
+class _Unheard(Exception):
+    """A packet is not to be decoded, and nobody told."""
+
+
+class Doorman:
+    """Who lets packets into a process.
+
+    Args:
+        role: what the process is.
+        clock: seconds.
+    """
+
+    def __init__(self, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        """How many packets were not let in, by why: ``bytes``, ``refused``, ``unheard`` or ``ignored``."""
+        self.admit: Guard = lambda route, envelope, kind: True
+        self.porter: Porter | None = None
+        """Who has let in the connections that others opened to us; None if nobody has asked for their keys."""
+        self._place = permissions.LISTENING[role]
+        self._misbehaviour = Misbehaviour()
+        self._clock = clock
+
+    def decode(self, route: Route, frames: Sequence[zmq.Frame]) -> Packet | None:
+        """Return the packet that came along ``route``; None if it is not heard.
+
+        Raises:
+            ProtocolError: if it is none, or comes along a connection of ours and has no business there.
+            Refused: if its sender is to be told why it is not heard.
+        """
+        if self._misbehaviour.is_ignored(route, self._clock()):
+            self.counts["ignored"] += 1
+            return None
+        name = None if self.porter is None or isinstance(route, str) else _name_of(frames)
+        place = self._place if isinstance(route, bytes) else _OPENED[route.partition(" ")[0]]
+
+        def admit(envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
+            try:
+                if name is not None:
+                    check_name(name, place, envelope, kind)
+                permissions.check(place, envelope, kind, head_bytes)
+                is_heard = self.admit(route, envelope, kind)
+            except KvpsError as error:
+                raise _Refusal(envelope) from error
+            if not is_heard:
+                raise _Unheard
+
+        try:
+            return wire.decode([frame.buffer for frame in frames], admit)
+        except _Unheard:
+            self.counts["unheard"] += 1
+            return None
+        except _Refusal as refusal:
+            cause = refusal.__cause__
+            self._refused(route, "refused", frames)
+            if isinstance(route, bytes):
+                raise Refused(route, refusal.envelope) from cause
+            raise ProtocolError(f"{cause} (from {route})") from None
+        except ProtocolError as error:
+            self._refused(route, "bytes", frames)
+            raise type(error)(f"{error} (from {whence(route, frames)})") from None
+
+    def _refused(self, route: Route, why: str, frames: Sequence[zmq.Frame]) -> None:
+        self.counts[why] += 1
+        if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
+            log.warning(
+                "%d packets along one connection (from %s) were refused within %.0f s: it is not heard for "
+                "%.0f s",
+                *(REFUSED_MAX, whence(route, frames), WITHIN_S, IGNORED_S),
+            )
+
+
+def _name_of(frames: Sequence[zmq.Frame]) -> str:
+    """Return the name of the connection along which a message came; libzmq says it on every frame."""
+    try:
+        return str(frames[0].get("User-Id"))
+    except (IndexError, zmq.ZMQError):
+        return "nobody"
+
+
+def whence(route: Route, frames: Sequence[zmq.Frame]) -> str:
+    """Return where a message came from: a connection of ours, or its host's address if libzmq tells."""
+    if isinstance(route, str):
+        return route
+    try:
+        return str(frames[0].get("Peer-Address"))
+    except (IndexError, zmq.ZMQError):
+        return "an unknown host"

@@ -1,0 +1,310 @@
+"""The keys of a transport: those it opens connections by, and ZeroMQ's question whose to take (ZAP, RFC 27).
+
+libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
+process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where
+nobody answers, no connection is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from kvps.core.keys import Allow, Keyring, Refusal, RoleKey
+from kvps.errors import ConfigError
+from kvps.protocol.envelope import Role
+
+log = logging.getLogger("kvps")
+ENDPOINT = "inproc://zeromq.zap.01"
+DOMAIN = b"kvps"
+"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+WAITING_MAX = 256
+WAITS_MAX_S = 0.8
+"""How many questions wait for a key to become known, and how long: less than a handshake may take."""
+TELL_EVERY_S = 10.0
+"""How often the log tells of one who was refused."""
+LIBZMQ_LEAST = (4, 3, 4)
+"""Before it, peers without a key could overrun libzmq's memory or stop it."""
+
+
+class KeyPair(NamedTuple):
+    """Both halves of a key, in Z85."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public})"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one process."""
+
+    scheduler: tuple[str, ...] = ()
+    """The scheduler's public keys: one, or two while it is given another."""
+    role: KeyPair | None = None
+    """Of this process's role; None in a command whose guardian has enrolled its session key."""
+    session: KeyPair = field(default_factory=lambda: new_pair())
+    """Made for this process, by which it speaks as a member."""
+    opens: Mapping[str, RoleKey] = field(default_factory=dict)
+    """At a scheduler, the public keys of roles."""
+    is_enrolled: bool = False
+    """The session key was enrolled by a guardian."""
+
+    def listening(self, role: Role) -> KeyPair:
+        """Return the key that others expect where this process listens."""
+        own = self.role if role is Role.SCHEDULER else self.session
+        assert own is not None, "a scheduler has a key of its own"
+        return own
+
+
+def keys_can_be() -> bool:
+    """Whether this system's libzmq has keys, and is fit to be left to strangers."""
+    return bool(zmq.has("curve")) and zmq.zmq_version_info() >= LIBZMQ_LEAST
+
+
+def new_pair() -> KeyPair:
+    """Return a new key.
+
+    Raises:
+        ConfigError: if libzmq has no CURVE, or is too old to be left to strangers.
+    """
+    if not keys_can_be():
+        least = ".".join(map(str, LIBZMQ_LEAST))
+        raise ConfigError(
+            f"keys need libzmq {least} or later with CURVE; this is {zmq.zmq_version()}. Install pyzmq from "
+            "its wheels, or run on loopback with --insecure"
+        )
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+class _Question(NamedTuple):
+    route: bytes
+    number: bytes
+    mechanism: str
+    address: str
+    key: str
+    until: float
+
+
+class Porter:
+    """Who answers libzmq's questions for one context.
+
+    Args:
+        context: whose.
+        ring: what is known of those who come.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        ring: Keyring,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ring = ring
+        self.refused: Counter[str] = Counter()
+        """How many connections were refused, by their mechanism."""
+        self._clock = clock
+        self._waiting: list[_Question] = []
+        self._quiet_until, self._unsaid = 0.0, 0
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ENDPOINT)
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take these session keys from now on; some may have waited for that."""
+        self.ring.sessions = dict(keys)
+        self.look(is_news=True)
+
+    @property
+    def due(self) -> float | None:
+        """When :meth:`look` has something to do."""
+        return self._waiting[0].until if self._waiting else None
+
+    def answer(self) -> None:
+        """Answer what libzmq has asked."""
+        while self.socket.poll(0):
+            parts = self.socket.recv_multipart()
+            if len(parts) < 8 or parts[2] != b"1.0":
+                continue
+            route, _, _, number, _, address, _, mechanism, *credentials = parts
+            is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
+            key = z85.encode(credentials[0]).decode() if is_curve else ""
+            question = _Question(
+                route,
+                number,
+                mechanism.decode("ascii", "replace"),
+                address.decode("ascii", "replace"),
+                key,
+                self._clock() + WAITS_MAX_S,
+            )
+            if not self._decide(question, is_last=len(self._waiting) >= WAITING_MAX):
+                self._waiting.append(question)
+
+    def look(self, is_news: bool = False) -> None:
+        """Answer those that have waited for long enough, or all that the news is for."""
+        now = self._clock()
+        if is_news or (self._waiting and now >= self._waiting[0].until):
+            self._waiting = [
+                one for one in self._waiting if not self._decide(one, is_last=now >= one.until)
+            ]
+
+    def _decide(self, question: _Question, is_last: bool) -> bool:
+        """Answer a question, unless it is to wait; return whether it was answered."""
+        verdict = self.ring.decide(question.mechanism, question.address, question.key, time.time())
+        if verdict is Refusal.NOT_YET and not is_last:
+            return False
+        name, status = "", 200
+        if isinstance(verdict, Allow):
+            name = verdict.name
+        else:
+            status = verdict.value
+            self._refused(question)
+        self.socket.send_multipart(
+            [question.route, b"", b"1.0", question.number, b"%d" % status, b"", name.encode(), b""]
+        )
+        return True
+
+    def _refused(self, question: _Question) -> None:
+        self.refused[question.mechanism] += 1
+        now = self._clock()
+        if now < self._quiet_until:
+            self._unsaid += 1
+            return
+        more = (
+            f" ({self._unsaid} more were refused since the last such line)" if self._unsaid else ""
+        )
+        self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
+        log.warning(
+            "refused a connection from %s: %s%s",
+            question.address,
+            f"its key {question.key} is not known here" if question.key else "it has no key",
+            more,
+        )
+
+
+EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""What libzmq tells of a connection that was opened here."""
+OTHER_MECHANISM = 0x11000002
+"""Its value of a handshake that failed since one end has keys and the other has none."""
+FAILURES_MAX, AT_ONCE_S = 3, 0.5
+"""So often in a row, and so soon after it was made, a connection to one of another key is closed."""
+DATA_HANDSHAKE_MS = 1000
+"""After so long a handshake is begun anew, as the peer may not have known our key yet."""
+
+
+class Handshakes:
+    """The connections that a process opens: by which key, and what it means when one is not served.
+
+    Args:
+        keys: of the process; None if it has none.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+        self._turn = 0
+        """How often another of the scheduler's public keys was tried."""
+        self._failures = 0
+        """How often in a row the connection to the scheduler was closed as soon as it was made."""
+
+    def seal(self, dealer: zmq.Socket[bytes], key: str, is_member: bool) -> None:
+        """Have a connection encrypted, as :class:`~kvps.core.effects.Connect` says by which keys."""
+        keys = self._keys
+        assert keys is not None, "only who has keys seals"
+        own = keys.session if is_member or keys.role is None else keys.role
+        peer = key or keys.scheduler[self._turn % len(keys.scheduler)]
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, peer.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+        if key:
+            dealer.setsockopt(zmq.HANDSHAKE_IVL, DATA_HANDSHAKE_MS)
+
+    def succeeded(self, name: str) -> None:
+        """The connection of this name is served."""
+        if name == "scheduler":
+            self._failures = 0
+
+    def failed(self, endpoint: str, kind: int, value: int, made_s: float) -> tuple[bool, str]:
+        """Judge a connection to the scheduler that was made, and then not served.
+
+        Args:
+            endpoint: where to.
+            kind: of libzmq's event.
+            value: of that.
+            made_s: since when it had been made, in seconds.
+
+        Returns:
+            Whether to open it again, by another of the scheduler's keys; and why to give up, or "".
+        """
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
+            return False, (
+                f"the scheduler at {endpoint} does not know the key of this process: the key of a role may be "
+                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder or "
+                "file of this job"
+            )
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
+            if self._keys is not None:
+                return False, (
+                    f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys "
+                    "DIR, or this without"
+                )
+            return False, (
+                f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR "
+                "(KVPS_KEYS), as 'kvps keygen' made it"
+            )
+        if self._keys is None or made_s > AT_ONCE_S:
+            return False, ""
+        self._failures += 1
+        if self._failures < FAILURES_MAX or not greets_by_keys(endpoint):
+            return False, ""
+        self._failures = 0
+        self._turn += 1
+        if self._turn % len(self._keys.scheduler):  # it may have been given another
+            return True, ""
+        return False, (
+            f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). Check "
+            "the address, and that both have the keys of one 'kvps keygen'"
+        )
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+GREETS_MAX_S = 0.2
+
+
+def greets_by_keys(endpoint: str) -> bool:
+    """Whether who listens there says that it has keys. A relay whose target is away says nothing."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    got = b""
+    with (
+        suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), GREETS_MAX_S) as probe,
+    ):
+        probe.sendall(GREETING)
+        while len(got) < len(GREETING) and (more := probe.recv(len(GREETING))):
+            got += more
+    return got[12:17] == b"CURVE"
+
+
+def own_user() -> int:
+    """Return the number of the user that this process runs as."""
+    return os.geteuid()

@@ -1,0 +1,182 @@
+"""The permissions of senders: which messages each receiver takes from whom, and how long their heads may be.
+
+They are checked by the envelope and the tag, before a body is decoded: what nobody may send costs its
+receiver no more than a look at 48 octets. docs/protocol.md has the same table (section 12).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from kvps.errors import ProtocolError
+from kvps.protocol.checkpoint import (
+    Checkpoint,
+    Checkpointed,
+    Commit,
+    Committed,
+    GiveUp,
+    Halt,
+    Halted,
+    ImageKept,
+    ImageTaken,
+    Proceed,
+    Proceeding,
+    Recall,
+    Restore,
+    Restored,
+    Revive,
+    Revived,
+    Shelf,
+    TakeImage,
+)
+from kvps.protocol.envelope import Envelope, Message, Role
+from kvps.protocol.membership import (
+    Alive,
+    Barrier,
+    Beat,
+    Challenge,
+    Done,
+    Enrol,
+    Error,
+    Hello,
+    History,
+    HistoryIs,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Look,
+    Probe,
+    Probed,
+    Released,
+    Resume,
+    Resumed,
+    Return,
+    Seen,
+    Stalled,
+    Stop,
+    View,
+    Welcome,
+)
+from kvps.protocol.shared_memory import Offer, Release, Taken
+from kvps.protocol.stores import (
+    Declare,
+    Declared,
+    Find,
+    FoundAll,
+    GetState,
+    Norms,
+    Open,
+    Optimize,
+    Rate,
+    SetState,
+    StateIs,
+    Status,
+    StatusIs,
+)
+from kvps.protocol.values import (
+    Ack,
+    Changed,
+    Embed,
+    Export,
+    Exported,
+    Load,
+    Pull,
+    PullChanged,
+    Pulled,
+    PulledIds,
+    PulledRows,
+    PullIds,
+    PullRows,
+    Push,
+    PushIds,
+    PushRows,
+    TableRate,
+)
+
+
+class Place(enum.Enum):
+    """Where a packet comes in."""
+
+    SCHEDULER = "a scheduler"
+    SERVER = "a server"
+    WORKER = "a worker"
+    """These three are where a process listens."""
+    TO_SCHEDULER = "a member"
+    TO_SERVER = "a client of a server"
+    TO_WORKER = "a client of a worker"
+    """And these the near ends of connections that a process has opened."""
+
+
+LISTENING = {
+    Role.SCHEDULER: Place.SCHEDULER,
+    Role.SERVER: Place.SERVER,
+    Role.WORKER: Place.WORKER,
+}
+"""Where others come in to a process of each role."""
+
+_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Error})
+_SHARING = frozenset({Offer, Taken, Release})
+
+ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
+    Place.SCHEDULER: {
+        Role.WORKER: _MEMBER | {Barrier, Resume, Checkpoint, Halted, Proceeding},
+        Role.SERVER: _MEMBER | {Stalled, ImageTaken, ImageKept, Committed, Shelf, Restored},
+    },
+    Place.SERVER: {
+        Role.WORKER: _SHARING
+        | {Hello, Probe, Join, Return, History, Revive, Open, Declare, Find, Status}
+        | {Optimize, Rate, GetState, SetState, Load, Push, Pull, PushRows, PullRows, PullChanged}
+        | {Embed, PushIds, PullIds, Export, TableRate},
+        Role.SERVER: frozenset({Hello, Norms}),
+    },
+    Place.WORKER: {
+        Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},
+    },
+    Place.TO_SCHEDULER: {
+        Role.SCHEDULER: frozenset({Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
+        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
+        | {TakeImage, Commit, GiveUp, Recall, Restore},
+    },
+    Place.TO_SERVER: {
+        Role.SERVER: _SHARING
+        | {Welcome, Error, Ack, Done, Probed, Declared, FoundAll, Pulled, PulledRows, Changed}
+        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived},
+    },
+    Place.TO_WORKER: {
+        Role.WORKER: _SHARING | {Welcome, Error, Ack, Probed, Pulled},
+    },
+}
+"""By place and by the role of the sender: what may be said there."""
+
+HEAD_BYTES = 64 << 10
+"""Octets of the head of a message that is not in :data:`LONG`."""
+LONG = frozenset(
+    {
+        *(View, Seen, Stalled, Halt, Halted, ImageKept, Commit, Shelf),
+        *(Declare, Declared, Find, FoundAll, Optimize, Probe, Probed, Release),
+        *(Push, Pull, Pulled, Load, Ack, StatusIs, Resumed, Revived, StateIs, SetState),
+    }
+)
+"""Messages whose head may be as long as any: they have an entry for each key, run, seat or cut."""
+
+
+def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
+    """Check that the sender of ``envelope`` may say this there.
+
+    Args:
+        place: where the packet came in.
+        envelope: of the packet; its role is believed here, and judged elsewhere.
+        kind: the class of its message.
+        head_bytes: octets of its head.
+
+    Raises:
+        ProtocolError: if it may not.
+    """
+    if kind not in ALLOWED[place].get(envelope.role, ()):
+        raise ProtocolError(f"a {envelope.role} may not send {kind.__name__} to {place.value}")
+    if head_bytes > HEAD_BYTES and kind not in LONG:
+        raise ProtocolError(
+            f"a head of {head_bytes} octets is too long for {kind.__name__}: {HEAD_BYTES} is the most"
+        )

@@ -1,0 +1,282 @@
+"""Keys by real connections: whom a job with keys answers, and what each key is good for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import zmq
+
+import kvps
+from kvps import protocol as m
+from kvps.core.effects import Connect, Exit, Send
+from kvps.core.membership_client import Identity, MembershipClient
+from kvps.errors import Unauthorized
+from kvps.net.zap import KeyPair, Keys, new_pair
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.runtime import keys as files
+from tests.integration.processes import BIN, Cluster, Process, Processes, made
+
+SCRIPT = """
+import pathlib, time, torch, kvps
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(1000))
+member = kv.session.core.member
+view = member.view
+server = [(one, key) for one, key in zip(view.members, view.keys) if one.role == 1][0]
+print("at", server[0].endpoint, server[1], member.job.hex(), member.incarnation, flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+kv.push("w", torch.full((1000,), 2.0))
+assert torch.equal(kv.pull("w"), torch.full((1000,), 2.0))
+print("right", flush=True)
+"""
+LIMIT_S = 2.0
+"""In so long a peer without the right key is told so."""
+
+
+class Job:
+    """A job of one worker, with keys in a folder."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.folder = processes.folder / "keys"
+        files.write(self.folder, files.generate())
+        keys = ("--keys", self.folder)
+        self.cluster: Cluster = processes.scheduler(1, 1, *keys)
+        self.server: Process = self.cluster.server("--log-level", "info", *keys)
+        script = processes.script(SCRIPT)
+        self.worker: Process = self.cluster.plain(script, KVPS_KEYS=str(self.folder))
+        found = self.worker.expect(r"at (\S+) (\S+) (\w{32}) (\d+)", 120.0)
+        self.endpoint, self.server_key = found.group(1), found.group(2)
+        self.name, self.incarnation = bytes.fromhex(found.group(3)), int(found.group(4))
+        self.place = processes.folder
+
+    def section(self, role: str) -> KeyPair:
+        """Return a role's key."""
+        (one,) = files._read(self.folder / f"{role}.key")
+        return one.pair
+
+    def envelope(
+        self, rank: int = 0, role: Role = Role.WORKER, life: int | None = None
+    ) -> Envelope:
+        """Return the envelope of a member, by default of the true worker."""
+        incarnation = self.incarnation if life is None else life
+        return Envelope(self.name, 9, role, rank, incarnation, 1)
+
+    def finish(self) -> None:
+        """Let the worker go on, and assert that nothing has changed."""
+        (self.place / "go").touch()
+        self.worker.expect("right", 120.0)
+        for one in (self.worker, self.server, self.cluster.process):
+            assert one.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Yield a job that others talk to; it has to end well."""
+    for processes in made(tmp_path_factory.mktemp("job")):
+        one = Job(processes)
+        yield one
+        one.finish()
+
+
+class Peer:
+    """Who connects by a key of his choice, and says what he likes."""
+
+    def __init__(self, endpoint: str, server: str, own: KeyPair) -> None:
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        self._dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+        self._dealer.connect(endpoint)
+
+    def say(self, envelope: Envelope, message: Message, limit_ms: int = 5000) -> Message | None:
+        """Say it, and return the first answer; None if there is none for a while."""
+        self._dealer.send_multipart(wire.encode(Packet(envelope, message)))
+        if not self._dealer.poll(limit_ms):
+            return None
+        return wire.decode(self._dealer.recv_multipart()).message
+
+    def close(self) -> None:
+        """Hang up."""
+        self._context.destroy(0)
+
+
+def joined(
+    endpoint: str, keys: Keys | None, role: Role = Role.WORKER
+) -> tuple[MembershipClient, float]:
+    """Try to join; return what has become of it, and how long that took."""
+    public = keys.session.public if keys else ""
+    identity = Identity(role, endpoint, "here", 7, kvps.__version__, public_key=public)
+    began = time.monotonic()
+    client = MembershipClient(identity, began)
+    transport = ZmqTransport(keys=keys)
+    try:
+        effects = list(client.start(began))
+        while client.error is None and time.monotonic() < began + 10.0:
+            for effect in effects:
+                if isinstance(effect, Connect):
+                    transport.connect(effect.to, effect.endpoint, is_member=effect.is_member)
+                elif isinstance(effect, Send):
+                    transport.send(effect.to, effect.packet, None)
+            effects = []
+            for _, packet in transport.poll(0.05):
+                assert isinstance(packet, Packet)
+                effects += client.on_packet(packet, time.monotonic())
+            effects += client.on_timer(time.monotonic())
+    finally:
+        transport.close(0.0)
+    assert any(isinstance(one, Exit) for one in effects)
+    return client, time.monotonic() - began
+
+
+@pytest.mark.spec("R245", "R246")
+@pytest.mark.parametrize("kind", ["no key", "unknown key", "wrong scheduler key", "a server's key"])
+def test_who_has_not_the_right_key_is_told_so_at_once(job: Job, kind: str) -> None:
+    pinned, worker = (job.section("scheduler").public,), job.section("worker")
+    keys = {
+        "no key": None,
+        "unknown key": Keys(pinned, new_pair()),
+        "wrong scheduler key": Keys((new_pair().public,), worker),
+        "a server's key": Keys(pinned, job.section("server")),
+    }[kind]
+    client, took_s = joined(job.cluster.endpoint, keys)
+    assert isinstance(client.error, Unauthorized), client.error
+    assert took_s < LIMIT_S
+    assert "--keys" in str(client.error) or "asks for the seat of a worker" in str(client.error)
+
+
+@pytest.mark.spec("R246", "R247")
+@pytest.mark.parametrize(
+    ("role", "envelope", "message", "says"),
+    [
+        ("worker", (0, Role.WORKER), m.Beat(1), "the role worker may not say Beat"),
+        ("worker", (0, Role.WORKER), m.Leave(True, 0, True, ""), "may not say Leave"),
+        ("worker", (0, Role.SERVER), m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h:1"), "a server"),
+        ("worker", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "the holder of a seat"),
+        ("server", (0, Role.SERVER), m.Shelf(0, True, 0.0, (), 0), "may not say Shelf"),
+        ("look", (0, Role.WORKER), m.Checkpoint("kv", "", 0), "may not say Checkpoint"),
+        ("look", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "may not say Hello"),
+    ],
+)
+def test_what_a_role_key_is_not_good_for(
+    job: Job, role: str, envelope: tuple[int, Role], message: Message, says: str
+) -> None:
+    """Also where the peer knows all that there is to know of the member whom it names."""
+    with closing(
+        Peer(job.cluster.endpoint, job.section("scheduler").public, job.section(role))
+    ) as peer:
+        answer = peer.say(job.envelope(*envelope), message)
+        assert isinstance(answer, m.Error)
+        assert (answer.code, says in answer.text) == (Unauthorized.code, True), answer.text
+
+
+@pytest.mark.spec("R246")
+def test_a_look_key_looks(job: Job) -> None:
+    with closing(
+        Peer(job.cluster.endpoint, job.section("scheduler").public, job.section("look"))
+    ) as peer:
+        assert isinstance(peer.say(Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1), m.Look()), m.Seen)
+
+
+@pytest.mark.spec("R246")
+@pytest.mark.parametrize("role", ["worker", "server", "admin", "unknown"])
+def test_a_server_knows_session_keys_alone(job: Job, role: str) -> None:
+    own = new_pair() if role == "unknown" else job.section(role)
+    with closing(Peer(job.endpoint, job.server_key, own)) as peer:
+        assert peer.say(job.envelope(), m.Pull(1, True, (m.Ask(0, 1, 0, 0),)), 1500) is None
+
+
+def test_clear_text_is_not_served(job: Job) -> None:
+    for endpoint in (job.cluster.endpoint, job.endpoint):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(endpoint)
+            stranger.send_multipart(wire.encode(Packet(job.envelope(), m.Beat(1))))
+            assert not stranger.poll(500)
+
+
+def test_status_with_and_without_keys(job: Job, processes: Processes) -> None:
+    place = ("--scheduler", job.cluster.endpoint)
+    asked = processes.start("status", BIN / "kvps", "status", *place, "--keys", job.folder)
+    assert asked.wait() == 0, asked
+    assert "running" in asked.out
+    refused = processes.start("status", BIN / "kvps", "status", *place)
+    assert refused.wait() == 78, refused
+    assert "give it --keys DIR" in refused.err
+
+
+@pytest.mark.spec("R246", "R247")
+def test_a_session_speaks_for_itself(processes: Processes) -> None:
+    """Rank 1 of a job of two says what rank 0 may say, to the scheduler and to the server."""
+    folder = processes.folder / "keys"
+    files.write(folder, files.generate())
+    cluster = processes.scheduler(2, 1, "--keys", folder)
+    server = cluster.server("--keys", folder)
+    worker = cluster.plain(processes.script(SCRIPT), KVPS_KEYS=str(folder))
+    ours = files.load(str(folder), "worker")
+    identity = Identity(
+        Role.WORKER,
+        cluster.endpoint,
+        "here",
+        7,
+        kvps.__version__,
+        1,
+        public_key=ours.session.public,
+    )
+    client = MembershipClient(identity, time.monotonic())
+    transport = ZmqTransport(keys=ours)
+    effects = list(client.start(time.monotonic()))
+
+    def beat(until: str, limit_s: float = 60.0) -> None:
+        """Be rank 1 until the worker has printed this."""
+        nonlocal effects
+        end = time.monotonic() + limit_s
+        while until not in worker.out:
+            assert time.monotonic() < end, worker
+            for effect in effects:
+                if isinstance(effect, Connect):
+                    transport.connect(effect.to, effect.endpoint, is_member=effect.is_member)
+                elif isinstance(effect, Send):
+                    transport.send(effect.to, effect.packet, None)
+            effects = []
+            for _, packet in transport.poll(0.05):
+                assert isinstance(packet, Packet)
+                effects += client.on_packet(packet, time.monotonic())
+            effects += client.on_timer(time.monotonic())
+
+    try:
+        beat("at tcp")
+        found = worker.expect(r"at (\S+) (\S+) (\w{32}) (\d+)")
+        true = Envelope(client.job, 9, Role.WORKER, 0, int(found.group(4)), 1)
+        scheduler = ours.scheduler[0]
+        with closing(Peer(cluster.endpoint, scheduler, ours.session)) as peer:
+            for message in (m.Leave(True, 0, True, ""), m.Beat(1)):
+                answer = peer.say(true, message)
+                assert isinstance(answer, m.Error)
+                assert answer.code == Unauthorized.code
+                assert "worker:1:" in answer.text
+        with closing(Peer(found.group(1), found.group(2), ours.session)) as peer:
+            hello = m.Hello(1, 0, "k", 0, 2, 0, "h", 7)
+            for message in (hello, m.Probe((1,)), m.Revive("store-0", "", 0)):
+                answer = peer.say(true, message)
+                assert isinstance(answer, m.Error)
+                assert answer.code == Unauthorized.code
+            mine = Envelope(client.job, 9, Role.WORKER, 1, client.incarnation, 1)
+            assert isinstance(peer.say(mine, hello), m.Welcome)
+            foreign = m.PushRows("store-0", "w", 1, (0,), 1, 1, 0)
+            answer = peer.say(mine, foreign)
+            assert isinstance(answer, m.Error)
+            assert answer.code == Unauthorized.code
+            assert "pushes for ranks (0,)" in answer.text
+        effects += client.leave(True, 0, True, "")
+        (processes.folder / "go").touch()
+        beat("right")
+        assert server.wait() == 0
+    finally:
+        transport.close(0.0)

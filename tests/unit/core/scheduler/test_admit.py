@@ -1,0 +1,112 @@
+"""The scheduler judges packets by their envelope, and tells strangers little and seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.effects import Note, Send
+from kvps.core.scheduler.scheduler import LOOKS_MAX, REFUSALS_TOLD_MAX
+from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
+from kvps.protocol.envelope import Envelope, Message, Role
+from kvps.protocol.membership import Beat, Hello, Leave, Look, Seen, Stop
+from tests.support.scheduler_harness import JOB, Stage, notes, sent
+
+NOBODY = bytes(16)
+
+
+def stage() -> Stage:
+    one = Stage(2, 1)
+    one.hello("w0")
+    one.hello("w1")
+    one.hello("s0")
+    return one
+
+
+def envelope(job: bytes = JOB, rank: int = 0, life: int = 1) -> Envelope:
+    return Envelope(job, 0, Role.WORKER, rank, life, 1)
+
+
+@pytest.mark.spec("R240")
+@pytest.mark.parametrize("kind", [Hello, Look, Leave])
+def test_anybody_may_say_hello_and_look(kind: type[Message]) -> None:
+    assert stage().scheduler.admit("stranger", envelope(NOBODY, 7, 0), kind)
+
+
+@pytest.mark.spec("R240")
+def test_members_are_heard_along_any_way() -> None:
+    one = stage()
+    for route in ("w0", "another", "w1"):
+        assert one.scheduler.admit(route, envelope(), Beat)
+    assert one.scheduler.admit("w0", envelope(life=0), Beat), "it is known by its connection"
+
+
+@pytest.mark.spec("R240")
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (envelope(NOBODY), Mismatch),
+        (envelope(rank=1), Fenced),
+        (envelope(life=99), Mismatch),
+        (envelope(life=0), ProtocolError),
+        (envelope(rank=9), ProtocolError),
+    ],
+)
+def test_who_has_no_seat_is_told_so(said: Envelope, error: type[KvpsError]) -> None:
+    one = stage()
+    with pytest.raises(error):
+        one.scheduler.admit("stranger", said, Beat)
+    assert all("stranger" not in seat.links for seat in one.scheduler.job.seats.by_node.values())
+
+
+def test_whoever_asks_an_ended_job_is_told_that() -> None:
+    one = stage()
+    list(one.scheduler.on_stop(one.now))
+    assert one.scheduler.admit("stranger", envelope(NOBODY, 9, 0), Beat)
+
+
+@pytest.mark.spec("R242")
+def test_strangers_are_not_told_the_name_of_the_job() -> None:
+    one = stage()
+    one.peers["x"] = one.peers["w0"]
+
+    def names(route: str, message: Message, said: Envelope) -> set[bytes]:
+        effects = one.say(route, message, envelope=said)
+        return {each.packet.envelope.job for each in effects if isinstance(each, Send)}
+
+    assert names("x", Beat(0), envelope(life=99)) == {NOBODY}
+    assert names("x", Hello(1, 0, "k", 0, 2, 7, "h", 7), envelope(NOBODY, 0, 0)) == {NOBODY}
+    assert names("x", Look(), envelope(NOBODY, 0, 0)) == {JOB[:4] + bytes(12)}
+    assert names("w0", Beat(0), envelope()) == {JOB}
+
+
+@pytest.mark.spec("R128")
+def test_looks_are_answered_so_many_times_a_second() -> None:
+    one = stage()
+    one.peers["x"] = one.peers["w0"]
+    answers = [
+        bool(sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen))
+        for _ in range(LOOKS_MAX + 1)
+    ]
+    assert answers == [True] * LOOKS_MAX + [False]
+    one.now += 1.0
+    assert sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)
+
+
+def test_the_log_tells_of_some_that_were_refused() -> None:
+    one = stage()
+    one.peers["x"] = one.peers["w0"]
+
+    def refuse() -> list[str]:
+        effects = one.say("x", Hello(1, 0, "k", 0, 2, 7, "h", 7), envelope=envelope(NOBODY, 0, 0))
+        return notes([each for each in effects if isinstance(each, Note)])
+
+    told = [refuse() for _ in range(REFUSALS_TOLD_MAX + 3)]
+    assert [len(lines) for lines in told] == [1] * REFUSALS_TOLD_MAX + [0] * 3
+    one.now += 10.0
+    (line,) = refuse()
+    assert "(3 more were refused before" in line
+
+
+def test_stop_is_for_all() -> None:
+    one = stage()
+    assert sent(list(one.scheduler.on_stop(one.now)), Stop)

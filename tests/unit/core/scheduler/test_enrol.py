@@ -1,0 +1,114 @@
+"""Session keys at the scheduler: said before HELLO, kept with the seat, told to all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvps.core.effects import Save, Trust
+from kvps.core.scheduler import membership
+from kvps.core.scheduler.seat import State
+from kvps.errors import ProtocolError
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Beat, Enrol, Error, Hello, View, Welcome
+from tests.support.scheduler_harness import Stage, sent
+from tests.vectors.packets import KEY
+
+OTHER, THIRD = KEY[::-1], KEY[1:] + KEY[0]
+
+
+def stage(workers: int = 1, servers: int = 1, **more: object) -> Stage:
+    return Stage(workers, servers, has_keys=True, **more)
+
+
+def join(one: Stage, route: str, key: str, command: str = "", **more: object) -> list[object]:
+    one.hello(route, pid=99) if route not in one.peers else None
+    effects: list[object] = list(one.say(route, Enrol(key, command)))
+    return effects + one.hello(route, **more)
+
+
+def trusted(effects: list[object]) -> dict[str, str]:
+    (found,) = [effect.keys for effect in effects if isinstance(effect, Trust)]
+    return found
+
+
+@pytest.mark.spec("R247")
+def test_no_seat_without_a_key() -> None:
+    one = stage()
+    (answer,) = sent(one.hello("w0"), Beat)
+    assert "waits for ENROL" in answer.reason
+    assert one.scheduler.job.seats.by_node[Node(Role.WORKER, 0)].state is State.EMPTY
+
+
+@pytest.mark.spec("R247")
+def test_keys_are_trusted_before_the_welcome_and_named_in_the_view() -> None:
+    one = stage(persist=True)
+    effects = join(one, "w0", KEY, OTHER, guardian=True)
+    assert trusted(effects) == {KEY: "worker:0:1", OTHER: "worker:0:1"}
+    assert [type(each) for each in effects[:2]] == [Save, Trust]
+    effects = join(one, "s0", THIRD)
+    assert trusted(effects)[THIRD] == "server:0:2"
+    view = sent(effects, View)[0]
+    assert [Node(Role(each.role), each.rank) for each in view.members] == [
+        Node(Role.SERVER, 0),
+        Node(Role.WORKER, 0),
+    ]
+    assert view.keys == (THIRD, OTHER), "of a guarded seat that of the command"
+
+
+def test_without_keys_a_view_has_none() -> None:
+    one = Stage(1, 1)
+    one.hello("w0")
+    assert sent(one.hello("s0"), View)[0].keys == ()
+
+
+@pytest.mark.spec("R247")
+def test_a_replacement_has_its_own_key_and_the_old_one_opens_nothing() -> None:
+    one = stage()
+    join(one, "w0", KEY)
+    join(one, "s0", THIRD)
+    one.drop("w0")
+    one.wait(3.0, ["s0"])
+    effects = join(one, "w1", OTHER)
+    assert trusted(effects) == {OTHER: "worker:0:3", THIRD: "server:0:2"}
+    assert sent(effects, Welcome)[0].incarnation == 3
+
+
+@pytest.mark.spec("R247")
+def test_a_restarted_scheduler_knows_the_keys() -> None:
+    one = stage(persist=True)
+    join(one, "w0", KEY, OTHER, guardian=True)
+    join(one, "s0", THIRD)
+    before = one.scheduler.job.seats.sessions()
+    effects = one.restart()
+    assert one.scheduler.job.seats.sessions() == before == trusted(list(effects))
+
+
+def test_what_was_enrolled_along_a_connection_ends_with_it() -> None:
+    one = stage()
+    one.hello("w0")
+    one.say("w0", Enrol(KEY))
+    one.drop("w0")
+    assert sent(one.hello("w0"), Beat)
+
+
+def test_those_who_enrol_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "SEATS_MAX", 2)
+    seats = stage().scheduler.job.seats
+    for route in ("a", "b", "a", "c"):
+        seats.enrol(route, (KEY, ""))
+    assert [seats.has_enrolled(route) for route in "abc"] == [True, False, True]
+
+
+def test_a_hello_for_another_role_than_its_sender_has() -> None:
+    one = Stage()
+    one.hello("w0")
+    one.peers["w9"] = one.peers["w0"]
+    said = replace(one.peers["w0"].envelope(), incarnation=0)
+    effects = one.say("w9", Hello(1, 0, "k", 0, 1, 0, "h", 7), envelope=said)
+    (error,) = sent(effects, Error)
+    assert (error.code, error.text) == (
+        ProtocolError.code,
+        "a worker asks for the seat of a server",
+    )

@@ -1,0 +1,89 @@
+"""What a worker may say depends on its rank, its machine and what it has said before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.server import authority
+from kvps.core.server.control import STORES_MAX
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import Error, Join, Return
+from kvps.protocol.stores import SetState
+from kvps.protocol.values import Ack
+from tests.support.server_harness import ServerStage, heard, opening, refusal
+
+
+def stage(**options: object) -> ServerStage:
+    one = ServerStage(3)
+    one.open(**options)
+    one.init("a", [0.0, 0.0])
+    return one
+
+
+@pytest.mark.spec("R243")
+@pytest.mark.parametrize(("bundles", "ranks"), [(False, (0, 1)), (False, (1,)), (True, (1, 9))])
+def test_a_push_for_others_is_refused(bundles: bool, ranks: tuple[int, ...]) -> None:
+    one = stage(bundles=bundles)
+    before = one.snapshot()
+    said = one.push(0, "a", [1, 1], 0, ranks=ranks)
+    assert refusal(said).startswith("Unauthorized: worker 0 pushes for ranks")
+    assert one.snapshot() == before
+
+
+@pytest.mark.spec("R243")
+def test_a_push_for_workers_of_one_machine() -> None:
+    one = stage(bundles=True)
+    assert heard(one.push(0, "a", [1, 1], 0, ranks=(0, 1)), Ack)
+    view = one.server.member.view
+    assert view is not None
+    elsewhere = [
+        member._replace(machine=8) if (member.role, member.rank) == (Role.WORKER, 2) else member
+        for member in view.members
+    ]
+    one.scheduler(type(view)(99, "running", "", tuple(elsewhere)))
+    one.view = 99
+    assert refusal(one.push(0, "a", [1, 1], 0, ranks=(2,))).startswith("Unauthorized")
+    unknown = [member._replace(machine=0) for member in view.members]
+    one.scheduler(type(view)(100, "running", "", tuple(unknown)))
+    assert refusal(one.push(0, "a", [1, 1], 1, ranks=(0, 1))).startswith("Unauthorized")
+
+
+@pytest.mark.spec("R243")
+def test_rank_0_alone_puts_states_back() -> None:
+    one = stage()
+    said = one.say(1, SetState(one.places("a")[0].chunk, 0, 2, 1, ()))
+    assert refusal(said) == "Unauthorized: worker 1 may not put back states; rank 0 does"
+
+
+@pytest.mark.spec("R243")
+def test_nobody_returns_from_a_join_that_he_has_not_made() -> None:
+    one = stage()
+    before = one.snapshot()
+    said = one.say(1, Return("kv", 2**63 - 1))
+    assert refusal(said).startswith("Unauthorized: worker 1 returns from join 9223372036854775807")
+    assert one.snapshot() == before
+    one.say(1, Join("kv", 1, False))
+    assert not heard(one.say(1, Return("kv", 1)), Error)
+
+
+@pytest.mark.spec("R244")
+def test_what_waits_of_one_worker_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authority, "PENDING_MAX", 3)
+    one = stage()
+    for _ in range(3):
+        assert one.pull(0, "a", after=1) == []
+    assert refusal(one.pull(0, "a", after=1)).startswith("Overload: 3 requests of worker 0 wait")
+    assert one.pull(1, "a", after=1) == []
+    one.push(0, "a", torch.ones(2), 0)
+
+
+@pytest.mark.spec("R244")
+def test_stores_are_bounded() -> None:
+    one = stage()
+    for number in range(STORES_MAX - 1):
+        one.server.requests._open_store(opening(store=f"kv-{number}"))
+    assert refusal(one.say(0, opening(store="more"))).startswith(
+        "Overload: store 'more' is one too"
+    )
+    assert not heard(one.say(0, opening()), Error)

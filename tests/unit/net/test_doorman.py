@@ -1,0 +1,103 @@
+"""Frames are judged by their envelope, and decoded only then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import zmq
+
+from kvps import protocol as m
+from kvps.core.misbehaviour import IGNORED_S, REFUSED_MAX
+from kvps.errors import Fenced, ProtocolError
+from kvps.net.doorman import Doorman
+from kvps.net.driver import Refused
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from tests.vectors.packets import PACKETS
+
+BEAT = PACKETS["BEAT"]
+ROUTE = b"\0somebody"
+
+
+class Door(Doorman):
+    """A scheduler's, with a clock that the test turns, and a core that does as it is told."""
+
+    def __init__(self, role: Role = Role.SCHEDULER) -> None:
+        super().__init__(role, lambda: self.now)
+        self.now = 0.0
+        self.asked: list[type[Message]] = []
+        self.answer: bool | Exception = True
+        self.admit = self._admit
+
+    def _admit(self, route: str | bytes, envelope: Envelope, kind: type[Message]) -> bool:
+        self.asked.append(kind)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def take(self, packet: Packet | bytes, route: str | bytes = ROUTE) -> Packet | None:
+        frames = [packet] if isinstance(packet, bytes) else wire.encode(packet)
+        return self.decode(route, cast("Sequence[zmq.Frame]", [zmq.Frame(one) for one in frames]))
+
+
+def test_what_may_be_said_is_decoded() -> None:
+    assert Door().take(BEAT) == BEAT
+
+
+@pytest.mark.spec("R240")
+def test_what_the_role_may_not_say_is_refused_before_the_core_is_asked() -> None:
+    door = Door()
+    with pytest.raises(Refused) as caught:
+        door.take(PACKETS["FOUND-ALL"])
+    assert "a server may not send FoundAll to a scheduler" in str(caught.value.__cause__)
+    assert caught.value.route == ROUTE
+    assert (door.asked, door.counts) == ([], {"refused": 1})
+
+
+@pytest.mark.spec("R240")
+def test_what_the_core_refuses_is_told_and_what_it_does_not_hear_is_not() -> None:
+    door = Door()
+    door.answer = Fenced("you were replaced")
+    with pytest.raises(Refused) as caught:
+        door.take(BEAT)
+    assert caught.value.__cause__ is door.answer
+    door.answer = False
+    assert door.take(BEAT) is None
+    assert door.counts == {"refused": 1, "unheard": 1}
+
+
+def test_an_answer_that_is_none_is_dropped() -> None:
+    door = Door(Role.WORKER)
+    answer = replace(PACKETS["DONE"], message=m.Done(1))
+    assert door.take(answer, "server 0") == answer
+    with pytest.raises(ProtocolError, match=r"may not send Done to a member \(from scheduler\)"):
+        door.take(answer, "scheduler")
+    with pytest.raises(ProtocolError, match="may not send Done to who asks a worker"):
+        door.take(answer, "worker 1")
+
+
+@pytest.mark.spec("R244")
+def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    door = Door()
+    caplog.set_level(logging.WARNING)
+    for _ in range(REFUSED_MAX):
+        with pytest.raises(ProtocolError, match="from an unknown host"):
+            door.take(b"nonsense")
+    assert door.take(BEAT) is None
+    assert door.take(BEAT, b"\0another") == BEAT
+    (line,) = caplog.messages
+    assert "100 packets along one connection" in line
+    door.now = IGNORED_S
+    assert door.take(BEAT) == BEAT
+    assert door.counts == {"bytes": REFUSED_MAX, "ignored": 1}
+
+
+def test_own_connections_are_never_ignored() -> None:
+    door = Door()
+    for _ in range(REFUSED_MAX + 1):
+        with pytest.raises(ProtocolError):
+            door.take(b"nonsense", "scheduler")
