@@ -43,7 +43,7 @@ def _best(attempt: Callable[[], float]) -> float:
 
 
 def _together(works: Sequence[Callable[[], object]], count_bytes: int) -> float:
-    """Return how many GB per second threads do together, who leave Python to it meanwhile."""
+    """Return the GB per second that threads do together, outside of the interpreter lock."""
     gate = threading.Barrier(len(works) + 1)
 
     def run(work: Callable[[], object]) -> None:

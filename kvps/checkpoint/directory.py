@@ -48,7 +48,7 @@ class CheckpointDirectory:
 
     Args:
         folder: the directory; it is made when something is written.
-        server: whose view this is; None for a reader, who writes nothing. A server has one directory,
+        server: whose view this is; None for a reader, which writes nothing. A server has one directory,
             and uses it from one thread at a time, but for reading.
         throttle: seconds to sleep for each second of writing.
 

@@ -134,7 +134,7 @@ def _gathered_store(some: Sequence[tuple[int, StoreSnapshot]]) -> StoreSnapshot:
 
 
 def _gathered_tables(some: Sequence[StoreSnapshot]) -> tuple[TableSnapshot, ...]:
-    """Return each table with the rows of all servers; who takes them looks which are its own.
+    """Return each table with the rows of all servers; a server takes those that are its own.
 
     Rows move between servers with one history for all. At a cut they agree, unless a worker was lost in
     the middle of a push; then the push counts as made: its rows are not updated twice.

@@ -1,7 +1,7 @@
 """Validation of the JSON in a checkpoint, as strict as that of a peer's messages.
 
 A file may have been cut short, edited, or written by something else. Each check returns the value
-it was given, or raises a ``ValueError`` that says what was expected; those who read a file turn
+it was given, or raises a ``ValueError`` that says what was expected; readers of a file turn
 it into a :class:`~kvps.errors.StorageError` with the file's name.
 """
 

@@ -297,7 +297,7 @@ class KVStore(KVStoreBase, abc.ABC):
         Raises:
             KeyNotFound: for a key that was never initialised.
             Mismatch: if an output has another type or shape than its key.
-            Timeout: naming who has not pushed.
+            Timeout: naming the ranks that have not pushed.
             WorkerLost: if a round waits for a worker that ended.
         """
         self._begin()
@@ -637,7 +637,7 @@ class KVStore(KVStoreBase, abc.ABC):
             The rank that joined last, the same on every worker: it has seen every round.
 
         Raises:
-            Timeout: naming who has not joined; the call stands, and is made again to wait on.
+            Timeout: naming the ranks that have not joined; call again to wait on.
             WorkerLost: if one of those ended, and none replaces it.
 
         Example:

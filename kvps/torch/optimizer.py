@@ -445,9 +445,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the groups and the state, as the optimizer alone would.
 
-        State that lives in the store is fetched; one worker's call is enough. What compression left out
-        of this worker's gradients is in an entry of its own, ``"compression"``: who wants to go on with
-        that, too, saves one on each worker.
+        State that lives in the store is fetched; one worker's call is enough. The residuals of this worker's
+        compressed gradients are in an entry of their own, ``"compression"``: to go on with those, too, save
+        one state on each worker.
         """
         owed = residual_state.state_of(self._model.kv)
         more = {RESTS: owed} if owed else {}

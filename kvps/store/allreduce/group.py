@@ -24,7 +24,7 @@ from kvps.store.allreduce.rendezvous import Rendezvous
 FOREVER = timedelta(days=30)
 """A collective waits for late ranks; the call that waits for it has a time limit of its own."""
 NOTICE = timedelta(seconds=0.2)
-"""After this long a rank that waits says so on the board, where the others see who is missing."""
+"""After this long a rank that waits says so on the board, where the others see which ranks are missing."""
 AT_ONCE = timedelta(milliseconds=1)
 CANCEL_TAG = 1 << 20
 """The tag of a message that nobody sends."""
@@ -196,7 +196,7 @@ class CollectiveGroup:
             "what the others printed, and start all anew; dist_sync takes a replacement"
         )
 
-    # --- who is missing ---------------------------------------------------------------------------
+    # --- missing ranks ----------------------------------------------------------------------------
 
     def missing(self) -> list[int]:
         """Return the ranks that have not begun the call in which this one waits."""

@@ -116,7 +116,7 @@ class CollectiveTicket(Ticket):
         """Wait; return what was read of each key.
 
         Raises:
-            KvpsError: if a collective failed; Timeout, naming who is missing.
+            KvpsError: if a collective failed; Timeout, naming the ranks that are missing.
         """
         if self.value is None:
             for collective in dict.fromkeys(self._collectives):

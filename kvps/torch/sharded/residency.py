@@ -136,14 +136,14 @@ class Residency:
         self._held.update(names)
 
     def release(self, names: Iterable[str]) -> None:
-        """Somebody who held these weights needs them no more."""
+        """Let go of weights: one holder of them needs them no more."""
         self._held.subtract(names)
 
     def leave(self, name: str) -> None:
         """Have a parameter stand for a weight that is not here."""
         form = self._forms[name]
         param = self._params[name]
-        # One element for each: who fills a parameter that is away must not fill the others.
+        # One element for each: filling a parameter that is away must not fill the others.
         nothing = torch.full((), float("nan") if form.is_floating_point() else 0, dtype=form.dtype)
         with torch.inference_mode(False):
             param.data = nothing.to(param.device).expand(form.shape)
