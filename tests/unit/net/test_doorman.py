@@ -76,7 +76,7 @@ def test_an_answer_that_is_none_is_dropped() -> None:
     assert door.take(answer, "server 0") == answer
     with pytest.raises(ProtocolError, match=r"may not send Done to a member \(from scheduler\)"):
         door.take(answer, "scheduler")
-    with pytest.raises(ProtocolError, match="may not send Done to who asks a worker"):
+    with pytest.raises(ProtocolError, match="may not send Done to a client of a worker"):
         door.take(answer, "worker 1")
 
 

@@ -82,7 +82,7 @@ def test_what_waits_of_one_worker_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_stores_are_bounded() -> None:
     one = stage()
     for number in range(STORES_MAX - 1):
-        one.server.requests._open_store(opening(store=f"kv-{number}"))
+        one.server.control._open_store(opening(store=f"kv-{number}"))
     assert refusal(one.say(0, opening(store="more"))).startswith(
         "Overload: store 'more' is one too"
     )

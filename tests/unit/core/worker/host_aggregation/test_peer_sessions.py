@@ -10,7 +10,7 @@ from kvps.core.membership_client import Identity, MembershipClient
 from kvps.core.worker.host_aggregation.peer_sessions import PeerSessions
 from kvps.errors import Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import PROTOCOL, Envelope, Role
-from kvps.protocol.membership import Hello
+from kvps.protocol.membership import Hello, Probe
 
 HELLO = Hello(*PROTOCOL, "kvps", 0, Role.WORKER, 1, "here", 8, "", False, "", 2)
 
@@ -46,17 +46,31 @@ def test_the_session_goes_on_along_another_connection(sessions: PeerSessions) ->
 
 def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None:
     sessions.begin(b"x", from_peer(), HELLO)
+    sessions.learn({1: 6})
+    assert sessions.admit(from_peer(incarnation=6), Hello)
     assert sessions.begin(b"y", from_peer(incarnation=6), HELLO)
     assert [peer.incarnation for peer in sessions] == [6]
-    sessions.fence(from_peer(incarnation=6), (0, 1))
+    assert sessions.admit(from_peer(incarnation=6), Probe)
     with pytest.raises(Fenced, match="incarnation 5 was replaced by incarnation 6"):
-        sessions.fence(from_peer(), (0, 1))
+        sessions.admit(from_peer(), Probe)
+
+
+@pytest.mark.spec("R242")
+def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(
+    sessions: PeerSessions,
+) -> None:
+    sessions.learn({1: 5})
+    assert not sessions.admit(from_peer(incarnation=6), Hello)
+    assert sessions.admit(from_peer(), Hello)
+    with pytest.raises(ProtocolError, match="expects HELLO first"):
+        sessions.admit(from_peer(), Probe)
 
 
 @pytest.mark.parametrize("more", [{"job": bytes([1] * 16)}, {"rank": 2}, {"role": Role.SERVER}])
 def test_others_are_no_neighbours(sessions: PeerSessions, more: dict[str, object]) -> None:
+    sessions.learn({0: 4, 1: 5})
     with pytest.raises(Mismatch, match="is no neighbour of worker 0"):
-        sessions.fence(from_peer(**more), (0, 1))  # type: ignore[arg-type]
+        sessions.admit(from_peer(**more), Hello)
 
 
 def test_another_version_of_the_protocol_is_refused(sessions: PeerSessions) -> None:
