@@ -23,19 +23,18 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
-from kvps.core.keys import Keyring
+from kvps.core.keys import Keyring, RoleKey
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, moved
+from kvps.net.counted import CAN_COUNT, Watch, moved
 from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
@@ -75,17 +74,6 @@ LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 NEVER_MS = 24 * 3_600_000
 """libzmq's own judgement is put off by so much."""
-
-
-@dataclass(slots=True, eq=False)
-class Watch:
-    """What is known of a connection that was opened here."""
-
-    events: zmq.Socket[bytes]
-    silence_s: float
-    up: tuple[int, Pulse] | None = None
-    """Its descriptor and what has moved along it, while it is connected."""
-    connected_at: float = -math.inf
 
 
 class ZmqTransport:
@@ -164,6 +152,11 @@ class ZmqTransport:
         if self._porter is not None:
             self._porter.trust(keys)
 
+    def open_by(self, roles: Mapping[str, RoleKey]) -> None:
+        """Take connections by these keys of roles from now on; those that were made stay."""
+        if self._porter is not None:
+            self._porter.ring.roles = roles
+
     def listen(self, endpoint: str, watch: bool = False) -> None:
         """Take connections at ``endpoint``; ``watch`` those that break. Once for each transport.
 
@@ -239,7 +232,7 @@ class ZmqTransport:
             if CAN_COUNT:
                 events = dealer.get_monitor_socket(EVENTS)
                 self._watches[name] = Watch(events, every_s + silence_s)
-                if self._keys is not None and name == "scheduler":  # to be told at once
+                if name == "scheduler":  # to be told at once that it is not served
                     self._events_of[events] = name
                     self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
@@ -277,6 +270,8 @@ class ZmqTransport:
                 # Whoever does not read its answers asks again. Of our own connections no queue is ever
                 # full: there is none, as libzmq has given up.
                 if isinstance(route, str):
+                    if route in self._watches:
+                        self._heed(route)  # why
                     self.connect(route, *self._openings[route])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -426,20 +421,18 @@ class ZmqTransport:
             kind, value = event["event"], event["value"]
             if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
                 is_up = kind == zmq.EVENT_CONNECTED
-                watch.up = (value, Pulse(watch.silence_s, now)) if is_up else None
+                watch.up, watch.pulse = value if is_up else None, None
                 watch.connected_at = now if is_up else watch.connected_at
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshakes.succeeded(name)
             elif name == "scheduler":
-                self._fail(name, watch, kind, value, now)
+                self._fail(name, kind, value, now - watch.connected_at)
                 if self._watches.get(name) is not watch:
                     return  # it was opened again, by another key
 
-    def _fail(self, name: str, watch: Watch, kind: int, value: int, now: float) -> None:
+    def _fail(self, name: str, kind: int, value: int, made_s: float) -> None:
         """A connection to the scheduler was made, and then not served."""
-        is_turned, why = self._handshakes.failed(
-            self._openings[name][0], kind, value, now - watch.connected_at
-        )
+        is_turned, why = self._handshakes.failed(self._openings[name][0], kind, value, made_s)
         if is_turned:
             self.connect(name, *self._openings[name])
         elif why:
@@ -460,9 +453,10 @@ class ZmqTransport:
             self._heed(name)
             if watch.up is None or self._watches.get(name) is not watch:
                 continue  # libzmq is at it, or it was opened again just now
-            fd, pulse = watch.up
-            counted = moved(fd)
-            if counted is not None and pulse.is_dead(now, counted):
+            if watch.pulse is None:
+                watch.pulse = Pulse(watch.silence_s, now)
+            counted = moved(watch.up)
+            if counted is not None and watch.pulse.is_dead(now, counted):
                 self.connect(name, *self._openings[name])
 
     def _release(self) -> None:
