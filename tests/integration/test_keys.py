@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -369,3 +371,34 @@ def test_launch_makes_keys_by_itself(processes: Processes) -> None:
         assert asked.wait() == code, asked
     (processes.folder / "go").touch()
     assert launched.wait(60.0) == 0
+
+
+@pytest.mark.spec("R248")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+@pytest.mark.parametrize("user", [0, 65534])
+def test_a_neighbour_of_another_user_is_not_heard(user: int) -> None:
+    transport = ZmqTransport()
+    endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
+    transport.listen(endpoint)
+    says = (
+        "import os, sys, zmq\n"
+        "context = zmq.Context()\n"
+        "dealer = context.socket(zmq.DEALER)\n"
+        f"os.setuid({user})\n"
+        f"dealer.connect({endpoint!r})\n"
+        "dealer.send(sys.stdin.buffer.read())\n"
+        "dealer.poll(3000)\n"
+        "context.destroy(0)\n"
+    )
+    (head,) = wire.encode(Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,))))
+    with subprocess.Popen([sys.executable, "-c", says], stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(head)
+        child.stdin.close()
+        heard: list[object] = []
+        while child.poll() is None and not heard:
+            heard += [packet for _, packet in transport.poll(0.05)]
+        child.kill()
+    assert bool(heard) == (user == 0)
+    assert (transport.refused["NULL"] > 0) == (user != 0)
+    transport.close(0.0)
