@@ -6,13 +6,11 @@ the windows of the protocol, not by a water mark. What it does know first is tha
 broke: with ``watch`` the events of the ROUTER's monitor are turned into drops, told apart by the
 file descriptor that libzmq names on every message.
 
-A network may do worse than to break. Packets that go by TCP have a checksum, and what does not
-agree with its own is no packet. A connection that looks open and carries nothing is closed and
-opened again by the one who opened it: libzmq's heartbeats have something to carry, and whether octets
-move is asked of the kernel (:mod:`kvps.core.pulse`), since libzmq sees no frame before its last octet,
-and no heartbeat behind one. Its peer does not
-judge, since a process that stands still is not lost for that. And a connection of which
-libzmq could not read the framing it gives up for good, so that is opened again, too.
+A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed (:mod:`kvps.net.zap`).
+A connection that looks open and carries nothing is closed and opened again by the one who opened it: libzmq's
+heartbeats have something to carry, and whether octets move is asked of the kernel (:mod:`kvps.core.pulse`), since
+libzmq sees no frame before its last octet, and no heartbeat behind one. Its peer does not judge, since a process
+that stands still is not lost for that. What libzmq gives up for good is opened again, too.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from kvps.core.keys import Keyring, RoleKey
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, Watch, moved
+from kvps.net.counted import CAN_COUNT, Watch, descriptor_of, moved
 from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
@@ -70,6 +68,8 @@ CONTROL_HEARTBEAT_S = 2.0, 4.0
 DATA_HEARTBEAT_S = 5.0, 15.0
 """How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
 move then. To the scheduler both together leave room before the silence for which it gives a member up."""
+FADE_S = 3.0
+"""How long the connection by which a member joined stays: until its other one is made, and longer."""
 LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 NEVER_MS = 24 * 3_600_000
@@ -117,6 +117,9 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
+        self._fading: list[
+            tuple[float, zmq.Socket[bytes]]
+        ] = []  # replaced, and closed at that time
         self._openings: dict[str, tuple[str, bool | None, str, bool]] = {}
         """How each connection was opened: :meth:`connect`'s arguments."""
         self._watches: dict[str, Watch] = {}
@@ -144,7 +147,7 @@ class ZmqTransport:
 
     @property
     def refused(self) -> Counter[str]:
-        """How many packets were not let in, by why; and connections, by their mechanism."""
+        """How many packets were not let in, by why, and connections, by their mechanism."""
         return self._doorman.counts + (self._porter.refused if self._porter else Counter())
 
     def trust(self, keys: dict[str, str]) -> None:
@@ -222,7 +225,8 @@ class ZmqTransport:
             self._poller.unregister(old)
             del self._names[old]
             self._forget(name, old)
-            old.close(0)
+            is_handed_over = is_member and not self._openings[name][3]
+            self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
         dealer = self._socket(zmq.DEALER)
         if _is_wire(endpoint):
             every_s, silence_s = CONTROL_HEARTBEAT_S if is_near is None else DATA_HEARTBEAT_S
@@ -243,12 +247,12 @@ class ZmqTransport:
             self._forget(name, dealer)
             dealer.close(0)
             raise ConfigError(
-                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
-                "tcp://HOST:PORT"
+                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
         self._openings[name] = endpoint, is_near, key, is_member
         self._dealers[name] = dealer
         self._names[dealer] = name
+        self._fade(time.monotonic())
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
@@ -317,7 +321,9 @@ class ZmqTransport:
 
     def _receive(self, one: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
         for _ in range(BATCH):
-            if one.closed:  # what came before led to a new connection in its place
+            if (
+                one.closed or self._names.get(one) != name
+            ):  # what came before led to another in its place
                 return
             try:
                 frames = self._frames(one, 1 if name is None else 0)
@@ -329,7 +335,7 @@ class ZmqTransport:
                 if (packet := self._doorman.decode(name, frames)) is not None:
                     yield name, packet
                 continue
-            route, fd = frames[0].bytes, _descriptor(frames)
+            route, fd = frames[0].bytes, descriptor_of(frames)
             if fd is not None:
                 self._routes[fd] = route
                 self._inflow.took(fd, self._octets(frames))
@@ -359,7 +365,7 @@ class ZmqTransport:
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus.add(one)
-                if (fd := _descriptor(frames)) is not None and before:
+                if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
                 route = frames[0].bytes if before else self._names[one]
                 raise ProtocolError(
@@ -374,7 +380,7 @@ class ZmqTransport:
         fd, octets, is_over = None, 0, False
         for _ in range(SURPLUS_BATCH):
             frame = one.recv(zmq.NOBLOCK, copy=False)
-            fd = _descriptor([frame, frame]) if fd is None else fd
+            fd = descriptor_of([frame, frame]) if fd is None else fd
             octets += self._octets([frame, frame])
             if not frame.more:
                 is_over = True
@@ -449,6 +455,7 @@ class ZmqTransport:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
+        self._fade(now)
         for name, watch in list(self._watches.items()):
             self._heed(name)
             if watch.up is None or self._watches.get(name) is not watch:
@@ -458,6 +465,12 @@ class ZmqTransport:
             counted = moved(watch.up)
             if counted is not None and watch.pulse.is_dead(now, counted):
                 self.connect(name, *self._openings[name])
+
+    def _fade(self, now: float) -> None:
+        """Close the connections that have others in their place for long enough."""
+        for _, dealer in [one for one in self._fading if now >= one[0]]:
+            dealer.close(0)
+        self._fading = [one for one in self._fading if now < one[0]]
 
     def _release(self) -> None:
         while self._held and self._held[0][0].done:
@@ -486,15 +499,3 @@ NOWHERE = "", None, "", False
 def _is_wire(endpoint: str) -> bool:
     """Whether what goes there leaves this process's memory for good, and may come out changed."""
     return endpoint.startswith("tcp:")
-
-
-def _descriptor(frames: list[zmq.Frame]) -> int | None:
-    """Return by which file descriptor a message came; None where libzmq does not say.
-
-    It says so on every frame but the first, which is the route.
-    """
-    try:
-        found = frames[1].get(zmq.SRCFD)
-    except (IndexError, zmq.ZMQError):
-        return None
-    return found if found >= 0 else None
