@@ -27,8 +27,8 @@ EXIT_CODES = """\
 exit codes:
   0   done
   75  temporary, start it again: no scheduler there, or it fell silent
-  78  wrong configuration, do not start it again: a bad flag, a busy port, a seat whose
-      holder lives (one that may have ended is waited for)
+  78  wrong configuration, do not start it again: a bad flag, a busy port, keys that are
+      refused, a seat whose holder lives (one that may have ended is waited for)
   1   anything else
 """
 

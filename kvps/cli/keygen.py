@@ -23,14 +23,15 @@ examples:
 another key for a role, while the cluster runs:
   kvps keygen keys --rotate worker    worker.key is new; both keys open the door
   kvps keygen keys --retire           once all start with the new one: the old opens it no more
-The scheduler reads public/ when it starts. Members that run are not affected: each has a key of its own.
+The scheduler reads public/ when it starts, and at SIGHUP. Members that run are not affected: each has a key of
+its own. kvps evict ends one.
 
 roles:
   scheduler   is the cluster: whoever has this key can pose as it
   server      takes the seat of a server, and is given a share of the model
   worker      takes the seat of a worker: reads and changes the model
   look        sees who is there (kvps status)
-  admin       as look
+  admin       as look, and ends members (kvps evict)
 
 {flags.EXIT_CODES}
 """

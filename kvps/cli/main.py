@@ -17,6 +17,7 @@ NAME = "kvps"
 COMMANDS = {
     "status": "show who is in a job, how they stand, and which rounds wait for whom",
     "keygen": "make the keys of a cluster, give a role another, retire old ones",
+    "evict": "end a live member of a job, so that another can take its rank",
     "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
     "checkpoint": "list and verify what servers wrote to the disk; export a model from it",
 }

@@ -25,7 +25,7 @@ example, a cluster on one machine by hand (kvps-launch does all of it):
   kvps-worker -- python train.py
 
 It ends by itself when the job does: with 0 if every worker left, 1 if any was lost for good.
-SIGTERM and SIGINT end the job.
+SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -96,6 +96,7 @@ def _main(argv: Sequence[str]) -> int:
         silence_max_s=config.silence_max_s(parsed.silence_max),
         drop_grace_s=config.drop_grace_s(parsed.drop_grace),
         keys=flags.keys_of(parsed, "scheduler"),
+        keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(parsed.report_fd, endpoint),
     )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvps.errors import Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Node
-from kvps.protocol.membership import Enrol, Hello, Look
+from kvps.protocol.membership import Enrol, Evict, Hello, Look
 from kvps.protocol.permissions import Place
 
 ROLES = ("scheduler", "server", "worker", "admin", "look")
@@ -27,7 +27,7 @@ KEY_CHARACTERS = 40
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({Enrol, Hello}),
     "server": frozenset({Enrol, Hello}),
-    "admin": frozenset({Look}),
+    "admin": frozenset({Evict, Look}),
     "look": frozenset({Look}),
 }
 """What may be said by a role key."""
@@ -124,16 +124,17 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
             raise Unauthorized(
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}"
             )
-        if kind is Enrol:
-            raise Unauthorized(f"{name} has its session key already")
+        if kind in (Enrol, Evict):
+            raise Unauthorized(f"the session key of {name} may not say {kind.__name__}")
         return
     if place is not Place.SCHEDULER or kind not in _BY_ROLE.get(who, ()):
         raise Unauthorized(
             f"the key of the role {who} may not say {kind.__name__} to {place.value}"
         )
-    if kind is not Look and str(envelope.role) != who:
+    asks_for_seat = kind in (Enrol, Hello)
+    if asks_for_seat and str(envelope.role) != who:
         raise Unauthorized(f"the key of the role {who} asks for the seat of a {envelope.role}")
-    if kind is not Look and envelope.incarnation:
+    if asks_for_seat and envelope.incarnation:
         raise Unauthorized(f"the key of the role {who} speaks for the holder of a seat")
 
 

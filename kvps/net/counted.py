@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
-from kvps.core.pulse import Moved
+import zmq
+
+from kvps.core.pulse import Moved, Pulse
 
 if sys.platform == "linux":
     import fcntl
@@ -16,6 +20,19 @@ if sys.platform == "linux":
 CAN_COUNT = sys.platform == "linux"
 _INFO = struct.Struct("@120xQQ")
 """Of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """What is known of a connection that was opened here."""
+
+    events: zmq.Socket[bytes]
+    silence_s: float
+    up: int | None = None
+    """Its descriptor, while it is connected."""
+    pulse: Pulse | None = None
+    """What has moved along it, since it was first looked at."""
+    connected_at: float = -math.inf
 
 
 def moved(fd: int) -> Moved | None:
@@ -27,3 +44,15 @@ def moved(fd: int) -> Moved | None:
             (waiting,) = struct.unpack("@i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))
             return Moved(received, taken, waiting)
     return None
+
+
+def descriptor_of(frames: list[zmq.Frame]) -> int | None:
+    """Return by which file descriptor a message came; None where libzmq does not say.
+
+    It says so on every frame but the first, which is the route.
+    """
+    try:
+        found = frames[1].get(zmq.SRCFD)
+    except (IndexError, zmq.ZMQError):
+        return None
+    return found if found >= 0 else None

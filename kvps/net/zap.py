@@ -263,19 +263,16 @@ class Handshakes:
                 "file of this job"
             )
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
-            if self._keys is not None:
-                return False, (
-                    f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys "
-                    "DIR, or this without"
-                )
-            return False, (
-                f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR "
-                "(KVPS_KEYS), as 'kvps keygen' made it"
-            )
-        if self._keys is None or made_s > AT_ONCE_S:
-            return False, ""
+            return False, self._unlike(endpoint)
+        if made_s > AT_ONCE_S:
+            return False, ""  # it was slow, or lost
         self._failures += 1
-        if self._failures < FAILURES_MAX or not greets_by_keys(endpoint):
+        if self._failures not in (1, FAILURES_MAX):
+            return False, ""
+        theirs, ours = greeting_of(endpoint), NULL if self._keys is None else CURVE
+        if theirs and theirs != ours:  # it has hung up before it was heard
+            return False, self._unlike(endpoint)
+        if self._keys is None or not theirs or self._failures < FAILURES_MAX:
             return False, ""
         self._failures = 0
         self._turn += 1
@@ -286,13 +283,25 @@ class Handshakes:
             "the address, and that both have the keys of one 'kvps keygen'"
         )
 
+    def _unlike(self, endpoint: str) -> str:
+        if self._keys is not None:
+            return (
+                f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys DIR, "
+                "or this without"
+            )
+        return (
+            f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR (KVPS_KEYS), "
+            "as 'kvps keygen' made it"
+        )
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+NULL, CURVE = b"NULL", b"CURVE"
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + CURVE.ljust(20, b"\0") + bytes(32)
 GREETS_MAX_S = 0.2
 
 
-def greets_by_keys(endpoint: str) -> bool:
-    """Whether who listens there says that it has keys. A relay whose target is away says nothing."""
+def greeting_of(endpoint: str) -> bytes:
+    """Return the mechanism by which who listens there greets; a relay whose target is away says nothing."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (
@@ -302,7 +311,7 @@ def greets_by_keys(endpoint: str) -> bool:
         probe.sendall(GREETING)
         while len(got) < len(GREETING) and (more := probe.recv(len(GREETING))):
             got += more
-    return got[12:17] == b"CURVE"
+    return got[12:32].rstrip(b"\0")
 
 
 def own_user() -> int:

@@ -6,13 +6,11 @@ the windows of the protocol, not by a water mark. What it does know first is tha
 broke: with ``watch`` the events of the ROUTER's monitor are turned into drops, told apart by the
 file descriptor that libzmq names on every message.
 
-A network may do worse than to break. Packets that go by TCP have a checksum, and what does not
-agree with its own is no packet. A connection that looks open and carries nothing is closed and
-opened again by the one who opened it: libzmq's heartbeats have something to carry, and whether bytes
-move is asked of the kernel (:mod:`kvps.core.pulse`), since libzmq sees no frame before its last byte,
-and no heartbeat behind one. Its peer does not
-judge, since a process that stands still is not lost for that. And a connection of which
-libzmq could not read the framing it gives up for good, so that is opened again, too.
+A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed (:mod:`kvps.net.zap`).
+A connection that looks open and carries nothing is closed and opened again by the one who opened it: libzmq's
+heartbeats have something to carry, and whether bytes move is asked of the kernel (:mod:`kvps.core.pulse`), since
+libzmq sees no frame before its last byte, and no heartbeat behind one. Its peer does not judge, since a process
+that stands still is not lost for that. What libzmq gives up for good is opened again, too.
 """
 
 from __future__ import annotations
@@ -23,19 +21,18 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
-from kvps.core.keys import Keyring
+from kvps.core.keys import Keyring, RoleKey
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, moved
+from kvps.net.counted import CAN_COUNT, Watch, descriptor_of, moved
 from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
@@ -71,21 +68,12 @@ CONTROL_HEARTBEAT_S = 2.0, 4.0
 DATA_HEARTBEAT_S = 5.0, 15.0
 """How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
 move then. To the scheduler both together leave room before the silence for which it gives a member up."""
+FADE_S = 3.0
+"""How long the connection by which a member joined stays: until its other one is made, and longer."""
 LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 NEVER_MS = 24 * 3_600_000
 """libzmq's own judgement is put off by so much."""
-
-
-@dataclass(slots=True, eq=False)
-class Watch:
-    """What is known of a connection that was opened here."""
-
-    events: zmq.Socket[bytes]
-    silence_s: float
-    up: tuple[int, Pulse] | None = None
-    """Its descriptor and what has moved along it, while it is connected."""
-    connected_at: float = -math.inf
 
 
 class ZmqTransport:
@@ -129,6 +117,9 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
+        self._fading: list[
+            tuple[float, zmq.Socket[bytes]]
+        ] = []  # replaced, and closed at that time
         self._openings: dict[str, tuple[str, bool | None, str, bool]] = {}
         """How each connection was opened: :meth:`connect`'s arguments."""
         self._watches: dict[str, Watch] = {}
@@ -156,13 +147,18 @@ class ZmqTransport:
 
     @property
     def refused(self) -> Counter[str]:
-        """How many packets were not let in, by why; and connections, by their mechanism."""
+        """How many packets were not let in, by why, and connections, by their mechanism."""
         return self._doorman.counts + (self._porter.refused if self._porter else Counter())
 
     def trust(self, keys: dict[str, str]) -> None:
         """Take connections by these session keys."""
         if self._porter is not None:
             self._porter.trust(keys)
+
+    def open_by(self, roles: Mapping[str, RoleKey]) -> None:
+        """Take connections by these keys of roles from now on; those that were made stay."""
+        if self._porter is not None:
+            self._porter.ring.roles = roles
 
     def listen(self, endpoint: str, watch: bool = False) -> None:
         """Take connections at ``endpoint``; ``watch`` those that break. Once for each transport.
@@ -229,7 +225,8 @@ class ZmqTransport:
             self._poller.unregister(old)
             del self._names[old]
             self._forget(name, old)
-            old.close(0)
+            is_handed_over = is_member and not self._openings[name][3]
+            self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
         dealer = self._socket(zmq.DEALER)
         if _is_wire(endpoint):
             every_s, silence_s = CONTROL_HEARTBEAT_S if is_near is None else DATA_HEARTBEAT_S
@@ -239,7 +236,7 @@ class ZmqTransport:
             if CAN_COUNT:
                 events = dealer.get_monitor_socket(EVENTS)
                 self._watches[name] = Watch(events, every_s + silence_s)
-                if self._keys is not None and name == "scheduler":  # to be told at once
+                if name == "scheduler":  # to be told at once that it is not served
                     self._events_of[events] = name
                     self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
@@ -250,12 +247,12 @@ class ZmqTransport:
             self._forget(name, dealer)
             dealer.close(0)
             raise ConfigError(
-                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as "
-                "tcp://HOST:PORT"
+                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
         self._openings[name] = endpoint, is_near, key, is_member
         self._dealers[name] = dealer
         self._names[dealer] = name
+        self._fade(time.monotonic())
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
@@ -277,6 +274,8 @@ class ZmqTransport:
                 # Whoever does not read its answers asks again. Of our own connections no queue is ever
                 # full: there is none, as libzmq has given up.
                 if isinstance(route, str):
+                    if route in self._watches:
+                        self._heed(route)  # why
                     self.connect(route, *self._openings[route])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -322,7 +321,9 @@ class ZmqTransport:
 
     def _receive(self, one: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
         for _ in range(BATCH):
-            if one.closed:  # what came before led to a new connection in its place
+            if (
+                one.closed or self._names.get(one) != name
+            ):  # what came before led to another in its place
                 return
             try:
                 frames = self._frames(one, 1 if name is None else 0)
@@ -334,7 +335,7 @@ class ZmqTransport:
                 if (packet := self._doorman.decode(name, frames)) is not None:
                     yield name, packet
                 continue
-            route, fd = frames[0].bytes, _descriptor(frames)
+            route, fd = frames[0].bytes, descriptor_of(frames)
             if fd is not None:
                 self._routes[fd] = route
                 self._inflow.took(fd, self._octets(frames))
@@ -364,7 +365,7 @@ class ZmqTransport:
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus.add(one)
-                if (fd := _descriptor(frames)) is not None and before:
+                if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
                 route = frames[0].bytes if before else self._names[one]
                 raise ProtocolError(
@@ -379,7 +380,7 @@ class ZmqTransport:
         fd, octets, is_over = None, 0, False
         for _ in range(SURPLUS_BATCH):
             frame = one.recv(zmq.NOBLOCK, copy=False)
-            fd = _descriptor([frame, frame]) if fd is None else fd
+            fd = descriptor_of([frame, frame]) if fd is None else fd
             octets += self._octets([frame, frame])
             if not frame.more:
                 is_over = True
@@ -426,20 +427,18 @@ class ZmqTransport:
             kind, value = event["event"], event["value"]
             if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
                 is_up = kind == zmq.EVENT_CONNECTED
-                watch.up = (value, Pulse(watch.silence_s, now)) if is_up else None
+                watch.up, watch.pulse = value if is_up else None, None
                 watch.connected_at = now if is_up else watch.connected_at
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._handshakes.succeeded(name)
             elif name == "scheduler":
-                self._fail(name, watch, kind, value, now)
+                self._fail(name, kind, value, now - watch.connected_at)
                 if self._watches.get(name) is not watch:
                     return  # it was opened again, by another key
 
-    def _fail(self, name: str, watch: Watch, kind: int, value: int, now: float) -> None:
+    def _fail(self, name: str, kind: int, value: int, made_s: float) -> None:
         """A connection to the scheduler was made, and then not served."""
-        is_turned, why = self._handshakes.failed(
-            self._openings[name][0], kind, value, now - watch.connected_at
-        )
+        is_turned, why = self._handshakes.failed(self._openings[name][0], kind, value, made_s)
         if is_turned:
             self.connect(name, *self._openings[name])
         elif why:
@@ -456,14 +455,22 @@ class ZmqTransport:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
+        self._fade(now)
         for name, watch in list(self._watches.items()):
             self._heed(name)
             if watch.up is None or self._watches.get(name) is not watch:
                 continue  # libzmq is at it, or it was opened again just now
-            fd, pulse = watch.up
-            counted = moved(fd)
-            if counted is not None and pulse.is_dead(now, counted):
+            if watch.pulse is None:
+                watch.pulse = Pulse(watch.silence_s, now)
+            counted = moved(watch.up)
+            if counted is not None and watch.pulse.is_dead(now, counted):
                 self.connect(name, *self._openings[name])
+
+    def _fade(self, now: float) -> None:
+        """Close the connections that have others in their place for long enough."""
+        for _, dealer in [one for one in self._fading if now >= one[0]]:
+            dealer.close(0)
+        self._fading = [one for one in self._fading if now < one[0]]
 
     def _release(self) -> None:
         while self._held and self._held[0][0].done:
@@ -492,15 +499,3 @@ NOWHERE = "", None, "", False
 def _is_wire(endpoint: str) -> bool:
     """Whether what goes there leaves this process's memory for good, and may come out changed."""
     return endpoint.startswith("tcp:")
-
-
-def _descriptor(frames: list[zmq.Frame]) -> int | None:
-    """Return by which file descriptor a message came; None where libzmq does not say.
-
-    It says so on every frame but the first, which is the route.
-    """
-    try:
-        found = frames[1].get(zmq.SRCFD)
-    except (IndexError, zmq.ZMQError):
-        return None
-    return found if found >= 0 else None

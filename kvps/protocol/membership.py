@@ -352,6 +352,15 @@ class Enrol(Message):
     """That of the command which this process will run, if it is a guardian."""
 
 
+@tag(112)
+@dataclass(frozen=True, slots=True)
+class Evict(Message):
+    """Operator to a scheduler with keys: whoever holds this seat is to end."""
+
+    role: int
+    rank: int
+
+
 # --- seats that two want --------------------------------------------------------------------------
 
 

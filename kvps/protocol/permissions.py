@@ -39,6 +39,7 @@ from kvps.protocol.membership import (
     Done,
     Enrol,
     Error,
+    Evict,
     Hello,
     History,
     HistoryIs,
@@ -121,7 +122,7 @@ _SHARING = frozenset({Offer, Taken, Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
-        Role.WORKER: _MEMBER | {Barrier, Resume, Checkpoint, Halted, Proceeding},
+        Role.WORKER: _MEMBER | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding},
         Role.SERVER: _MEMBER | {Stalled, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
     Place.SERVER: {
@@ -135,7 +136,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},
     },
     Place.TO_SCHEDULER: {
-        Role.SCHEDULER: frozenset({Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
+        Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
         | {TakeImage, Commit, GiveUp, Recall, Restore},
     },

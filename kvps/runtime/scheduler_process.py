@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.checkpoint import atomic_file
-from kvps.core.effects import Exit
+from kvps.core.effects import Effects, Exit
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
@@ -168,6 +168,7 @@ def run_scheduler(
     drop_grace_s: float = DROP_GRACE_S,
     on_ready: Callable[[str], None] | None = None,
     keys: Keys | None = None,
+    keys_again: Callable[[], Keys | None] | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -182,6 +183,7 @@ def run_scheduler(
         drop_grace_s: and so is one whose connection broke, and that opens no other for so long.
         on_ready: told where it listens, once it does.
         keys: its own, and the public ones of those who may come; None lets anybody come.
+        keys_again: reads them again, at SIGHUP.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -201,7 +203,7 @@ def run_scheduler(
         has_keys=keys is not None,
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        return _run_scheduler(settings, bind, kept, on_ready, keys)
+        return _run_scheduler(settings, bind, kept, on_ready, keys, keys_again)
 
 
 def _run_scheduler(
@@ -210,6 +212,7 @@ def _run_scheduler(
     kept: StateFile | None,
     on_ready: Callable[[str], None] | None,
     keys: Keys | None,
+    keys_again: Callable[[], Keys | None] | None,
 ) -> int:
     transport = ZmqTransport(
         bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
@@ -232,12 +235,40 @@ def _run_scheduler(
     if on_ready is not None:
         on_ready(transport.endpoint)
     inbox: Inbox[Scheduler] = Inbox(transport)
-    with on_stop(inbox, lambda core, now, number: core.on_stop(now)):
+    again = (
+        nullcontext()
+        if keys is None or keys_again is None
+        else _at_hangup(lambda: inbox.put(lambda core, now: _open_again(transport, keys_again)))
+    )
+    with again, on_stop(inbox, lambda core, now, number: core.on_stop(now)):
         wish = drive(core, transport, inbox, kept)
     transport.close(1.0)
     if kept is not None:
         kept.remove()
     return report("scheduler", wish)
+
+
+@contextmanager
+def _at_hangup(heed: Callable[[], None]) -> Iterator[None]:
+    """Call ``heed`` at SIGHUP, for as long as the block runs."""
+    before = signal.signal(signal.SIGHUP, lambda number, frame: heed())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) -> Effects:
+    """Let the door be opened by the keys of roles that are there now; sessions go on."""
+    try:
+        keys = keys_again()
+    except ConfigError as error:
+        log.error("the keys stay as they were: %s", error)
+    else:
+        if keys is not None:
+            transport.open_by(keys.opens)
+            log.warning("the door is opened by %d keys of roles now", len(keys.opens))
+    yield from ()
 
 
 def own_machine() -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,7 +24,7 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.runtime import keys as files
-from tests.integration.processes import BIN, Cluster, Process, Processes, made
+from tests.integration.processes import BIN, Cluster, Process, Processes, made, until
 
 SCRIPT = """
 import pathlib, time, torch, kvps
@@ -280,3 +285,120 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
         assert server.wait() == 0
     finally:
         transport.close(0.0)
+
+
+WAITING = """
+import pathlib, time, torch, kvps
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(10))
+print("rank", kv.rank, flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+kv.push("w", torch.ones(10))
+print("right", kv.pull("w").sum().item(), flush=True)
+"""
+
+
+@pytest.mark.spec("R249")
+def test_a_live_member_is_evicted_and_replaced(processes: Processes) -> None:
+    folder = processes.folder / "keys"
+    files.write(folder, files.generate())
+    keys = ("--keys", folder)
+    cluster = processes.scheduler(1, 1, *keys)
+    server = cluster.server(*keys)
+    script = processes.script(WAITING)
+    worker = cluster.worker(sys.executable, script, flags=keys)
+    worker.expect("rank 0", 120.0)
+    place = ("--scheduler", cluster.endpoint, *keys)
+    for role, code in (("look", 78), ("admin", 0)):
+        if role == "look":
+            (folder / "admin.key").rename(folder / "aside")
+        asked = processes.start("evict", BIN / "kvps", "evict", "worker", 0, *place)
+        assert asked.wait() == code, asked
+        if role == "look":
+            assert "admin.key" in asked.err
+            (folder / "aside").rename(folder / "admin.key")
+    assert worker.wait() != 0
+    assert "was evicted by the operator" in worker.err
+    other = cluster.worker(sys.executable, script, flags=keys)
+    other.expect("rank 0", 120.0)
+    (processes.folder / "go").touch()
+    assert other.wait(60.0) == 0
+    assert "right 10.0" in other.out
+    assert server.wait() == 0
+
+
+@pytest.mark.spec("R245")
+def test_a_role_is_given_another_key_without_a_restart(processes: Processes) -> None:
+    folder, old = processes.folder / "keys", processes.folder / "old"
+    files.write(folder, files.generate())
+    cluster = processes.scheduler(1, 1, "--keys", folder)
+    server = cluster.server("--keys", folder)
+    shutil.copytree(folder, old)
+
+    def keygen(*flags: str) -> None:
+        assert processes.start("keygen", BIN / "kvps", "keygen", folder, *flags).wait() == 0
+        before = cluster.process.err.count("the door is opened by")
+        cluster.process.signal(signal.SIGHUP)
+        until(lambda: cluster.process.err.count("the door is opened by") > before, "other keys")
+
+    keygen("--rotate", "worker")
+    worker = cluster.plain(processes.script(WAITING), KVPS_KEYS=str(folder))
+    worker.expect("rank 0", 120.0)
+    keygen("--retire")
+    client, took_s = joined(cluster.endpoint, files.load(str(old), "worker"))
+    assert isinstance(client.error, Unauthorized)
+    assert took_s < LIMIT_S
+    (processes.folder / "go").touch()
+    assert worker.wait(60.0) == 0, "who is in stays in"
+    assert server.wait() == 0
+
+
+def test_launch_makes_keys_by_itself(processes: Processes) -> None:
+    """Nobody types anything, and nobody else joins; what it has made is gone with it."""
+    launched = processes.kvps(
+        *("launch", "-n", 1, "--log-level", "info", "--"),
+        *(sys.executable, processes.script(WAITING)),
+    )
+    path = launched.expect(r"--keys (/proc/\d+/fd/\d+)").group(1)
+    endpoint = launched.expect(r"the scheduler listens on (\S+)").group(1)
+    launched.expect("rank 0", 120.0)
+    client, took_s = joined(endpoint, None)
+    assert isinstance(client.error, Unauthorized)
+    assert took_s < LIMIT_S
+    for keys, code in (((), 78), (("--keys", path), 0)):
+        asked = processes.start("status", BIN / "kvps", "status", "--scheduler", endpoint, *keys)
+        assert asked.wait() == code, asked
+    (processes.folder / "go").touch()
+    assert launched.wait(60.0) == 0
+
+
+@pytest.mark.spec("R248")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+@pytest.mark.parametrize("user", [0, 65534])
+def test_a_neighbour_of_another_user_is_not_heard(user: int) -> None:
+    transport = ZmqTransport()
+    endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
+    transport.listen(endpoint)
+    says = (
+        "import os, sys, zmq\n"
+        "context = zmq.Context()\n"
+        "dealer = context.socket(zmq.DEALER)\n"
+        f"os.setuid({user})\n"
+        f"dealer.connect({endpoint!r})\n"
+        "dealer.send(sys.stdin.buffer.read())\n"
+        "dealer.poll(3000)\n"
+        "context.destroy(0)\n"
+    )
+    (head,) = wire.encode(Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,))))
+    with subprocess.Popen([sys.executable, "-c", says], stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(head)
+        child.stdin.close()
+        heard: list[object] = []
+        while child.poll() is None and not heard:
+            heard += [packet for _, packet in transport.poll(0.05)]
+        child.kill()
+    assert bool(heard) == (user == 0)
+    assert (transport.refused["NULL"] > 0) == (user != 0)
+    transport.close(0.0)

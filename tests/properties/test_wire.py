@@ -22,7 +22,7 @@ from kvps.protocol.membership import View
 from kvps.protocol.stores import Entry, Found
 from kvps.protocol.values import Pulled, Steps
 from kvps.protocol.wire import HEAD, decode, encode
-from tests.vectors.packets import PACKETS
+from tests.vectors.packets import KEY, PACKETS
 
 
 def examples(count: int) -> settings:
@@ -41,6 +41,7 @@ sizes = st.integers(0, 40)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 keys = st.text(st.characters(categories=["L", "M", "N", "P", "S"]), min_size=1, max_size=20)
+public_keys = st.sampled_from(["", KEY, KEY[::-1]])
 dtypes = st.sampled_from(sorted(BY_ID))
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -49,6 +50,8 @@ BY_NAME = {
     "dtype": dtypes,
     "key": keys,
     "keys": keys,
+    "public": public_keys,
+    "command": public_keys,
     "store": keys,
     "shape": st.integers(0, 5),
     "rank": naturals_32,
@@ -114,6 +117,7 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
     }
     if cls is View:
         fields["number"] = naturals_32
+        fields["keys"] = st.lists(public_keys, max_size=5).map(tuple)
     if cls is Pulled:
         fields["steps"] = st.just(())
         return st.builds(cls, **fields).flatmap(by_steps)

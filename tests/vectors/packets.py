@@ -233,6 +233,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         ),
         (CREATOR, m.TableRate(3, 0.125), ()),
         (asking_nothing(WORKER), m.Enrol(KEY, ""), ()),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Evict(2, 3), ()),
         (SCHEDULER, m.Challenge(1_700_000_042), ()),
         (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
     ]

@@ -40,7 +40,7 @@ from kvps.core.scheduler.phase import told
 from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
-from kvps.protocol.membership import Hello, Member
+from kvps.protocol.membership import Hello, Leave, Member
 
 if TYPE_CHECKING:
     from kvps.core.effects import Route
@@ -271,6 +271,14 @@ class Membership:
         if seat.state is State.HELD and not seat.links:
             seat.dropped_at = now
             self.has_new_suspect = True
+
+    def evict(self, seat: Seat, why: str, now: float) -> None:
+        """End the life of a seat's holder: what it says from now on is of an incarnation that is over."""
+        for route in list(seat.links):
+            self.drop(route, now)
+        self.issued += 1
+        seat.leave(Leave(done=False, exit_code=1, replaceable=True, reason=why), now)
+        seat.incarnation, seat.keys = self.issued, ("", "")
 
     def expire(self, now: float) -> list[Seat]:
         """Declare lost who was silent, or whose connection was broken, for too long."""

@@ -28,7 +28,16 @@ from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
 from kvps.core.scheduler.status import sights
 from kvps.core.texts import demand_address, demand_printable, shown
-from kvps.errors import KvpsError, Mismatch, ProtocolError, WorkerLost, unforeseen
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    KvpsError,
+    Mismatch,
+    ProtocolError,
+    Unauthorized,
+    WorkerLost,
+    unforeseen,
+)
 from kvps.phrases import ranks_in_words
 from kvps.protocol.checkpoint import (
     Checkpoint,
@@ -45,8 +54,10 @@ from kvps.protocol.membership import (
     Alive,
     Barrier,
     Beat,
+    Done,
     Enrol,
     Error,
+    Evict,
     Hello,
     Leave,
     Left,
@@ -65,7 +76,7 @@ if TYPE_CHECKING:
 
 NOBODY = bytes(16)
 """The job in the envelope of one who does not know it yet."""
-FROM_ANYBODY = (Enrol, Hello, Look, Leave, Error)
+FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
 """What need not come from the holder of a seat; a LEAVE may be of one of a former job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
 """How many who look are answered in such a time, all together; the others ask again."""
@@ -106,6 +117,8 @@ class Scheduler:
                     self._on_leave(route, envelope, message, now)
                 case Error():
                     pass
+                case Evict():
+                    self._on_evict(route, envelope.seq, message, now)
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
                     self.job.part((envelope.node, envelope.incarnation), now)
@@ -280,6 +293,27 @@ class Scheduler:
             if seat.state is not State.LOST:
                 self.job.withdraw(seat)
             self.job.settle(now)
+
+    def _on_evict(self, route: Route, seq: int, message: Evict, now: float) -> None:
+        """The operator ends a member: it is fenced, and its rank waits for a replacement."""
+        if not self.job.settings.has_keys:
+            raise Unauthorized(
+                "in a job without keys nobody can tell who the operator is: stop the process"
+            )
+        seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
+        if seat is None or not seat.is_alive:
+            how = "is no member of this job" if seat is None else f"is {seat.state.value}"
+            raise ConfigError(
+                f"{Node(Role(message.role), message.rank)} {how}: nobody is to be evicted"
+            )
+        why = "evicted by the operator"
+        fenced = Fenced(f"{seat.node} was {why}: stop")
+        for at in list(seat.links):
+            self.job.send(at, Error(0, fenced.code, str(fenced)))
+        self.job.seats.evict(seat, why, now)
+        self.job.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) {why}")
+        self.job.settle(now)
+        self.job.send(route, Done(seq))
 
     def _on_cut(
         self, route: Route, envelope: Envelope, message: Message, role: Role, now: float

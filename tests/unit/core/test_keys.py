@@ -81,6 +81,7 @@ def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelop
         ("role:server", Place.SCHEDULER, envelope(Role.SERVER, 0, 0), m.Hello),
         ("role:look", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
         ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
+        ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Evict),
         ("user:1000", Place.WORKER, envelope(rank=9, life=1), m.Push),
     ],
 )
@@ -97,6 +98,9 @@ def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Me
         ("worker:3:17", Place.SERVER, envelope(life=18), m.Push),
         ("worker:3:17", Place.SCHEDULER, envelope(life=0), m.Hello),
         ("worker:3:17", Place.SCHEDULER, envelope(), m.Enrol),
+        ("worker:3:17", Place.SCHEDULER, envelope(), m.Evict),
+        ("role:look", Place.SCHEDULER, envelope(life=0), m.Evict),
+        ("role:worker", Place.SCHEDULER, envelope(life=0), m.Evict),
         ("role:worker", Place.SCHEDULER, envelope(), m.Hello),
         ("role:worker", Place.SCHEDULER, envelope(life=0), m.Beat),
         ("role:worker", Place.SCHEDULER, envelope(Role.SERVER, life=0), m.Hello),

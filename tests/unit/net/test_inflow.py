@@ -175,3 +175,27 @@ def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:
     assert memory_bytes(tmp_path) == whole
     (tmp_path / "memory.max").write_text("1048576\n")
     assert memory_bytes(tmp_path) == 1 << 20
+
+
+@pytest.mark.spec("R244")
+def test_of_very_many_that_say_nothing_the_oldest_are_closed(
+    port: Port, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(inflow, "IDLE_MAX", 2)
+    known, fd = port.connection()
+    port.inflow.know(fd.fileno())
+    idle = [port.connection()[0] for _ in range(4)]
+    port.now += inflow.IDLE_S - 2.0
+    port.look()
+    assert all(is_open(one) for one in idle)
+    port.look()
+    assert [is_open(one) for one in idle] == [False, False, True, True]
+    assert is_open(known)
+    (line,) = caplog.messages
+    assert "it has said nothing" in line
+    port.now += inflow.TELL_EVERY_S
+    more = [port.connection()[0] for _ in range(2)]
+    port.now += inflow.IDLE_S
+    port.look()
+    assert [is_open(one) for one in more] == [True, True]
+    assert "(1 more were closed since the last such line)" in caplog.messages[-1]

@@ -22,7 +22,7 @@ from kvps.net.zap import (
     KeyPair,
     Keys,
     Porter,
-    greets_by_keys,
+    greeting_of,
     new_pair,
 )
 
@@ -148,7 +148,7 @@ class TestHandshakes:
 
     @pytest.mark.spec("R245")
     def test_another_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zap, "greets_by_keys", lambda endpoint: True)
+        monkeypatch.setattr(zap, "greeting_of", lambda endpoint: b"CURVE")
         one = Handshakes(self.KEYS)
         answers = [one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) for _ in range(2 * FAILURES_MAX)]
         assert [answer[0] for answer in answers].index(True) == FAILURES_MAX - 1, "the other key"
@@ -161,22 +161,32 @@ class TestHandshakes:
         one = Handshakes(self.KEYS)
         for _ in range(9):
             assert one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, ""), "nobody greets there"
-        monkeypatch.setattr(zap, "greets_by_keys", lambda endpoint: True)
+        monkeypatch.setattr(zap, "greeting_of", lambda endpoint: b"CURVE")
         for _ in range(9):
             assert one.failed(ENDPOINT, NO_DETAIL, 11, 5.0) == (False, ""), "it was slow"
         one.succeeded("scheduler")
         assert one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, "")
-        assert Handshakes(None).failed(ENDPOINT, NO_DETAIL, 32, 0.0) == (False, "")
+
+    @pytest.mark.spec("R245")
+    @pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
+    def test_one_that_hangs_up_before_it_is_heard(
+        self, monkeypatch: pytest.MonkeyPatch, mechanism: bytes
+    ) -> None:
+        monkeypatch.setattr(zap, "greeting_of", lambda endpoint: mechanism)
+        for keys in (None, self.KEYS):
+            _, why = Handshakes(keys).failed(ENDPOINT, NO_DETAIL, 104, 0.0)
+            is_alike = (mechanism == b"CURVE") == (keys is not None)
+            assert is_alike == (why == "")
 
 
-def test_who_greets_by_keys(door: Door) -> None:
-    assert greets_by_keys(door.endpoint)
+def test_how_who_listens_greets(door: Door) -> None:
+    assert greeting_of(door.endpoint) == b"CURVE"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = threading.Thread(target=lambda: listener.accept()[0].close())
         relay.start()
-        assert not greets_by_keys(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        assert not greeting_of(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         relay.join()
-    assert not greets_by_keys("tcp://127.0.0.1:nonsense")
+    assert not greeting_of("tcp://127.0.0.1:nonsense")
 
 
 def test_secrets_are_not_shown() -> None:

@@ -25,7 +25,7 @@ TAGS = {
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
     **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
     **{104: "Export", 105: "Exported", 106: "TableRate"},
-    **{110: "Enrol", 113: "Challenge", 114: "Alive"},
+    **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
 }
 """Written down once more: a tag that was given is for ever."""
 

@@ -55,7 +55,7 @@ def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None
         sessions.admit(from_peer(), Probe)
 
 
-@pytest.mark.spec("R242")
+@pytest.mark.spec("R241")
 def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(
     sessions: PeerSessions,
 ) -> None:

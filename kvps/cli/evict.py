@@ -1,0 +1,67 @@
+"""``kvps evict``: ends a live member of a job, so that its rank can be taken by another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvps import config
+from kvps.cli import flags
+from kvps.core.agents.operator import Operator
+from kvps.net.driver import Inbox, drive
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import Evict
+
+NAME = "kvps evict"
+TIMEOUT_S = 5.0
+ROLES = {"worker": Role.WORKER, "server": Role.SERVER}
+WHAT = """\
+Ends a live member of a job: its key opens nothing any more, and what it says is refused. Its rank is lost, as if
+its process had ended, and waits for a replacement. It needs the key of the role admin."""
+MORE = f"""\
+example:
+  kvps evict worker 3 --scheduler tcp://10.0.0.1:9091 --keys keys
+
+A process that listens ends by itself. One that does not is refused; stop it where it runs. Whoever has the key of
+its role may take the seat again: give that role another key first, if the process is not to come back
+(kvps keygen --rotate, --retire).
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    parser.add_argument("role", metavar="ROLE", choices=ROLES, help="worker or server")
+    parser.add_argument("rank", metavar="R", help="which of them")
+    flags.add_scheduler(parser)
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"wait so long for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+    )
+    parsed = parser.parse_args(argv)
+    flags.start_log(NAME, parsed)
+    rank = config.as_whole("the rank", parsed.rank)
+    scheduler = flags.scheduler_of(parsed)
+    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    core = Operator(scheduler, Evict(ROLES[parsed.role], rank), time.monotonic(), limit_s)
+    transport = ZmqTransport(keys=flags.keys_of(parsed, "admin"))
+    inbox: Inbox[Operator] = Inbox(transport)
+    inbox.put(lambda core, now: core.start(now))
+    try:
+        drive(core, transport, inbox)
+    finally:
+        transport.close(0.0)
+    if core.error is not None:
+        raise core.error
+    print(f"{parsed.role} {rank} is evicted")
+    return 0

@@ -1,0 +1,71 @@
+"""The rules of an operator's request to the scheduler: said until it is answered, or given up.
+
+An operator is no member: it takes no seat. What it asks for may be said twice.
+"""
+
+from __future__ import annotations
+
+from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
+from kvps.errors import KvpsError, SchedulerLost, from_code
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.membership import Done, Error
+
+ASK_AGAIN_S = 1.0
+
+
+class Operator:
+    """One request of an operator's."""
+
+    def __init__(self, scheduler: str, request: Message, now: float, limit_s: float) -> None:
+        self.error: KvpsError | None = SchedulerLost(
+            f"no answer from the scheduler at {scheduler} for {limit_s:g} s. Check that kvps-scheduler runs, "
+            "and that --scheduler or KVPS_SCHEDULER names its --bind address"
+        )
+        """Why it was not done; None once it was."""
+        self._scheduler = scheduler
+        self._request = request
+        self._until = now + limit_s
+        self._ask_at = now
+
+    def start(self, now: float) -> Effects:
+        """Connect, and ask."""
+        yield Connect("scheduler", self._scheduler)
+        yield from self.on_timer(now)
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        """Hear the scheduler."""
+        return True
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        """The scheduler said something."""
+        match packet.message:
+            case Done():
+                self.error = None
+                yield Exit(0, "done")
+            case Error(code=code, text=text):
+                self.error = from_code(code, text)
+                yield Exit(1, text)
+            case message:
+                yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        """The scheduler is asked again."""
+        yield from ()
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        """The scheduler may come back in time."""
+        yield from ()
+
+    def on_timer(self, now: float) -> Effects:
+        """Ask again, or give up."""
+        if now >= self._until:
+            yield Exit(EXIT_TEMPORARY, str(self.error))
+        elif now >= self._ask_at:
+            self._ask_at = now + ASK_AGAIN_S
+            envelope = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
+            yield Send(SCHEDULER, Packet(envelope, self._request))
+
+    def deadline(self) -> float:
+        """When that is."""
+        return min(self._ask_at, self._until)

@@ -1,0 +1,94 @@
+"""An operator ends a member: it is fenced, and its rank waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.effects import Trust
+from kvps.core.scheduler.seat import State
+from kvps.errors import ConfigError, Fenced, Unauthorized
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Beat, Done, Enrol, Error, Evict, View, Welcome
+from tests.support.scheduler_harness import Peer, Stage, notes, sent
+from tests.vectors.packets import KEY
+
+OTHER, THIRD = KEY[::-1], KEY[1:] + KEY[0]
+WORKER = Node(Role.WORKER, 0)
+
+
+def stage() -> Stage:
+    one = Stage(1, 1, has_keys=True)
+    for route, key in (("w0", KEY), ("s0", THIRD)):
+        one.peers[route] = Peer(Role.WORKER if route == "w0" else Role.SERVER)
+        one.say(route, Enrol(key))
+        one.hello(route)
+    one.peers["admin"] = Peer(Role.WORKER)
+    return one
+
+
+@pytest.mark.spec("R249")
+def test_it_is_fenced_and_its_rank_is_lost() -> None:
+    one = stage()
+    effects = one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    assert sent(effects, Done, "admin") == [Done(1)]
+    (error,) = sent(effects, Error, "w0")
+    assert (error.code, error.text) == (
+        Fenced.code,
+        "worker 0 was evicted by the operator: stop",
+    )
+    (trust,) = [each for each in effects if isinstance(each, Trust)]
+    assert list(trust.keys) == [THIRD]
+    (view,) = sent(effects, View, "s0")
+    seat = one.scheduler.job.seats.by_node[WORKER]
+    assert seat.state is State.LOST
+    assert [each.incarnation for each in view.members if each.role == Role.WORKER] == [3]
+    assert "evicted by the operator" in notes(effects)[0]
+
+
+@pytest.mark.spec("R249")
+def test_what_it_says_from_then_on_is_refused() -> None:
+    one = stage()
+    one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    with pytest.raises(Fenced):
+        one.scheduler.admit("w0", one.peers["w0"].envelope(), Beat)
+    (error,) = sent(one.beat("w0"), Error)
+    assert error.code == Fenced.code
+    assert one.scheduler.job.seats.by_node[WORKER].state is State.LOST
+
+
+@pytest.mark.spec("R249")
+def test_another_takes_its_rank() -> None:
+    one = stage()
+    one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    one.peers["w1"] = Peer(Role.WORKER)
+    one.say("w1", Enrol(OTHER))
+    (welcome,) = sent(one.hello("w1"), Welcome)
+    assert (welcome.rank, welcome.incarnation) == (0, 4)
+    assert one.scheduler.job.seats.sessions()[OTHER] == "worker:0:4"
+
+
+@pytest.mark.spec("R249")
+@pytest.mark.parametrize(
+    ("role", "rank", "says"),
+    [
+        (Role.WORKER, 7, "worker 7 is no member of this job"),
+        (Role.WORKER, 0, "worker 0 is lost"),
+        (Role.SCHEDULER, 0, "scheduler is no member"),
+    ],
+)
+def test_who_is_not_there_is_not_evicted(role: Role, rank: int, says: str) -> None:
+    one = stage()
+    one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    (error,) = sent(one.say("admin", Evict(role, rank), seq=2), Error)
+    assert error.code == ConfigError.code
+    assert says in error.text
+
+
+@pytest.mark.spec("R249")
+def test_without_keys_nobody_is() -> None:
+    one = Stage(1, 0)
+    one.hello("w0")
+    one.peers["admin"] = Peer(Role.WORKER)
+    (error,) = sent(one.say("admin", Evict(Role.WORKER, 0), seq=1), Error)
+    assert error.code == Unauthorized.code
+    assert one.scheduler.job.seats.by_node[WORKER].state is State.HELD

@@ -1,0 +1,58 @@
+"""The scheduler's state on disk is for its owner alone, and nobody else's is taken for it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvps.checkpoint.atomic_file import make_folder, put
+from kvps.errors import ConfigError
+from kvps.runtime.scheduler_process import STATE_FILE, StateFile
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_nobody_else_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with closing(StateFile(str(folder))) as kept:
+        kept.save(b"one")
+        kept.save(b"two")
+        assert kept.read() == b"two"
+    assert (mode(folder), mode(folder / STATE_FILE)) == (0o700, 0o600)
+    assert [one.name for one in folder.iterdir()] == [STATE_FILE]
+
+
+def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"precious")
+    folder = tmp_path / "state"
+    with closing(StateFile(str(folder))) as kept:
+        (folder / STATE_FILE).with_suffix(".tmp").symlink_to(other)
+        kept.save(b"mine")
+        assert kept.read() == b"mine"
+    assert other.read_bytes() == b"precious"
+
+
+def test_a_folder_that_others_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"chmod 700"):
+        StateFile(str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may use any folder")
+def test_a_folder_of_somebody_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="can be written to by others"):
+        StateFile("/")
+
+
+def test_nobody_else_reads_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    make_folder(folder)
+    put(folder / "image", folder / ".aside", lambda sink: sink.write(b"weights"))
+    assert (mode(folder.parent), mode(folder), mode(folder / "image")) == (0o700, 0o700, 0o600)
