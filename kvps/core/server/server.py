@@ -296,6 +296,8 @@ class Server:
         yield from self.requests.look_again()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
+            if not self._serves(envelope, Hello):
+                continue  # it asks again when what is held is not about to be dropped
             try:
                 yield from self._hello(route, envelope, message)
             except KvpsError as error:
