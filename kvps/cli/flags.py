@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     It has the flags that every command takes, so that one line of a script serves them all.
     """
 
-    def __init__(self, name: str, what: str, more: str, *, listens: bool = False) -> None:
+    def __init__(self, name: str, what: str, more: str, *, insecure: str = "") -> None:
         super().__init__(
             prog=name,
             description=what,
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--insecure",
             action="store_true",
-            help=INSECURE if listens else NEEDLESS,
+            help=insecure or NEEDLESS,
         )
         self.add_argument(
             "--keys",

@@ -56,6 +56,7 @@ LATE_MAX_S = 1.0
 """How long servers may take when the scheduler has: one that still runs came after the job."""
 OWN_DESCRIPTORS = 20
 """Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
+KEYLESS = "make no keys: whoever is on this machine may join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
 worker is a kvps-worker that runs COMMAND."""
@@ -123,7 +124,7 @@ class LaunchPlan:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
     parser.add_argument("-n", "--workers", metavar="N", required=True, help="how many workers")
     parser.add_argument(

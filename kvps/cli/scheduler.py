@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE, listens=True)
+    parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
     parser.add_argument("--workers", metavar="N", help="how many workers; KVPS_WORKERS")
     parser.add_argument("--servers", metavar="S", help="how many servers; KVPS_SERVERS")
     parser.add_argument(

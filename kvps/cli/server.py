@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE, listens=True)
+    parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
     flags.add_scheduler(parser)
     parser.add_argument(
         "--bind",

@@ -81,7 +81,6 @@ def load(path: str, role: str) -> Keys:
     """
     place = Path(path)
     if place.is_dir():
-        _demand_own(place)
         names = ("look", "admin") if role == "look" else (role,)
         files = [place / f"{name}.key" for name in names]
         own = next((one for one in files if one.exists()), files[0])
@@ -133,8 +132,7 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
 def _read(path: Path, is_public: bool = False) -> list[Section]:
     try:
         with open(path, "rb") as file:
-            if not is_public:
-                _demand_secret(path, os.fstat(file.fileno()))
+            (_demand_own if is_public else _demand_secret)(path, os.fstat(file.fileno()))
             text = file.read(FILE_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -173,12 +171,12 @@ def _section(fields: dict[str, str], path: str) -> Section:
     raise ConfigError(f"{path} has a key of the role {role!r:.40} that is none")
 
 
-def _demand_own(folder: Path) -> None:
-    status = folder.stat()
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+def _demand_own(path: Path, status: os.stat_result) -> None:
+    """Refuse a file that somebody else has put there or may change; a folder may be anybody's, as a pod's is."""
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         raise ConfigError(
-            f"--keys {folder} is a folder of user {status.st_uid}, or one that anybody may write to: whoever "
-            "can put keys there may join. Use a folder of your own (chmod 700)"
+            f"the key {path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}: whoever can "
+            f"change it decides who may join. It must be yours or root's, and nobody else may write to it"
         )
 
 
@@ -207,7 +205,6 @@ def write(folder: Path, sections: Iterable[Section]) -> list[Path]:
     try:
         for place in (folder, folder / PUBLIC):
             place.mkdir(0o700, parents=True, exist_ok=True)
-        _demand_own(folder)
         for one in sections:
             for path, content in (
                 (folder / f"{one.role}.key", _secret_text(one)),

@@ -61,14 +61,6 @@ class StateFile(NullListener):
             self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"cannot use --state {self._folder}: {error}") from error
-        status, me = os.fstat(self._lock), os.geteuid()
-        if status.st_mode & 0o002 or (me and status.st_uid != me):
-            os.close(self._lock)
-            raise ConfigError(
-                f"--state {self._folder} can be written to by others (user {status.st_uid}, mode "
-                f"{status.st_mode & 0o7777:04o}), and who writes there decides who is in the job: use a "
-                "folder of your own (chmod 700)"
-            )
         try:
             # On the folder itself: there is no file that a kill could leave behind.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,12 +80,25 @@ class StateFile(NullListener):
         """Return the state that is there.
 
         Raises:
+            ConfigError: if somebody else has put it there, or may change it: it says who is in the job.
             StorageError: if it cannot be read.
         """
         try:
-            return self._path.read_bytes() if self._path.exists() else None
+            if not self._path.exists():
+                return None
+            with open(
+                os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb"
+            ) as file:
+                status = os.fstat(file.fileno())
+                state = file.read()
         except OSError as error:
             raise StorageError(f"cannot read --state {self._folder}: {error}") from error
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            raise ConfigError(
+                f"{self._path} is user {status.st_uid}'s with mode {status.st_mode & 0o7777:04o}, and whoever can "
+                "change it decides who is in the job: use a folder of your own (chmod 700), or remove that file"
+            )
+        return state
 
     def save(self, state: bytes) -> None:
         """Put ``state`` in the place of the old one, whole or not at all.

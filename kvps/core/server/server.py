@@ -364,6 +364,8 @@ class Server:
         self.control.look_again()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
+            if not self._serves(envelope, Hello):
+                continue  # it asks again when what is held is not about to be dropped
             try:
                 self._on_hello(route, envelope, message)
             except KvpsError as error:

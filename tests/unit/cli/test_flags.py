@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 
 import kvps.cli
-from kvps.cli import checkpoint, flags, main
+from kvps.cli import checkpoint, flags, launch, main
 from kvps.core.membership_client import EXIT_CONFIG
 
 MODULES = {
@@ -36,10 +36,10 @@ def test_every_command_takes_the_common_flags(
         MODULES[name].main([*words, "--help"])
     assert ended.value.code == 0
     told = " ".join(capsys.readouterr().out.split())
-    for flag in ("--log-level", "--version", "--insecure"):
+    for flag in ("--log-level", "--version", "--insecure", "--keys DIR"):
         assert flag in told
-    has_meaning = name in ("scheduler", "server")
-    assert (flags.INSECURE in told, flags.NEEDLESS in told) == (has_meaning, not has_meaning)
+    meanings = {"scheduler": flags.INSECURE, "server": flags.INSECURE, "launch": launch.KEYLESS}
+    assert meanings.get(name, flags.NEEDLESS) in told
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)

@@ -92,14 +92,17 @@ def test_whose_key_it_is(folder: Path) -> None:
     os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match="is user 12345's"):
         load(str(folder), "worker")
-    os.chown(folder, 12345, -1)
-    with pytest.raises(ConfigError, match="a folder of user 12345"):
-        load(str(folder), "worker")
+    os.chown(path, 0, -1)
+    os.chown(folder / PUBLIC / "admin.pub", 12345, -1)
+    with pytest.raises(ConfigError, match="decides who may join"):
+        load(str(folder), "scheduler")
 
 
-def test_a_folder_that_anybody_may_write_to_is_refused(folder: Path) -> None:
-    folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="anybody may write to"):
+def test_a_public_key_that_others_may_change_is_refused(folder: Path) -> None:
+    folder.chmod(0o1777)  # as Kubernetes mounts secrets
+    assert load(str(folder), "worker").role
+    (folder / PUBLIC / "scheduler.pub").chmod(0o666)
+    with pytest.raises(ConfigError, match=r"decides who may join"):
         load(str(folder), "worker")
 
 

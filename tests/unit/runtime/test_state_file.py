@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvps.checkpoint.atomic_file import make_folder, put
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, StorageError
 from kvps.runtime.scheduler_process import STATE_FILE, StateFile
 
 
@@ -39,16 +39,30 @@ def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path: Path) -> N
     assert other.read_bytes() == b"precious"
 
 
-def test_a_folder_that_others_write_to_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"chmod 700"):
-        StateFile(str(tmp_path))
+def test_a_state_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)  # as Kubernetes makes an emptyDir
+    with closing(StateFile(str(tmp_path))) as kept:
+        kept.save(b"mine")
+        (tmp_path / STATE_FILE).chmod(0o666)
+        with pytest.raises(ConfigError, match="chmod 700"):
+            kept.read()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may use any folder")
-def test_a_folder_of_somebody_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="can be written to by others"):
-        StateFile("/")
+def test_a_link_in_place_of_the_state_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"theirs")
+    with closing(StateFile(str(tmp_path))) as kept:
+        (tmp_path / STATE_FILE).symlink_to(tmp_path / "other")
+        with pytest.raises(StorageError):
+            kept.read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_state_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    with closing(StateFile(str(tmp_path))) as kept:
+        kept.save(b"theirs")
+        os.chown(tmp_path / STATE_FILE, 12345, -1)
+        with pytest.raises(ConfigError, match="is user 12345's"):
+            kept.read()
 
 
 def test_nobody_else_reads_checkpoints(tmp_path: Path) -> None:

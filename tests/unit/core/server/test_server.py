@@ -91,6 +91,16 @@ def test_a_life_that_no_view_has_named_waits_for_one() -> None:
     assert not heard(one.say(1, opening()), Error)
 
 
+@pytest.mark.spec("R241")
+def test_who_waited_is_not_welcomed_to_what_is_about_to_be_dropped() -> None:
+    """Its session would be dropped with it, and it would never say HELLO again."""
+    one = stage()
+    one.hello(1, incarnation=99)
+    one.seats[1].incarnation = 99
+    assert not heard(one.show(phase="returning", epoch=1, since=one.view + 1), Welcome)
+    assert not heard(one.hello(1), Welcome), "before the servers have returned"
+
+
 @pytest.mark.spec("R22")
 def test_who_waited_may_be_another_by_then() -> None:
     one = stage()
