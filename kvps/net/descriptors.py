@@ -11,16 +11,16 @@ import resource
 
 from kvps.errors import ConfigError
 
-TRANSPORT = 9
-"""Of one :class:`~kvps.net.zeromq.ZmqTransport`: the pair that wakes it (2), its memory's file (1), and
-libzmq's context: its own (1), an event and an epoll of each of its two threads (4), a socket that is
-being replaced (1)."""
+TRANSPORT = 13
+"""Descriptors of one :class:`~kvps.net.zeromq.ZmqTransport`: the pair that wakes it (2), its memory's file
+(1), libzmq's context (1), an event and an epoll of each of its two threads (4), the socket that answers ZAP (1),
+and a connection that is being replaced (4)."""
 LISTENING = 2
 """A socket that listens, and its event."""
 WATCHING = 2
 """The events of a monitor's two ends."""
-CONNECTION = 2
-"""A socket that connects, and its event."""
+CONNECTION = 4
+"""A socket that connects, its event, and those of its monitor's two ends."""
 ACCEPTED = 1
 """A connection that somebody else opened to us."""
 SPARE = 8

@@ -59,7 +59,7 @@ def behind(
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")
     monkeypatch.setenv("KVPS_CHUNK_BYTES", "64K")
     monkeypatch.setattr(local, "open_transport", opened)
-    for module in ("connection", "worker"):
+    for module in ("connection", "call_table"):
         monkeypatch.setattr(f"kvps.core.worker.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
     try:
         with kvps.LocalCluster(workers=2, servers=2) as cluster:

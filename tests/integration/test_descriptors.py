@@ -10,7 +10,7 @@ from tests.integration.processes import Processes
 
 RUN = """
 import os, resource, signal, sys, traceback
-limits = range(12, 65, int(sys.argv[1]))
+limits = range(12, 91, int(sys.argv[1]))
 import kvps, torch  # once, for all roles
 from kvps.cli import launch, scheduler, server, worker
 from kvps.errors import ConfigError, SchedulerLost
@@ -72,7 +72,7 @@ def test_few_file_descriptors(processes: Processes, step: int) -> None:
         codes[what].append(int(code))
     for what, found in codes.items():
         refused = found.count(78)
-        assert 0 < refused < len(found) == len(range(12, 65, step)), (what, ran)
+        assert 0 < refused < len(found) == len(range(12, 91, step)), (what, ran)
         assert found == [78] * refused + [WORKS[what]] * (len(found) - refused), (what, ran)
     assert ran.err.count("ulimit -n") == sum(found.count(78) for found in codes.values())
     assert "Traceback" not in ran.err

@@ -30,7 +30,7 @@ SCRIPT = """
 import pathlib, time, torch, kvps
 kv = kvps.create("dist_sync")
 kv.init("w", torch.zeros(1000))
-member = kv.session.core.member
+member = kv.session._core.member
 view = member.view
 server = [(one, key) for one, key in zip(view.members, view.keys) if one.role == 1][0]
 print("at", server[0].endpoint, server[1], member.job.hex(), member.incarnation, flush=True)

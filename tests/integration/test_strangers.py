@@ -28,7 +28,7 @@ kv.set_optimizer("sgd", learning_rate=1.0)
 kv.init("w", torch.zeros(1000))
 out = torch.empty(1000)
 for round_ in range(2):
-    print("round", round_, "of job", kv.session.core.member.job.hex(), flush=True)
+    print("round", round_, "of job", kv.session._core.member.job.hex(), flush=True)
     while not pathlib.Path(f"go-{round_}").exists():
         time.sleep(0.02)
     kv.push("w", torch.full((1000,), float(round_ + 1)))

@@ -68,5 +68,5 @@ def test_a_state_of_somebody_else_is_refused(tmp_path: Path) -> None:
 def test_nobody_else_reads_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     make_folder(folder)
-    put(folder / "image", folder / ".aside", lambda sink: sink.write(b"weights"))
+    put(folder / "image", lambda sink: sink.write(b"weights"), folder / ".aside")
     assert (mode(folder.parent), mode(folder), mode(folder / "image")) == (0o700, 0o700, 0o600)
