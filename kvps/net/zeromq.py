@@ -69,7 +69,8 @@ DATA_HEARTBEAT_S = 5.0, 15.0
 """How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
 move then. To the scheduler both together leave room before the silence for which it gives a member up."""
 FADE_S = 3.0
-"""How long the connection by which a member joined stays: until its other one is made, and longer."""
+"""How long the connection by which a member joined stays, in seconds: the scheduler answers along it until it has
+heard the other one, and what it says last, STOP, it says once."""
 LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 NEVER_MS = 24 * 3_600_000
@@ -222,10 +223,10 @@ class ZmqTransport:
         descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
         old = self._dealers.pop(name, None)
         if old is not None:
-            self._poller.unregister(old)
-            del self._names[old]
             self._forget(name, old)
             is_handed_over = is_member and not self._openings[name][3]
+            if not is_handed_over:
+                self._deafen(old)
             self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
         dealer = self._socket(zmq.DEALER)
         if _is_wire(endpoint):
@@ -469,8 +470,14 @@ class ZmqTransport:
     def _fade(self, now: float) -> None:
         """Close the connections that have others in their place for long enough."""
         for _, dealer in [one for one in self._fading if now >= one[0]]:
+            self._deafen(dealer)
             dealer.close(0)
         self._fading = [one for one in self._fading if now < one[0]]
+
+    def _deafen(self, dealer: zmq.Socket[bytes]) -> None:
+        """Read nothing more from a connection."""
+        if self._names.pop(dealer, None) is not None:
+            self._poller.unregister(dealer)
 
     def _release(self) -> None:
         while self._held and self._held[0][0].done:

@@ -16,7 +16,7 @@ from kvps.errors import ConfigError, ProtocolError
 from kvps.net.driver import Disconnected
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Packet, Role
-from kvps.protocol.membership import Beat, Probe, Probed
+from kvps.protocol.membership import Beat, Probe, Probed, Stop
 from kvps.protocol.values import Pulled, Stand
 from kvps.tensors import from_frame, to_frame
 from tests.faults.streams import Stream, TcpProxy
@@ -110,6 +110,26 @@ def test_connecting_again_replaces(transports):
     worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     take(two)
     assert list(one.poll(0.05)) == []
+
+
+def test_what_was_said_along_the_connection_before_is_still_heard(transports, monkeypatch):
+    """The scheduler says STOP once, perhaps before it has heard the session's own connection."""
+    monkeypatch.setattr("kvps.net.zeromq.FADE_S", 0.5)
+    scheduler, member = transports(LOOPBACK, role=Role.SCHEDULER), transports()
+    member.connect("scheduler", scheduler.endpoint)
+    member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
+    before, _ = take(scheduler)
+    member.connect("scheduler", scheduler.endpoint, is_member=True)
+    said = Packet(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Stop(0, "the job is over"))
+    scheduler.send(before, said, None)
+    name, heard = take(member)
+    assert (name, heard.message) == ("scheduler", said.message)
+    member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
+    after, _ = take(scheduler)
+    assert after != before
+    until(lambda: not list(member.poll(0.01)) and not member._fading, "end of the first", 10.0)
+    scheduler.send(after, said, None)
+    assert take(member)[0] == "scheduler"
 
 
 def test_bytes_that_are_no_packet(transports):
