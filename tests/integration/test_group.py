@@ -200,7 +200,8 @@ def test_a_lost_worker_ends_every_collective_of_the_others(processes: Processes)
     script = processes.script(LOST)
     workers = [cluster.plain(script) for _ in range(3)]
     codes = [worker.wait(LIMIT_S) for worker in workers]
-    assert sorted(worker.out for worker in workers) == ["", "lost 7 times\n", "lost 7 times\n"]
+    told = sorted(worker.out for worker in workers)
+    assert told == ["", "lost 7 times\n", "lost 7 times\n"], workers
     assert 9 in codes, workers
     cluster.process.signal(signal.SIGTERM)  # it would wait for a replacement
     cluster.process.wait()
