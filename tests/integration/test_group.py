@@ -157,7 +157,7 @@ def test_ranks_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 # --- what goes wrong ----------------------------------------------------------------------------
 
 LOST = """
-import os, time
+import os, pathlib, time
 import torch, torch.distributed as dist
 import kvps, kvps.torch
 dist.init_process_group("kvps")
@@ -189,6 +189,11 @@ try:
 except RuntimeError as error:
     assert "worker 2" in str(error), error
     said += 1
+# One that has ended is lost, too, and would be named to the other.
+pathlib.Path(f"told-{rank}").touch()
+deadline = time.monotonic() + 30
+while len(list(pathlib.Path().glob("told-*"))) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
 dist.destroy_process_group()
 print("lost", said, "times", flush=True)
 """
