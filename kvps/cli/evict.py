@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.core.agents.operator import Operator
-from kvps.net.driver import Inbox, drive
-from kvps.net.zeromq import ZmqTransport
+from kvps.cli.inquiry import inquire
 from kvps.protocol.envelope import Role
-from kvps.protocol.membership import Evict
+from kvps.protocol.membership import Done, Evict
 
 NAME = "kvps evict"
 TIMEOUT_S = 5.0
@@ -53,15 +50,7 @@ def _main(argv: Sequence[str]) -> int:
     rank = config.as_whole("the rank", parsed.rank)
     scheduler = flags.scheduler_of(parsed)
     limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
-    core = Operator(scheduler, Evict(ROLES[parsed.role], rank), time.monotonic(), limit_s)
-    transport = ZmqTransport(keys=flags.keys_of(parsed, "admin"))
-    inbox: Inbox[Operator] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
-    try:
-        drive(core, transport, inbox)
-    finally:
-        transport.close(0.0)
-    if core.error is not None:
-        raise core.error
+    keys = flags.keys_of(parsed, "admin")
+    inquire(scheduler, Evict(ROLES[parsed.role], rank), Done, keys, limit_s)
     print(f"{parsed.role} {rank} is evicted")
     return 0

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.core.agents.status_client import StatusClient
-from kvps.core.effects import Exit
-from kvps.errors import KvpsError, SchedulerLost
-from kvps.net.driver import Inbox, drive
-from kvps.net.zap import Keys
-from kvps.net.zeromq import ZmqTransport
+from kvps.cli.inquiry import inquire
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
-from kvps.protocol.membership import OldRound, Seen, Sight
+from kvps.protocol.membership import Look, OldRound, Seen, Sight
 
 NAME = "kvps status"
 TIMEOUT_S = 5.0
@@ -58,35 +52,11 @@ def _main(argv: Sequence[str]) -> int:
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
     limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
-    job, seen = look(scheduler, limit_s, flags.keys_of(parsed, "look"))
+    answer = inquire(scheduler, Look(), Seen, flags.keys_of(parsed, "look"), limit_s)
+    job, seen = answer.envelope.job, answer.message
+    assert isinstance(seen, Seen)
     print(json.dumps(as_json(job, seen), indent=2) if parsed.json else screen(job, seen))
     return 0
-
-
-def look(scheduler: str, limit_s: float, keys: Keys | None = None) -> tuple[bytes, Seen]:
-    """Ask a scheduler how its job stands; return the job's name, and what there is to see.
-
-    Raises:
-        Unauthorized: if it has keys, and these are not among them.
-        SchedulerLost: if it does not answer in ``limit_s`` seconds, or its job is over.
-        KvpsError: if it refuses.
-    """
-    core = StatusClient(scheduler, time.monotonic(), limit_s)
-    transport = ZmqTransport(keys=keys)
-    inbox: Inbox[StatusClient] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
-    try:
-        wish: Exit = drive(core, transport, inbox)
-    finally:
-        transport.close(0.0)
-    if core.seen is not None:
-        return core.job, core.seen
-    if wish.code == 1:
-        raise core.refusal or KvpsError(core.error)
-    raise SchedulerLost(
-        f"{core.error}. Check that kvps-scheduler runs, and that --scheduler or KVPS_SCHEDULER names "
-        "its --bind address"
-    )
 
 
 def screen(job: bytes, seen: Seen) -> str:

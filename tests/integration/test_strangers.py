@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvps import protocol as m
-from kvps.core.agents.status_client import StatusClient
-from kvps.net.driver import Inbox, drive
-from kvps.net.zeromq import ZmqTransport
+from kvps.cli.inquiry import inquire
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from tests.integration import strangers
@@ -76,16 +73,9 @@ class Job:
 
 def look(endpoint: str) -> m.Seen:
     """Return what the scheduler shows."""
-    transport = ZmqTransport()
-    try:
-        core = StatusClient(endpoint, time.monotonic(), 60.0)
-        inbox: Inbox[StatusClient] = Inbox(transport)
-        inbox.put(lambda core, now: core.start(now))
-        drive(core, transport, inbox)
-        assert core.seen is not None, core.error
-        return core.seen
-    finally:
-        transport.close(0.0)
+    seen = inquire(endpoint, m.Look(), m.Seen, None, 60.0).message
+    assert isinstance(seen, m.Seen)
+    return seen
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from kvps import protocol as m
 from kvps.checkpoint.directory import CheckpointDirectory
-from kvps.core.agents.status_client import StatusClient
+from kvps.core.agents.inquiry import Inquiry
 from kvps.core.agents.supervisor import Supervisor
 from kvps.core.effects import Disk, Exit, Send
 from kvps.core.membership_client import Identity
@@ -419,8 +419,8 @@ def test_a_worker_tells_a_neighbour_and_ends_by_what_its_calls_wait_for() -> Non
 def test_a_guardian_and_one_who_looks_go_on() -> None:
     guardian = Supervisor(Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps"), 0.0)
     assert not list(guardian.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
-    looker = StatusClient("tcp://s:1", 0.0, 1.0)
-    assert not list(looker.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
+    inquiry = Inquiry("tcp://s:1", m.Look(), m.Seen, 0.0, 1.0)
+    assert not list(inquiry.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
 
 
 def test_who_hears_only_the_scheduler_or_those_it_has_asked_hears_them() -> None:

@@ -1,6 +1,7 @@
-"""The rules of an operator's request to the scheduler: said until it is answered, or given up.
+"""The rules of an inquiry from outside a job: one request to the scheduler, repeated until it is answered or given up.
 
-An operator is no member: it takes no seat. What it asks for may be said twice.
+The process that inquires is no member: it takes no seat, and the scheduler remembers nothing of it. So its
+request must be one that may be made twice, such as LOOK or EVICT.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import KvpsError, SchedulerLost, from_code
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Done, Error
+from kvps.protocol.membership import Error, Stop
 
-ASK_AGAIN_S = 1.0
+ASK_AGAIN_S = 0.5
 
 
-class Operator:
-    """One request of an operator's."""
+class Inquiry:
+    """One request and its answer.
 
-    def __init__(self, scheduler: str, request: Message, now: float, limit_s: float) -> None:
-        self.error: KvpsError | None = SchedulerLost(
+    Args:
+        scheduler: the scheduler's address.
+        request: what to ask.
+        answer: the class of the message that answers it.
+        now: the time.
+        limit_s: seconds until it is given up.
+    """
+
+    def __init__(
+        self, scheduler: str, request: Message, answer: type[Message], now: float, limit_s: float
+    ) -> None:
+        self.answer: Packet | None = None
+        """The scheduler's answer."""
+        self.error: KvpsError = SchedulerLost(
             f"no answer from the scheduler at {scheduler} for {limit_s:g} s. Check that kvps-scheduler runs, "
             "and that --scheduler or KVPS_SCHEDULER names its --bind address"
         )
-        """Why it was not done; None once it was."""
+        """Why there is no answer."""
         self._scheduler = scheduler
         self._request = request
+        self._kind = answer
         self._until = now + limit_s
         self._ask_at = now
 
@@ -40,12 +54,15 @@ class Operator:
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler said something."""
         match packet.message:
-            case Done():
-                self.error = None
-                yield Exit(0, "done")
             case Error(code=code, text=text):
                 self.error = from_code(code, text)
                 yield Exit(1, text)
+            case Stop(reason=reason):
+                self.error = SchedulerLost(f"the job is over: {reason}")
+                yield Exit(EXIT_TEMPORARY, str(self.error))
+            case message if isinstance(message, self._kind):
+                self.answer = packet
+                yield Exit(0, "answered")
             case message:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
 
@@ -67,5 +84,5 @@ class Operator:
             yield Send(SCHEDULER, Packet(envelope, self._request))
 
     def deadline(self) -> float:
-        """When that is."""
+        """Return when to ask again, or to give up."""
         return min(self._ask_at, self._until)
