@@ -36,7 +36,16 @@ _ALL = (
         "push from kv.empty_like(keys), pull(keys, copy=False)",
         how="in-place",
     ),
-    System("kvps tcp", "kvps", "as kvps, through sockets", env={"KVPS_TRANSPORT": "tcp"}),
+    System(
+        "kvps tcp",
+        "kvps",
+        "as kvps, through sockets, in clear text as gloo's",
+        env={"KVPS_TRANSPORT": "tcp", "KVPS_INSECURE": "1"},
+    ),
+    System(
+        "kvps tcp keys", "kvps", "as kvps tcp, encrypted (CURVE)", env={"KVPS_TRANSPORT": "tcp"}
+    ),
+    System("kvps no keys", "kvps", "as kvps, without keys", env={"KVPS_INSECURE": "1"}),
     *[
         System(f"kvps {codec}", "kvps", f"as kvps, compressed by {codec} both ways", how=codec)
         for codec in CODECS
@@ -45,8 +54,9 @@ _ALL = (
     System("gloo in place", "gloo", "the same, gradients already in the buckets", how="in-place"),
 )
 SYSTEMS = {system.name: system for system in _ALL}
-NAMED_ONLY = tuple(f"kvps {codec}" for codec in CODECS)
-"""Systems that are measured only if they are named: compression is for slow networks."""
+COMPRESSED = tuple(f"kvps {codec}" for codec in CODECS)
+NAMED_ONLY = ("kvps tcp keys", "kvps no keys", *COMPRESSED)
+"""Systems that are measured only if they are named: what keys cost, and compression, which is for slow networks."""
 
 
 def chosen(

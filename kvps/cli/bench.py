@@ -31,8 +31,9 @@ examples:
 
 workloads: resnet50 (161 arrays, 102 MB), big (one array of 64 MiB), small (1,000 of 1 KiB),
   transformer (148 arrays, 498 MB), bytes:N (one array of N bytes), keys:N (N arrays of 64 numbers)
-systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; by name only, and
-  compressed both ways: 'kvps fp16', 'kvps int8', 'kvps 2bit', 'kvps 1bit'
+systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; by name only what
+  keys cost: 'kvps no keys', 'kvps tcp keys'; and compressed both ways: 'kvps fp16', 'kvps int8',
+  'kvps 2bit', 'kvps 1bit'
 
 {TIMES}
 
