@@ -3,7 +3,8 @@
 Two kinds of keys open connections. *Role keys* come from files, and open the door: with one, a process may ask
 the scheduler for a seat of that role, or look. *Session keys* are made in memory, one for each life of a seat;
 with one, a process speaks as that member and as nobody else. The scheduler learns them by ENROL, and tells all
-servers by VIEW. Neighbours on one host connect without keys, and are known by their user.
+servers by VIEW. Processes of one host and one user connect without keys, through a *near door*, and are known by
+their user, who could read their memory anyway.
 
 A name of a connection is what libzmq calls its User-Id: ``role:worker``, ``worker:3:17`` (role, rank and
 incarnation), or ``user:1000``.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from kvps.errors import Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Node
@@ -56,6 +58,19 @@ class RoleKey:
     role: str
     until: float | None = None
     """When it ends, in seconds since 1970; None for never."""
+
+
+def near_door(public_key: str) -> str:
+    """Return where the holder of a session key listens to processes of its own user on its own host.
+
+    It is a name in the kernel and no file. Nobody can take it before the process does who does not know the key,
+    which only members are told.
+
+    Example:
+        >>> near_door("k" * 40)
+        'ipc://@kvps-bbd45a27d36740c1b28aea126e641a68'
+    """
+    return f"ipc://@kvps-{blake2b(public_key.encode(), digest_size=16).hexdigest()}"
 
 
 def name_of(node: Node, incarnation: int) -> str:
@@ -116,8 +131,8 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
     """
     what, _, who = name.partition(":")
     if what == "user":
-        if place is not Place.WORKER:
-            raise Unauthorized("only neighbours on one host connect without keys")
+        if place is Place.SCHEDULER:
+            raise Unauthorized("a scheduler takes no connections without keys")
         return
     if what != "role":
         if name != name_of(envelope.node, envelope.incarnation):

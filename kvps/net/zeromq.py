@@ -28,7 +28,7 @@ import zmq.utils.garbage  # its exit handler refuses sends without a copy: it mu
 import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
-from kvps.core.keys import Keyring, RoleKey
+from kvps.core.keys import Keyring, RoleKey, near_door
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
@@ -36,6 +36,7 @@ from kvps.net.counted import CAN_COUNT, Watch, descriptor_of, moved
 from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
+from kvps.net.locality import is_kin
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
@@ -174,12 +175,12 @@ class ZmqTransport:
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         keys = self._keys
         if keys is not None or not _is_wire(endpoint):
-            ring = Keyring(own_user(), keys.opens if keys else {}, learns=self._role is Role.SERVER)
-            self._porter = self._doorman.porter = Porter(self._context, ring)
-            self._poller.register(self._porter.socket, zmq.POLLIN)
-            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self._doorman.porter = self._asked_by(router)
         if keys is not None and _is_wire(endpoint):
-            router.setsockopt(zmq.CURVE_SERVER, 1)
+            if self._role is Role.SERVER:
+                with contextlib.suppress(zmq.ZMQError):  # then its neighbours come by TCP, too
+                    router.bind(near_door(keys.session.public))
+            router.setsockopt(zmq.CURVE_SERVER, 1)  # of places that are bound from here on
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self._tells_drops = watch
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -199,6 +200,16 @@ class ZmqTransport:
         self._router = router
         self._poller.register(router, zmq.POLLIN)
 
+    def _asked_by(self, one: zmq.Socket[bytes]) -> Porter:
+        """Have libzmq ask for each connection of a socket whether it may be made; return who answers."""
+        one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        one.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if self._porter is None:
+            opens, learns = self._keys.opens if self._keys else {}, self._role is Role.SERVER
+            self._porter = Porter(self._context, Keyring(own_user(), opens, learns))
+            self._poller.register(self._porter.socket, zmq.POLLIN)
+        return self._porter
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         one = self._context.socket(kind)
         for option, value in _OPTIONS:
@@ -217,10 +228,16 @@ class ZmqTransport:
     ) -> None:
         """Open a connection that is called ``name`` from now on; replaces one of that name.
 
+        One to a peer on this host that has a key goes through its near door, where it is open and its process of
+        our own user: nothing is sealed there.
+
         Raises:
             ConfigError: if ``endpoint`` is none, or there are too few file descriptors.
         """
         descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
+        opening = endpoint, is_near, key, is_member
+        if is_near and key and is_kin(near_door(key)):
+            endpoint = near_door(key)
         old = self._dealers.pop(name, None)
         if old is not None:
             self._forget(name, old)
@@ -242,6 +259,8 @@ class ZmqTransport:
                     self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
                 self._handshakes.seal(dealer, key, is_member)
+        else:
+            self._asked_by(dealer)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -250,7 +269,7 @@ class ZmqTransport:
             raise ConfigError(
                 f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
-        self._openings[name] = endpoint, is_near, key, is_member
+        self._openings[name] = opening
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._fade(time.monotonic())

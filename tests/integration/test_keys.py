@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import zmq
@@ -17,8 +19,10 @@ import zmq
 import kvps
 from kvps import protocol as m
 from kvps.core.effects import Connect, Exit, Send
+from kvps.core.keys import near_door
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
+from kvps.net import zeromq
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
@@ -373,13 +377,55 @@ def test_launch_makes_keys_by_itself(processes: Processes) -> None:
     assert launched.wait(60.0) == 0
 
 
+def connections(key: str) -> int:
+    """Return how many there are to the near door of a server with this key."""
+    name = near_door(key).removeprefix("ipc://")
+    listed = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return sum([words[-1] == name and words[5] == "03" for words in listed])
+
+
+@pytest.mark.spec("R248")
+def test_a_member_of_this_host_comes_through_the_near_door(job: Job) -> None:
+    assert connections(job.server_key) == 1
+
+
+@pytest.mark.spec("R248")
+def test_who_finds_the_near_door_closed_comes_by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, worker = new_pair(), new_pair()
+    listening = ZmqTransport(
+        "tcp://127.0.0.1:0", role=Role.SERVER, keys=Keys(role=new_pair(), session=server)
+    )
+    listening.trust({worker.public: "worker:1:1"})
+    coming = ZmqTransport(keys=Keys(("s" * 40,), session=worker))
+    monkeypatch.setattr(zeromq, "is_kin", lambda endpoint: False)
+    with closing(contextlib.ExitStack()) as ends:
+        for one in (listening, coming):
+            ends.callback(one.close, 0.0)
+        coming.connect("server 0", listening.endpoint, True, server.public, True)
+        said = Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,)))
+        coming.send("server 0", said, None)
+        heard: list[object] = []
+        deadline = time.monotonic() + 20.0
+        while not heard and time.monotonic() < deadline:
+            list(coming.poll(0.01))
+            heard += [packet for _, packet in listening.poll(0.01)]
+        assert heard == [said]
+        assert connections(server.public) == 0
+
+
 @pytest.mark.spec("R248")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
 @pytest.mark.parametrize("user", [0, 65534])
-def test_a_neighbour_of_another_user_is_not_heard(user: int) -> None:
-    transport = ZmqTransport()
-    endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
-    transport.listen(endpoint)
+@pytest.mark.parametrize("where", ["neighbour", "near door"])
+def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
+    keys = Keys(role=new_pair()) if where == "near door" else None
+    transport = ZmqTransport(role=Role.SERVER if keys else Role.WORKER, keys=keys)
+    if keys is None:
+        endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
+        transport.listen(endpoint)
+    else:
+        endpoint = near_door(keys.session.public)
+        transport.listen("tcp://127.0.0.1:0")
     says = (
         "import os, sys, zmq\n"
         "context = zmq.Context()\n"

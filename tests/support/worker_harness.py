@@ -83,12 +83,14 @@ class Bench:
         ready: bool = True,
         memory: Memory = PRIVATE,
         machines: Sequence[int] = (),
+        keys: tuple[str, ...] = (),
     ) -> None:
         """Put a worker on the bench; ``machines`` are those of all workers, unknown by default.
 
         The servers are on machine 1.
         """
         self.machines = dict(enumerate(machines))
+        self.keys = keys
         self.workers, self.servers, self.rank = workers, servers, rank
         self.now = 100.0
         self.core = Worker(
@@ -139,7 +141,8 @@ class Bench:
         other = {Node(Role(seat.role), seat.rank): seat for seat in changed}
         members = tuple(other.get(node) or self.seat(node) for node in nodes)
         self.number = next(self.views)
-        return self.scheduler(View(self.number, phase, reason, members, epoch, since, cut))
+        view = View(self.number, phase, reason, members, epoch, since, cut, self.keys)
+        return self.scheduler(view)
 
     def seat(self, node: Node, state: str = "held", **more: object) -> Member:
         """A seat, on its machine."""

@@ -83,6 +83,7 @@ def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelop
         ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
         ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Evict),
         ("user:1000", Place.WORKER, envelope(rank=9, life=1), m.Push),
+        ("user:1000", Place.SERVER, envelope(rank=9, life=1), m.Push),
     ],
 )
 def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
@@ -108,7 +109,6 @@ def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Me
         ("role:look", Place.SCHEDULER, envelope(life=0), m.Hello),
         ("role:scheduler", Place.SCHEDULER, envelope(life=0), m.Look),
         ("user:1000", Place.SCHEDULER, envelope(), m.Beat),
-        ("user:1000", Place.SERVER, envelope(), m.Push),
         ("nobody", Place.SERVER, envelope(), m.Push),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvps.net import locality
-from kvps.net.locality import machine
+from kvps.net.locality import is_kin, machine
 from kvps.runtime.scheduler_process import own_machine
 
 
@@ -58,3 +60,38 @@ def test_who_speaks_tcp_only_is_near_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     for wish, expected in (("auto", machine()), ("shm", machine()), ("tcp", 0)):
         monkeypatch.setenv("KVPS_TRANSPORT", wish)
         assert own_machine() == expected
+
+
+class TestKin:
+    """Who listens at a name in the kernel."""
+
+    LISTENS = (
+        "import os, socket, sys\n"
+        "os.setuid(int(sys.argv[2]))\n"
+        "one = socket.socket(socket.AF_UNIX)\n"
+        "one.bind('\\0' + sys.argv[1])\n"
+        "one.listen()\n"
+        "print('listens', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+
+    def test_nobody(self) -> None:
+        assert not is_kin(f"ipc://@kvps-nobody-{os.getpid()}")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+    @pytest.mark.parametrize("user", [0, 65534])
+    def test_a_process_of_this_user(self, user: int) -> None:
+        name = f"kvps-kin-{os.getpid()}-{user}"
+        argv = [sys.executable, "-c", self.LISTENS, name, str(user)]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"listens\n"
+            assert is_kin(f"ipc://@{name}") == (user == 0)
+            child.communicate(b"")
+
+    def test_a_system_that_does_not_tell(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(socket, "SO_PEERCRED")
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(f"\0kvps-untold-{os.getpid()}")
+            one.listen()
+            assert not is_kin(f"ipc://@kvps-untold-{os.getpid()}")

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
 from kvps.core.gradients import DenseGradient
+from kvps.core.keys import near_door
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.host_aggregation.merge_queue import (
@@ -40,7 +41,7 @@ from kvps.core.worker.host_aggregation.peer_sessions import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError, ProtocolError
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Error,
     Hello,
@@ -193,6 +194,9 @@ class HostGroup:
 
     def _endpoint(self, rank: int, incarnation: int) -> str:
         """Return the address at which a worker of this machine listens: a name in the kernel, not a file."""
+        key = self._member.key_of(Node(Role.WORKER, rank))
+        if key:
+            return near_door(key)
         return f"ipc://@kvps-{self._member.job.hex()}-{rank}-{incarnation}"
 
     def leader(self, chunk: int) -> int:
