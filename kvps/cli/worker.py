@@ -147,7 +147,7 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
     host = "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, join_max_s)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
+        kept.bind((host, 0))
         yield f"{host}:{kept.getsockname()[1]}"
 
 

@@ -8,7 +8,7 @@ directory, so nothing is left behind by a kill.
 Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody:
 the file must be one of ours and of our user, of the size that was said, sealed against shrinking
 (a file that shrank under its reader would kill the reader), and begin with the *nonce* that was
-said, a random number. Who cannot do all that, on another host, in another container or as another
+said, a random number. Once its owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). Who cannot do all that, on another host, in another container or as another
 user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
@@ -25,6 +25,7 @@ import os
 import secrets
 import threading
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 
@@ -38,6 +39,8 @@ BACK_BYTES = 16 << 20
 NONCE_BYTES = 8
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: of no use to other modules
+_SEAL_FUTURE_WRITE = 0x0010
+"""Whoever maps the file from now on may only read it; the mapping that there is stays as it is."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 
 
@@ -86,6 +89,8 @@ class Segment:
             os.ftruncate(self._fd, self.size_bytes)
             os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self._map = mmap.mmap(self._fd, self.size_bytes)
+            with suppress(OSError):
+                fcntl.fcntl(self._fd, _ADD_SEALS, _SEAL_FUTURE_WRITE)
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         except (OSError, ValueError) as error:
             self.close()

@@ -508,6 +508,43 @@ def test_a_world_made_by_torchruns_variables(processes: Processes) -> None:
     assert all(one.err == "" for one in both)
 
 
+@pytest.mark.parametrize("first", ["kvps", "torch"])
+def test_ranks_meet_at_one_address_that_torch_shares(processes: Processes, first: str) -> None:
+    """torch's own rendezvous, if it comes first, listens on all of them."""
+    meets = """
+import os, pathlib, torch, kvps
+import torch.distributed as dist
+def of_kvps():
+    global kv
+    kv = kvps.create("allreduce", timeout=30)
+    kv.init("a", torch.zeros(4))
+def of_torch():
+    dist.init_process_group("gloo")
+for meet in (of_kvps, of_torch)[::ORDER]:
+    meet()
+assert kv.pushpull("a", torch.ones(4)).tolist() == [2.0] * 4
+one = torch.ones(1)
+dist.all_reduce(one)
+port = "%04X" % int(os.environ["MASTER_PORT"])
+for name in ("tcp", "tcp6"):
+    for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and words[1].endswith(":" + port):
+            print("listens", words[1], flush=True)
+print("both", one.item(), flush=True)
+dist.destroy_process_group()
+"""
+    script = processes.script(meets.replace("ORDER", "1" if first == "kvps" else "-1"))
+    port = free_port()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [processes.python(script, RANK=str(rank), **place) for rank in range(2)]
+    assert [one.wait() for one in both] == [0, 0], both
+    assert all("both 2.0" in one.out for one in both)
+    if first == "kvps":
+        listens = {line for line in both[1].out.splitlines() if line.startswith("listens")}
+        assert listens == {f"listens 0100007F:{port:04X}"}
+
+
 def test_a_script_alone_is_a_world_of_one(processes: Processes) -> None:
     alone = processes.python("-W", "error", processes.script(ADDS))
     assert alone.wait() == 0, alone

@@ -2,19 +2,25 @@
 
 torchrun, kvps-worker and kvps-launch say it by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Inside a
 :class:`~kvps.LocalCluster` each thread is a rank. A process that nobody told anything is a world of one.
+
+torch's own rendezvous listens on every address of the host, without authentication. Here rank 0 listens at
+MASTER_ADDR alone, and torch's ``init_process_group()`` in that process shares it. In a job with keys the ranks of
+several hosts do not meet, as what they say there and by gloo is anybody's to read and to change.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import errno
 import logging
+import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from kvps import config
@@ -118,6 +124,7 @@ class Ranks:
                 )
             return Rendezvous(name, 0, 1, None, "")
         if self._board is None:
+            _demand_trust(name, world)
             self._board = _rendezvous(world, timeout_s)
         board = PrefixStore(f"{PREFIX}/{name}/{self._lives[name]}", self._board)
         return Rendezvous(name, world.rank, world.size, board, _listening(world.address))
@@ -134,11 +141,33 @@ def _demand_free(name: str, taken: Collection[str]) -> None:
         )
 
 
+def _demand_trust(name: str, world: config.World) -> None:
+    """Refuse to leave a host without authentication, where the job has keys."""
+    is_keyed = config.keys_path() is not None and not config.switch("KVPS_INSECURE")
+    if is_keyed and not config.is_loopback(f"tcp://{world.address}"):
+        raise ConfigError(
+            f"store {name!r}: this job has keys (KVPS_KEYS), and what an allreduce store says between hosts has none: "
+            f"torch's sockets at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) and gloo's take whoever "
+            "comes. Use dist_sync, or set KVPS_INSECURE=1 in a network that you trust"
+        )
+
+
 def _rendezvous(world: config.World, timeout_s: float) -> Store:
     """Return the key-value store of torch's rendezvous, which init_process_group() shares with us."""
     url = f"tcp://{world.address}:{world.port}"
     limit = timedelta(seconds=timeout_s)
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
+        if world.rank == 0 and not is_torchruns and (listening := _listen(world)) is not None:
+            return TCPStore(
+                world.address,
+                world.port,
+                world.size,
+                is_master=True,
+                timeout=limit,
+                multi_tenant=True,
+                master_listen_fd=listening.detach(),
+            )
         board, _, _ = next(iter(rendezvous(url, world.rank, world.size, timeout=limit)))
     except (RuntimeError, ValueError) as error:
         raise Timeout(
@@ -150,10 +179,23 @@ def _rendezvous(world: config.World, timeout_s: float) -> Store:
     return board
 
 
+def _listen(world: config.World) -> socket.socket | None:
+    """Return a socket that listens where the ranks meet; None where torch listens already, or has to.
+
+    That is so where ``init_process_group()`` came first, and where MASTER_ADDR is an address by which others
+    reach this host though it is none of its own.
+    """
+    try:
+        return socket.create_server((world.address, world.port), backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            log.warning(
+                "%s (MASTER_ADDR) is no address of this host: port %d is open on all that are",
+                *(world.address, world.port),
+            )
+        return None
+
+
 def _listening(master: str) -> str:
     """Return where to listen: on loopback if all ranks are there."""
-    try:
-        is_near = ipaddress.ip_address(master).is_loopback
-    except ValueError:
-        is_near = master == "localhost"
-    return "127.0.0.1" if is_near else ""
+    return "127.0.0.1" if config.is_loopback(f"tcp://{master}") else ""

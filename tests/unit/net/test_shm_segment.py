@@ -396,6 +396,23 @@ def refused(offer: Offer, match: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
+@pytest.mark.spec("R78")
+def test_another_process_of_the_user_cannot_map_it_for_writing() -> None:
+    segment = Segment(1 << 20)
+    block = segment.take(4096)
+    assert block is not None
+    block[:] = 7
+    fd = os.open(f"/proc/self/fd/{segment.offer.fd}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 4096)
+        with mmap.mmap(fd, 1 << 20, prot=mmap.PROT_READ) as theirs:
+            assert theirs[block.nbytes] == 7
+    finally:
+        os.close(fd)
+        segment.close()
+
+
 def memory(name: str = segments.NAME, size_bytes: int = PAGE_BYTES, seals: int = 7) -> int:
     """A memfd that begins with zeros, and how it is sealed."""
     fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
@@ -69,6 +71,32 @@ def test_stores_share_a_rendezvous_and_nothing_else(monkeypatch, boards):
 def test_ranks_of_one_machine_listen_on_loopback(monkeypatch, boards, master, host):
     monkeypatch.setattr(config, "world", lambda: config.World(0, 2, master, 29500))
     assert meet_two(Ranks()).host == host
+
+
+def test_a_job_with_keys_leaves_no_host_without_them(monkeypatch, boards):
+    monkeypatch.setenv("KVPS_KEYS", "keys")
+    monkeypatch.setattr(config, "world", lambda: config.World(0, 2, "127.0.0.1", 29500))
+    assert meet_two(Ranks()).size == 2
+    monkeypatch.setattr(config, "world", lambda: config.World(0, 2, "10.0.0.1", 29500))
+    with pytest.raises(ConfigError, match=r"'mine': this job has keys .* at 10\.0\.0\.1:29500"):
+        meet_two(Ranks(), "mine")
+    assert len(boards) == 1
+    monkeypatch.setenv("KVPS_INSECURE", "1")
+    assert meet_two(Ranks()).size == 2
+
+
+def test_an_address_that_is_not_this_hosts_is_left_to_torch(caplog):
+    assert module._listen(config.World(0, 2, "192.0.2.1", 29500)) is None
+    assert (
+        "192.0.2.1 (MASTER_ADDR) is no address of this host: port 29500 is open on all"
+        in caplog.text
+    )
+
+
+def test_a_port_that_torch_listens_at_is_left_to_it(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as torchs:
+        assert module._listen(config.World(0, 2, *torchs.getsockname())) is None
+    assert not caplog.text
 
 
 def test_ranks_gather_or_say_who_does_not_come():
