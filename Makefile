@@ -19,7 +19,7 @@ KVPS_KILLS        ?= 50
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint prose cover check soak bench docs test-docker clean
+.PHONY: help demo test test-all lint prose cover check soak bench docs lock audit test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -77,6 +77,14 @@ bench: .venv/.installed  ## measure kvps beside its peers, and print a table
 docs: .venv/.installed-docs  ## build the documentation into docs/_build
 	$(BIN)/sphinx-build -n -W --keep-going -q -b html docs docs/_build
 	@echo "Open docs/_build/index.html"
+
+lock: .venv/.installed  ## write the lock files of the image anew, for this Python and processor
+	$(BIN)/python deploy/lock.py
+
+audit: .venv/.installed  ## look for known vulnerabilities in what the image installs (asks a public database)
+	@$(BIN)/python -m venv build/audit && build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	@sed -n 's/^\([^#+ ]*\).*/\1/p' deploy/requirements.lock deploy/build.lock | sort -u > build/audit/packages
+	build/audit/bin/pip-audit --disable-pip --no-deps -r build/audit/packages
 
 test-docker:  ## build the image and train in containers
 	deploy/test.sh

@@ -1,0 +1,41 @@
+"""The lock files of the image."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = dict(
+    line.lower().split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
+def locked(name: str) -> dict[str, str]:
+    """Return package -> version; every line names the SHA-256 of a file."""
+    lines = (ROOT / "deploy" / name).read_text().splitlines()
+    found = [
+        re.fullmatch(r"([\w-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}", one)
+        for one in lines[1:]
+    ]
+    assert all(found), lines
+    return {one.group(1).replace("_", "-"): one.group(2) for one in found if one}
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "build.lock"])
+def test_they_have_the_versions_that_make_installs(name: str) -> None:
+    constraints = {package.replace("_", "-"): version for package, version in CONSTRAINTS.items()}
+    for package, version in locked(name).items():
+        assert constraints.get(package, version) == version, package
+
+
+def test_they_have_all_that_kvps_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", one)[0] for one in project["dependencies"]}
+    assert needed <= locked("requirements.lock").keys()
+    assert "hatchling" in locked("build.lock")
