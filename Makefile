@@ -59,9 +59,10 @@ prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 	$(PYTHON) .ci/prose.py
 
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
-	$(BIN)/python -m pytest --quiet -n $(JOBS) --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
+	$(BIN)/python -m pytest --quiet -n $(JOBS) --dist worksteal --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
-check: lint test cover  ## lint, test and cover: run it before a commit
+check: lint cover  ## lint, cover, and all other everyday tests: run it before a commit
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(addprefix --leave-out=,$(PURE_TESTS))
 
 soak: .venv/.installed  ## play many more faults, and longer: half an hour of one core
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py

@@ -23,6 +23,7 @@ PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\[]))", re.MULTILINE)
 
 ON_REQUEST = ("slow", "docker")
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record",
         action="store_true",
         help="write how many seconds the tests of each file took into tests/durations.json",
+    )
+    parser.addoption(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="do not run the tests of this folder, which have run before; the spec check counts them",
     )
 
 
@@ -59,6 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.stash[COLLECTED] = list(items)
+    if folders := [Path(folder).resolve() for folder in config.getoption("--leave-out")]:
+        left_out = [item for item in items if any(map(item.path.is_relative_to, folders))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not any(map(item.path.is_relative_to, folders))]
     wanted = config.getoption("markexpr")
     for item in items:
         for marker in ON_REQUEST:
@@ -72,7 +85,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Run the spec check."""
     if session.testsfailed or not is_whole_suite(session.config) or not PROTOCOL.exists():
         return
-    faults = spec_faults(PROTOCOL.read_text(encoding="utf-8"), cited_requirements(session.items))
+    faults = spec_faults(
+        PROTOCOL.read_text(encoding="utf-8"), cited_requirements(session.config.stash[COLLECTED])
+    )
     if faults:
         raise pytest.UsageError(*faults)
 

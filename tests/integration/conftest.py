@@ -31,3 +31,9 @@ def has_namespaces() -> None:
 def processes(tmp_path: Path) -> Iterator[Processes]:
     """Processes of which none may be left when the test ends."""
     yield from made(tmp_path)
+
+
+@pytest.fixture
+def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each Python anew: for tests of the true entry points, and of the end of the interpreter."""
+    monkeypatch.setenv("KVPS_TEST_FORK", "0")

@@ -60,7 +60,7 @@ class Process:
         self.name = name
         self.argv = argv
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        self.is_forked = may_fork and can_fork(argv, env)
+        self.is_forked = may_fork and can_fork(argv, env, folder)
         self.popen: subprocess.Popen[bytes] | ForkedProcess
         if self.is_forked:
             self.popen = fork_server().start(argv, env, folder, self._out, self._err)
@@ -116,7 +116,10 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.may_fork = os.environ.get("KVPS_TEST_FORK") != "0"
-        """Whether Pythons are forked from one that has imported torch, and not started anew."""
+        """Whether Pythons are forked from one that has imported torch, and not started anew.
+
+        Set it to False before the first process where a test is about the true entry points.
+        """
         self.folder = folder
         self.temp = folder / "temporary"
         self.temp.mkdir()
@@ -170,16 +173,12 @@ class Processes:
     def running(self) -> dict[int, str]:
         """Return every process that began here, or below one that did, and lives."""
         found = {}
-        forked = {process.pid: process for process in self._all if process.is_forked}
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 pid = int(folder.name)
-                if pid in forked and forked[pid].popen.poll() is None:
-                    found[pid] = " ".join(forked[pid].argv)
-                elif self._mark.encode() in (folder / "environ").read_bytes() or (
-                    forked and os.getsid(pid) in forked and pid not in forked
-                ):
-                    found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if self._mark.encode() in (folder / "environ").read_bytes():
+                    line = (folder / "cmdline").read_bytes().rstrip(b"\0")
+                    found[pid] = line.replace(b"\0", b" ").decode()
         return found
 
     def pids(self, pattern: str) -> list[int]:

@@ -52,6 +52,7 @@ def test_version(processes: Processes, command: list[str]) -> None:
     assert asked.out == f"{' '.join(['kvps', *command])} {kvps.__version__}\n"
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_comes_at_once_and_without_torch(processes: Processes, command: list[str]) -> None:
     code = (

@@ -30,6 +30,7 @@ def test_version(processes: Processes, command: str) -> None:
     assert asked.out == f"kvps-{command} {kvps.__version__}\n"
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_comes_at_once_and_without_torch(processes: Processes, command: str) -> None:
     code = (
@@ -47,6 +48,7 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: str
     assert min(times) <= 0.3
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
     code = (
         "import sys, threading, os, signal; from kvps.cli.scheduler import main\n"

@@ -26,6 +26,7 @@ def launch(processes: Processes, script: Path, *flags: object, **env: str) -> Pr
     return processes.kvps("launch", *flags, "--", sys.executable, script, **env)
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_all_of_it_in_one(processes: Processes) -> None:
     script = processes.script(
         SUM + "import torch.distributed as dist\n"
@@ -279,6 +280,7 @@ def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
     until(lambda: not list(processes.temp.iterdir()), "end of the folder", 5.0)
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(
     processes: Processes,
 ) -> None:

@@ -61,6 +61,7 @@ def test_settings_come_from_variables(processes: Processes) -> None:
     assert process.wait() == 0
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_it_ends_well_if_every_worker_left(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     script = processes.script(SUM)

@@ -26,6 +26,7 @@ def status(processes: Processes, *flags: object, **env: str) -> Process:
     return processes.start("status", BIN / "kvps", "status", *flags, **env)
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     server = cluster.server()

@@ -49,6 +49,7 @@ def test_a_program_that_cannot_be_started(processes: Processes) -> None:
     assert cluster.process.wait() == 1
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_what_the_command_finds_in_its_environment(processes: Processes) -> None:
     cluster = processes.scheduler(2, 0)
     show = "import os; print(sorted(os.environ.items()))"
@@ -341,6 +342,7 @@ def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) ->
     assert cluster.process.wait() == 1
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_large_pushes_still_leave_when_the_script_is_over(processes: Processes) -> None:
     """The interpreter ends, and with it whatever others have registered for its end."""
     cluster = processes.scheduler(2, 1)

@@ -1,12 +1,9 @@
 """A process that has imported torch and kvps, and forks the Pythons of tests.
 
 An interpreter needs between one and two seconds of a processor to import torch, which is most of what a test
-of real processes costs; a fork needs 20 ms. A forked process is like one that was started, except that:
-
-- ``/proc/PID/environ`` and ``/proc/PID/cmdline`` are those of the server; it is a session leader, by which
-  it and its children are found;
-- what reads the environment when torch is imported has read the server's. :func:`can_fork` refuses
-  what depends on it.
+of real processes costs; a fork needs 20 ms. A forked process is like one that was started, but for what reads the
+environment when torch is imported: that has read the server's. :func:`tests.support.programs.program_of` refuses what
+depends on it. kvps-launch and kvps-worker have their children forked in turn: see :mod:`tests.support.nursery`.
 
 :class:`ForkServer` is the side of the tests. A request is one datagram of JSON, and so is the answer to it,
 the process's id; ``[id, status]`` follows when the process has ended.
@@ -14,6 +11,9 @@ the process's id; ``[id, status]`` follows when the process has ended.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -26,32 +26,28 @@ import sys
 import tempfile
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-BIN = Path(sys.executable).parent
+from tests.support import nursery
+from tests.support.programs import ROOM, ROOM_BYTES, program_of, take_on, variables_at_import
+
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST_BYTES_MAX = 1 << 20
-AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "MKL_", "OPENBLAS_", "TORCH_")
-"""Variables that act when an interpreter, or torch, starts."""
-PRELOADED = ("torch._dynamo", "kvps.cli.server", "kvps.runtime.server_process", "kvps.torch")
-HARMLESS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+PRELOADED = (
+    *("torch._dynamo", "kvps.store.server_store", "kvps.runtime.process"),
+    *("kvps.cli.launch", "kvps.cli.scheduler", "kvps.cli.server", "kvps.cli.worker"),
+    *("kvps.runtime.scheduler_process", "kvps.runtime.server_process"),
+)
+"""Not kvps.torch, whose import changes the rendezvous of torch.distributed."""
 
 
-def can_fork(argv: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a fork runs ``argv`` as a new process would: a server, or a script, started as usual."""
-    is_script = argv[0] == sys.executable and argv[1].endswith(".py")
-    if not is_script and argv[0] != str(BIN / "kvps-server"):
-        return False
-    return _at_import(env) == _at_import(server_environment())
-
-
-def _at_import(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if name.startswith(AT_IMPORT) and name not in HARMLESS
-    }
+def can_fork(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> bool:
+    """Whether a fork runs ``argv`` as a new process would."""
+    at_import = variables_at_import(server_environment())
+    return program_of(argv, env, at_import, str(folder)) is not None
 
 
 def server_environment() -> dict[str, str]:
@@ -104,8 +100,8 @@ class ForkServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES_MAX)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
-                env=server_environment(),
+                [sys.executable, "-P", __file__, str(theirs.fileno()), "." * ROOM_BYTES],
+                env={**server_environment(), ROOM: "." * ROOM_BYTES},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
@@ -154,7 +150,7 @@ def fork_server() -> ForkServer:
 # --- the server's side ------------------------------------------------------------------------
 
 
-def serve(channel: socket.socket) -> dict[str, object] | None:
+def serve(channel: socket.socket) -> dict[str, Any] | None:
     """Fork for each request; return the request in the child, and None when the tests have gone."""
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
@@ -175,7 +171,12 @@ def serve(channel: socket.socket) -> dict[str, object] | None:
                 channel.close()
                 os.close(woken)
                 os.close(wake)
-                request: dict[str, object] = json.loads(datagram)
+                request: dict[str, Any] = json.loads(datagram)
+                for name, number in (("out", 1), ("err", 2)):
+                    opened = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                    os.dup2(opened, number)
+                    os.close(opened)
+                os.chdir(request["cwd"])
                 return request
             channel.send(json.dumps(pid).encode())
 
@@ -191,54 +192,52 @@ def _reap(channel: socket.socket) -> None:
         channel.send(json.dumps([pid, status]).encode())
 
 
-def become(request: dict[str, object]) -> None:
-    """Be the process that ``request`` asks for: its environment, files, arguments, and what it runs."""
-    import torch
-
-    os.setsid()
-    for path, number in ((request["out"], 1), (request["err"], 2)):
-        opened = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(opened, number)
-        os.close(opened)
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    sys.stderr.reconfigure(write_through=True)  # type: ignore[union-attr]
-    os.chdir(str(request["cwd"]))
-    env, argv = request["env"], request["argv"]
-    assert isinstance(env, dict)
-    assert isinstance(argv, list)
-    os.environ.clear()
-    os.environ.update(env)
-    if "OMP_NUM_THREADS" in env:
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    if argv[0] == sys.executable:
-        del argv[0]
-    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-    sys.argv = argv
-    main = _new_main()
-    main["__file__"] = argv[0]
-    exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main)
+def become(request: dict[str, Any] | None, at_import: Mapping[str, str]) -> None:
+    """Be the process that ``request`` asks for, or one of those that it starts."""
+    while request is not None:
+        take_on(request["argv"], request["env"])
+        program = program_of(request["argv"], request["env"], at_import, os.getcwd())
+        assert program is not None
+        request = nursery.settle(at_import) if program.starts_others else None
+    program.run()
 
 
-def _new_main() -> dict[str, object]:
-    """Return the namespace of an empty ``__main__``."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    module.__dict__["__builtins__"] = __builtins__
-    return module.__dict__
+def spare_the_end(kept: dict[str, types.ModuleType]) -> None:
+    """Let forks end without tearing down what has been imported so far.
+
+    To free it all takes ten times as long as a fork, as each page of it is copied first. What a program
+    makes itself ends as ever.
+    """
+    kept.update(sys.modules)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # leaves out the destructors of libraries, which would come next
+    gc.freeze()
+
+
+def _keep(modules: Mapping[str, types.ModuleType]) -> None:
+    for name in modules.keys() - {"sys", "builtins", "__main__"}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules[name]))
+        sys.modules.pop(name, None)
 
 
 def main() -> None:
     """Import what takes long, and serve."""
+    kept: dict[str, types.ModuleType] = {}
+    atexit.register(_keep, kept)  # first, so it is called last
     channel = socket.socket(fileno=int(sys.argv[1]))
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # torch makes it on import
 
     for module in PRELOADED:
         importlib.import_module(module)
+    at_import = variables_at_import(os.environ)
+    spare_the_end(kept)
     request = serve(channel)
     if request is None:
         shutil.rmtree(cache, ignore_errors=True)
     else:
-        become(request)
+        become(request, at_import)
 
 
 if __name__ == "__main__":
