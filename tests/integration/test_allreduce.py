@@ -486,9 +486,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_kvps_launch_without_servers(processes: Processes, workers: int) -> None:
-    script = processes.script(ADDS + OWN_GROUP)
+@pytest.mark.parametrize(("workers", "also"), [(2, ""), (3, "import kvps.torch\n")])
+def test_kvps_launch_without_servers(processes: Processes, workers: int, also: str) -> None:
+    """torch's own groups, too, where kvps has a backend of its own for them."""
+    script = processes.script(also + ADDS + OWN_GROUP)
     launch = processes.kvps("launch", "-n", workers, "-s", 0, "--", sys.executable, script)
     assert launch.wait(60) == 0, launch
     total = float(sum(range(1, workers + 1)))

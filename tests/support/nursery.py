@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import fcntl
 import inspect
 import json
@@ -64,26 +65,37 @@ def _replace_popen(channel: socket.socket, at_import: dict[str, str]) -> None:
             if given["shell"] or program_of(argv, env, at_import, folder) is None:
                 start(*args)
                 return
-            numbers = sorted(int(name) for name in os.listdir("/proc/self/fd"))
-            numbers = [one for one in numbers if one != channel.fileno() and _is_open(one)]
             request = {
                 "argv": argv,
                 "env": env,
                 "cwd": folder,
-                "numbers": numbers,
                 "stdio": [given["p2cread"], given["c2pwrite"], given["errwrite"]],
                 "keeps": sorted(given["pass_fds"]),
                 "leads": bool(given["start_new_session"]),
                 "ignores": [one for one in ASKED if signal.getsignal(one) == signal.SIG_IGN],
                 "before": base64.b64encode(pickle.dumps(given["preexec_fn"])).decode(),
             }
-            socket.send_fds(channel, [json.dumps(request).encode()], numbers)
+            while not _is_sent(channel, request):
+                pass  # another thread, one of libzmq's, has closed a descriptor meanwhile
             self.pid = int(channel.recv(64))
             self._child_created = True
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
             self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
 
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def _is_sent(channel: socket.socket, request: dict[str, Any]) -> bool:
+    """Send a request with all descriptors that are open; return whether all still were."""
+    numbers = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+    numbers = [one for one in numbers if one != channel.fileno() and _is_open(one)]
+    try:
+        socket.send_fds(channel, [json.dumps(request | {"numbers": numbers}).encode()], numbers)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return False
+    return True
 
 
 def _is_open(number: int) -> bool:

@@ -58,7 +58,8 @@ def register() -> None:
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
         is_torch_able = config.text("MASTER_ADDR") and config.text("MASTER_PORT")
-        if is_torch_able and not _is_described():
+        _shared.began = not process.has_joined()
+        if is_torch_able and not _has_servers(timeout.total_seconds()):
             yield from of_torch(url, timeout=timeout, **more)
         else:
             yield _meet(urlparse(url).query, timeout.total_seconds())
@@ -68,7 +69,6 @@ def register() -> None:
 
 def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     """Return torch's store, and the rank and number of workers of this process's cluster."""
-    _shared.began = not process.has_joined()
     given = dict(one.split("=") for one in query.split("&") if one)
     rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
@@ -104,6 +104,11 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
             host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
         )
     return store, session.rank, workers
+
+
+def _has_servers(timeout_s: float) -> bool:
+    """Whether this process is in a cluster by whose servers ranks can meet; one of none is for allreduce."""
+    return _is_described() and process.session(timeout_s, config.whole("RANK")).info.servers > 0
 
 
 def _is_described() -> bool:
