@@ -55,3 +55,16 @@ def never_initialised(key: str, store: str = "") -> str:
     return (
         f"key {key!r}{place} was never initialised; call init({key!r}, value) on every worker first"
     )
+
+
+def bytes_in_words(count: int) -> str:
+    """Return a number of bytes in the largest unit of which there is one.
+
+    Example:
+        >>> bytes_in_words(838_900_000), bytes_in_words(512)
+        ('838.9 MB', '512 bytes')
+    """
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

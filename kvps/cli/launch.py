@@ -41,6 +41,7 @@ from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
 from kvps.net import descriptors
+from kvps.net.room import share_bytes
 from kvps.net.zap import keys_can_be
 from kvps.runtime.keys import KeyMemory, generate
 
@@ -361,7 +362,10 @@ class Launch:
         folder, every = self._plan.checkpoint_dir, self._plan.checkpoint_every
         place = ["--checkpoint-dir", folder] if folder else []
         times = ["--checkpoint-every", every] if every is not None else []
-        self._start("server", rank, life, ["--bind", "tcp://127.0.0.1:0", *place, *times])
+        is_told = config.text("KVPS_MEMORY_LIMIT") is not None
+        limit = [] if is_told else ["--memory-limit", share_bytes(self._plan.servers)]
+        bind = ["--bind", "tcp://127.0.0.1:0"]
+        self._start("server", rank, life, [*bind, *place, *times, *limit])
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []

@@ -67,7 +67,7 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--memory-limit",
         metavar="BYTES",
-        help="refuse keys beyond this, as 512M or 2G; KVPS_MEMORY_LIMIT (all memory)",
+        help="refuse keys and optimizers that would take more, as 512M or 2G; KVPS_MEMORY_LIMIT (80 %% of memory)",
     )
     parser.add_argument(
         "--plugin",

@@ -11,6 +11,15 @@ _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Of version 2 and of version 1, as a container sees its own."""
 
 
+SHARE = 0.8
+"""The part of it that servers take by default; the rest is for what packets take on their way, and for others."""
+
+
+def share_bytes(servers: int = 1) -> int:
+    """Return how much each of so many servers may have that are started together."""
+    return int(SHARE * memory_bytes()) // servers
+
+
 def memory_bytes(cgroup: Path = _CGROUP) -> int:
     """Return how much memory this process may have."""
     found = [PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")]

@@ -29,7 +29,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
-from kvps.net.room import memory_bytes
+from kvps.net.room import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role
@@ -205,7 +205,9 @@ class LocalCluster:
                 machine=own_machine(),
                 public_key=keys.session.public if keys else "",
             )
-            self._drive(f"server {rank}", Server(identity, now, memory_bytes(), memory), one)
+            self._drive(
+                f"server {rank}", Server(identity, now, share_bytes(self.servers), memory), one
+            )
 
     def _keys_of(self, role: str) -> Keys | None:
         return of(self._sections, role) if self._sections else None

@@ -24,7 +24,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
-from kvps.net.room import memory_bytes
+from kvps.net.room import share_bytes
 from kvps.net.zap import Keys
 from kvps.protocol.envelope import Role
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
@@ -56,8 +56,8 @@ def run_server(
         scheduler: where the scheduler listens.
         bind: where to listen.
         rank: which server to be; None for any.
-        memory_limit: bytes of weights; keys beyond it are refused. None is what the machine, or the
-            container, has: a declaration that no memory could hold should end no server.
+        memory_limit: bytes of weights, second buffers, sums of open rounds and optimizer state; keys and
+            optimizers beyond it are refused. None is 80 % of what the machine, or the container, has.
         threads: threads that compute, each a part of a block; None leaves it to torch.
         plugins: modules that register optimizers when they are imported.
         advertise: the host that workers are told, if ``bind`` names none.
@@ -96,7 +96,7 @@ def run_server(
         public_key=keys.session.public if keys else "",
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
-    limit = memory_bytes() if memory_limit is None else memory_limit
+    limit = share_bytes() if memory_limit is None else memory_limit
     core = Server(identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s)
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))

@@ -99,12 +99,19 @@ def test_the_memory_limit_is_kept(processes: Processes) -> None:
         "kv.init('small', torch.zeros(1000))\n"
         "try: kv.init('big', torch.zeros(1000, 1000))\n"
         "except kvps.Overload as error: print('refused:', error)\n"
+        "kv.init('half', torch.zeros(60_000))\n"
+        "try: kv.set_optimizer('adam')\n"
+        "except kvps.Overload as error: print('also:', error)\n"
         "print(kv.pushpull('small', torch.ones(1000)).sum().item())\n"
     )
     worker = cluster.worker(sys.executable, script)
     assert worker.wait() == 0, worker
     assert "refused:" in worker.out
     assert "big" in worker.out
+    assert (
+        "also: no room for optimizer 'adam' of store 'store-0': weights 244.0 kB + second buffers 244.0 kB + "
+        "sums of open rounds 244.0 kB + optimizer state 488.0 kB = 1.2 MB, and this server may have 1.0 MB"
+    ) in worker.out
     assert "1000.0" in worker.out
     assert [one.wait() for one in (server, cluster.process)] == [0, 0]
 

@@ -123,6 +123,14 @@ class Updater(abc.ABC):
             return {MASTER: master, **self._new_state(master)}
         return self._new_state(weight)
 
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return how many bytes of state each element of this type has; 0 if it cannot be updated."""
+        try:
+            few, many = (self.new_state(torch.zeros(count, dtype=dtype)) for count in (1, 2))
+        except ConfigError:
+            return 0
+        return sum(many[name].nbytes - few[name].nbytes for name in few)
+
     def adopt(self, weight: Tensor, state: State) -> State:
         """Return state for ``weight`` that keeps what an older ``state`` of it knows.
 

@@ -19,6 +19,7 @@ from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.join import JoinTracker
+from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
@@ -86,7 +87,7 @@ class Control:
     Args:
         context: the job's stores and sessions.
         push_pull: what answers the reads that are woken.
-        memory_limit: bytes of values that keys may have; None for any number.
+        memory_limit: bytes that values may take, with all that belongs to them; None for any number.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Control:
         self._chunks = context.chunks
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
-        self._memory_limit = memory_limit
+        self._budget = MemoryBudget(context.chunks, memory_limit)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -377,9 +378,7 @@ class Control:
                 raise Overload(
                     f"store {opened.store!r} is one too many: a job may have {STORES_MAX} stores"
                 )
-            self._context.stores[opened.store] = ServerStore(
-                opened, self._chunks, self._memory_limit
-            )
+            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self._budget)
         else:
             store.agree(opened)
 

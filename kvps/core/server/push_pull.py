@@ -207,7 +207,7 @@ class PushPull:
         if judged.verdict is Verdict.EARLY:
             return  # as a PUSH
         if judged.verdict is Verdict.COUNTED:
-            store.check_growth(chunk.keys[0])
+            store.budget.demand_growth(chunk.keys[0])
         self._apply(judged, now)
         (span,) = chunk.spans
         self._acknowledge(session, seq, span.version)

@@ -127,7 +127,7 @@ class Server:
         Args:
             identity: who this is.
             now: the time.
-            memory_limit: bytes of values that keys may have.
+            memory_limit: bytes that values may take, with all that belongs to them.
             memory: where values lie.
             threads: how many compute.
             checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None

@@ -8,6 +8,7 @@ repeats a call that is through changes nothing. The creator is rank 0, unless th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -23,10 +24,10 @@ from kvps.core.placement import EMBEDDING
 from kvps.core.refusals import Refusals
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.join import JoinTracker
+from kvps.core.server.memory_budget import MemoryBudget, Terms
 from kvps.core.server.nonfinite_log import NonFiniteLog
 from kvps.dtypes import BY_ID, BY_NAME, Spec
-from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
-from kvps.phrases import and_more
+from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Entry, Open, Piece, Place
 from kvps.protocol.values import Load
 from kvps.tensors import TORCH
@@ -91,7 +92,7 @@ class Setting(Generic[T]):
 class ServerStore:
     """A store's keys, slabs and optimizer on one server."""
 
-    def __init__(self, opened: Open, chunks: Chunks, limit_bytes: int | None) -> None:
+    def __init__(self, opened: Open, chunks: Chunks, budget: MemoryBudget) -> None:
         options = {"mode": MODES, "on_worker_lost": POLICIES, "on_nonfinite": ACTIONS}
         for option, choices in options.items():
             choice = getattr(opened, option)
@@ -133,7 +134,8 @@ class ServerStore:
         self._slabs: dict[str, Slab] = {}
         self._stamps = 0
         self._chunks = chunks
-        self._limit_bytes = limit_bytes
+        self.budget = budget
+        budget.terms[self.name] = Terms(self.ordered, None)
 
     def may_drop(self, dtype: str) -> bool:
         """Return whether updates of such elements are dropped that are not finite."""
@@ -213,7 +215,7 @@ class ServerStore:
         if table is not None:
             raise ProtocolError(f"key {table!r:.60} is that of a table, which EMBED makes")
         new = [entry for entry in entries if self._is_new(entry, call)]
-        self.check_room({entry.key: entry.size * BY_ID[entry.dtype].itemsize for entry in new})
+        self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
         replaced: list[Shard] = []
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
@@ -312,36 +314,19 @@ class ServerStore:
                 f"elements from {shard.start}, not {entry.size} from {entry.start}"
             )
 
-    def check_room(self, new: Mapping[str, int]) -> None:
-        """Check that these keys have room, each of so many bytes.
+    def check_room(self, new: Mapping[str, tuple[str, int]]) -> None:
+        """Check that these keys have room, each of an element type and so many elements.
 
         Raises:
             Overload: if they have not.
         """
-        need = sum(new.values())
-        used = self._chunks.weight_bytes
-        for key in new:
+        changed: Counter[str] = Counter()
+        for key, (dtype, count) in new.items():
+            changed[dtype] += count
             old = self.shards.get(key)
-            used -= old.count * BY_NAME[old.spec.dtype].itemsize if old else 0
-        if self._limit_bytes is not None and used + need > self._limit_bytes:
-            keys = f"key {next(iter(new))!r}{and_more(len(new) - 1)}"
-            raise Overload(
-                f"no room for {keys} ({need} bytes): {used} of the {self._limit_bytes} bytes of "
-                "--memory-limit hold weights; add servers or raise the limit"
-            )
-
-    def check_growth(self, key: str) -> None:
-        """Check that a table may have more rows: they may be more than there is room for by one push.
-
-        Raises:
-            Overload: if there is no room left.
-        """
-        used, limit = self._chunks.weight_bytes, self._limit_bytes
-        if limit is not None and used > limit:
-            raise Overload(
-                f"no room for more rows of table {key.removeprefix(EMBEDDING)!r}: {used} of the {limit} "
-                "bytes of --memory-limit hold weights; evict rows (evict=), add servers or raise the limit"
-            )
+            if old is not None:
+                changed[old.spec.dtype] -= old.count
+        self.budget.demand_keys(self.name, list(new), changed)
 
     def _place(self, entry: Entry, call: int) -> None:
         spec = _spec(entry)
@@ -374,7 +359,7 @@ class ServerStore:
 
     def grow(self, size: int) -> None:
         """Add ``size`` bytes of rows, which may be negative, to the bytes that the server holds."""
-        self._chunks.weight_bytes += size
+        self._chunks.table_bytes[self.name] += size
 
     def embedding_at(self, piece: Piece) -> EmbeddingRows:
         """Return the embedding table that a piece stands for."""
@@ -389,8 +374,10 @@ class ServerStore:
 
         Raises:
             ConfigError: if it cannot update what is there; nothing is changed.
+            Overload: if there is no room for its state; nothing is changed.
         """
         updater = create(hyper)
+        self.budget.demand_optimizer(self.name, updater)
         same = self.hyper is not None and self.hyper.name == hyper.name
         # A table has an optimizer of its own.
         chunks = [chunk for chunk in self._chunks.of_store(self.name) if chunk.embedding is None]
@@ -406,6 +393,7 @@ class ServerStore:
             for chunk in chunks:
                 chunk.back = None  # what sums lack is nothing that weights should have
         self.hyper, self.updater = hyper, updater
+        self.budget.terms[self.name] = Terms(self.ordered, updater)
         for chunk in chunks:
             chunk.state = adopted.get(chunk.number)
             for span in () if same else chunk.spans:

@@ -17,6 +17,7 @@ would have to copy it.)
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -368,9 +369,21 @@ class Chunks:
         self.server = server
         self.servers = servers
         self.by_number: dict[int, Chunk] = {}
-        self.weight_bytes = 0
-        """Bytes of all keys; the room that is left inside chunks is not counted."""
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Store -> element type -> elements of all keys; the room that is left inside chunks is not counted."""
+        self.table_bytes: Counter[str] = Counter()
+        """Store -> bytes of the rows of its tables."""
         self._made = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all keys, and of the rows of tables."""
+        keys = sum(
+            count * BY_NAME[dtype].itemsize
+            for counts in self.counts.values()
+            for dtype, count in counts.items()
+        )
+        return keys + sum(self.table_bytes.values())
 
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
         """Return a new chunk, with a number that no other had, here or on another server."""
@@ -401,7 +414,7 @@ class Chunks:
         for piece in pieces:
             chunk = self.by_number[piece.chunk]
             waited += chunk.retire(piece)
-            self.weight_bytes -= piece.size * BY_NAME[chunk.dtype].itemsize
+            self.counts[chunk.store][chunk.dtype] -= piece.size
             if not chunk.spans:
                 del self.by_number[chunk.number]
         return waited
@@ -439,7 +452,7 @@ class Slab:
         With ``sizes``, several of these sizes, none of which is larger than a chunk. Several are
         whole rows of ``width`` elements, and whole pages if they can be both.
         """
-        self._chunks.weight_bytes += count * BY_NAME[self._dtype].itemsize
+        self._chunks.counts[self._store][self._dtype] += count
         room = max(self._expected - self._count, self._before)
         self._count += count
         if sizes:

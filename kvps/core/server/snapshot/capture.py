@@ -25,7 +25,6 @@ from kvps.core.server.snapshot.model import (
     StoreSnapshot,
 )
 from kvps.core.server.store import ServerStore, Setting, Shard
-from kvps.dtypes import BY_NAME
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
 
@@ -99,7 +98,7 @@ def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[
     for table in snapshot.tables:
         capture_tables.check(store, table)
     new = [key for key in snapshot.keys if key.name not in store.shards]
-    store.check_room({key.name: _count(key) * BY_NAME[key.spec.dtype].itemsize for key in new})
+    store.check_room({key.name: (key.spec.dtype, _count(key)) for key in new})
     if snapshot.hyper is not None:
         _optimize(store, snapshot)
     for dtype, count in _counts(new).items():

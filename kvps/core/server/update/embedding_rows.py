@@ -95,7 +95,7 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
 
 def _make(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
     rows = EmbeddingRows(recipe, servers)  # if it cannot be made, nothing was
-    store.check_room({key: BY_NAME["int64"].itemsize})
+    store.check_room({key: ("int64", 1)})
     (piece,) = store.slab("int64").place(key, 1, (1,))
     chunk = store.chunk_at(piece)
     chunk.embedding = rows

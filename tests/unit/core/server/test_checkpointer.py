@@ -317,7 +317,7 @@ class TestRestore:
         assert done(one, Loaded(image_of(trained()), second.for_whom)) == [Restored(1, 4)]  # type: ignore[union-attr]
 
     def test_what_has_no_room_here_is_told(self) -> None:
-        one = stage(memory_limit=9)
+        one = stage(memory_limit=100)
         order(one, Restore(1, 5))
         (read,) = one.orders()
         whole = ServerStage(every_s=0.0)
@@ -325,7 +325,7 @@ class TestRestore:
         whole.init("large", torch.zeros(100))
         (said,) = done(one, Loaded(image_of(whole), read.for_whom))  # type: ignore[union-attr]
         assert isinstance(said, Restored)
-        assert "no room for key 'large' (400 bytes)" in said.error
+        assert "no room for key 'large' of store 'kv': weights 400 bytes + second" in said.error
 
     def test_a_cut_that_was_being_taken_is_given_up(self) -> None:
         one = stage()

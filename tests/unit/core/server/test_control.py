@@ -143,7 +143,7 @@ def test_a_declaration_of_nothing(stage: ServerStage) -> None:
 
 @pytest.mark.spec("R15")
 def test_a_full_server_changes_nothing() -> None:
-    stage = ServerStage(1, memory_limit=20)
+    stage = ServerStage(1, memory_limit=30)
     stage.open()
     stage.init("a", [1.0, 2.0])
     before = stage.snapshot()

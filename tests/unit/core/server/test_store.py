@@ -11,6 +11,7 @@ from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.server.chunks.rounds import PendingUpdate
 from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
@@ -22,7 +23,8 @@ LIFE = (0, 10)
 
 
 def make(limit: int | None = None, **options: object) -> ServerStore:
-    return ServerStore(opening(**options), Chunks(), limit)  # type: ignore[arg-type]
+    chunks = Chunks()
+    return ServerStore(opening(**options), chunks, MemoryBudget(chunks, limit))  # type: ignore[arg-type]
 
 
 def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: int = -1) -> Entry:
@@ -133,7 +135,7 @@ def test_a_key_of_another_type_or_shape() -> None:
 
 
 def test_all_keys_of_a_declare_or_none() -> None:
-    space = make(limit=100)
+    space = make(limit=300)
     create(space, entry("a", 10))
     for entries, error in (
         ([entry("b", 1), entry("a", 11)], Mismatch),
@@ -155,17 +157,20 @@ def test_a_scalar_and_a_key_without_elements() -> None:
     assert space.find(entry("nothing", 0, 5), 0) == Place(False, ())
 
 
-def test_the_memory_limit_counts_weights() -> None:
-    space = make(limit=100)
+def test_the_memory_limit_counts_all_that_keys_take() -> None:
+    """12 bytes for each element: the weight, its second buffer, and the sum of a round."""
+    space = make(limit=300)
     create(space, entry("a", 20), entry("b", 5))
     with pytest.raises(
-        Overload, match=r"no room for key 'c' and 1 more \(8 bytes\): 100 of the 100 bytes"
+        Overload,
+        match=r"no room for key 'c' and 1 more of store 'kv': weights 108 bytes \+ second buffers 108 bytes \+ "
+        r"sums of open rounds 108 bytes = 324 bytes, and this server may have 300 bytes",
     ):
         create(space, entry("c", 1), entry("d", 1))
     create(space, entry("b", 5))
     load(space, "a", 1.0)
     create(space, entry("a", 10, dtype="float64"), call=1)  # in the room of the old one
-    with pytest.raises(Overload, match=r"no room for key 'a' \(84 bytes\): 20 of"):
+    with pytest.raises(Overload, match=r"no room for key 'a' of"):
         create(space, entry("a", 21), call=2)
 
 
@@ -385,7 +390,7 @@ def test_another_rule_begins_anew() -> None:
 
 def test_another_store_is_not_touched() -> None:
     space = trained("sgd", momentum=0.9)
-    other = ServerStore(opening(store="other"), space._chunks, None)
+    other = ServerStore(opening(store="other"), space._chunks, space.budget)
     create(other, entry("x", 2))
     other.optimize(resolve("adam", {}))
     assert space._chunks.by_number[1].state is not None

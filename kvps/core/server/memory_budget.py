@@ -1,0 +1,152 @@
+"""Memory budget of a server: what its stores will take, checked before anything is allocated.
+
+A key takes more than its weights: a second buffer while readers hold the first, the sum of an open round, and the
+optimizer's state once it is updated. All of that is reserved when the key is declared and when the optimizer is set,
+so that a model that does not fit is refused there, with the sum, and not by the kernel in the middle of training.
+What a push or an answer takes on its way is bounded by the protocol's windows, and is within the fifth of the memory
+that a server leaves alone by default. Tables grow by pushes, and count what they hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvps.core.placement import EMBEDDING
+from kvps.dtypes import BY_NAME, summed_in
+from kvps.errors import Overload
+from kvps.phrases import and_more, bytes_in_words
+from kvps.tensors import TORCH
+
+if TYPE_CHECKING:
+    from kvps.core.optim.base import Updater
+    from kvps.core.server.chunks.slab import Chunks
+
+
+class Reservation(NamedTuple):
+    """Bytes that values take, by what for."""
+
+    weights: int = 0
+    copies: int = 0
+    sums: int = 0
+    state: int = 0
+    tables: int = 0
+
+    def plus(self, other: Reservation) -> Reservation:
+        """Return the sum of both."""
+        return Reservation(*[ours + theirs for ours, theirs in zip(self, other, strict=True)])
+
+    def __str__(self) -> str:
+        titles = ("weights", "second buffers", "sums of open rounds", "optimizer state", "tables")
+        terms = [
+            f"{title} {bytes_in_words(count)}"
+            for title, count in zip(titles, self, strict=True)
+            if count
+        ]
+        return f"{' + '.join(terms)} = {bytes_in_words(sum(self))}"
+
+
+class Terms(NamedTuple):
+    """What the keys of one store take besides their weights."""
+
+    has_rounds: bool
+    """Pushes are added up before they are applied."""
+    updater: Updater | None
+
+    def reserve(self, counts: Mapping[str, int]) -> Reservation:
+        """Return what so many elements of each type take."""
+        weights = sums = state = 0
+        for dtype, count in counts.items():
+            weights += count * BY_NAME[dtype].itemsize
+            if self.has_rounds:
+                sums += count * BY_NAME[summed_in(dtype)].itemsize
+            if self.updater is not None and BY_NAME[dtype].kind != "int":
+                state += count * self.updater.state_bytes(TORCH[dtype])
+        return Reservation(weights, weights, sums, state)
+
+
+class MemoryBudget:
+    """What all stores of a server may take.
+
+    Args:
+        chunks: which count the elements of each store.
+        limit_bytes: how much; None for any amount.
+    """
+
+    def __init__(self, chunks: Chunks, limit_bytes: int | None) -> None:
+        self._chunks = chunks
+        self._limit_bytes = limit_bytes
+        self.terms: dict[str, Terms] = {}
+        """Store -> what its keys take."""
+
+    def demand_keys(self, store: str, keys: Sequence[str], changed: Mapping[str, int]) -> None:
+        """Check that there is room for keys, or for a table.
+
+        Args:
+            store: whose they are.
+            keys: their names.
+            changed: by element type, how many elements more the store will have.
+
+        Raises:
+            Overload: if there is not.
+        """
+        if keys:
+            kind = "table" if keys[0].startswith(EMBEDDING) else "key"
+            name = keys[0].removeprefix(EMBEDDING)
+            what = f"{kind} {name!r}{and_more(len(keys) - 1)}"
+            self._demand(what, store, self.terms[store], changed)
+
+    def demand_optimizer(self, store: str, updater: Updater) -> None:
+        """Check that there is room for the state of an optimizer.
+
+        Raises:
+            Overload: if there is not.
+        """
+        self._demand(
+            f"optimizer {updater.hyper.name!r}",
+            store,
+            self.terms[store]._replace(updater=updater),
+            {},
+        )
+
+    def demand_growth(self, table: str) -> None:
+        """Check that a table may have more rows: they may be more than there is room for by one push.
+
+        Raises:
+            Overload: if there is no room left.
+        """
+        reserved = self.reserved()
+        if self._limit_bytes is not None and sum(reserved) > self._limit_bytes:
+            raise Overload(
+                f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: {self._account(reserved)} "
+                "Evict rows (evict=), add servers or raise the limit"
+            )
+
+    def reserved(
+        self, store: str = "", terms: Terms | None = None, changed: Mapping[str, int] | None = None
+    ) -> Reservation:
+        """Return what all stores take; with ``terms``, if one had these and so many elements more."""
+        total = Reservation(tables=sum(self._chunks.table_bytes.values()))
+        for name, known in self.terms.items():
+            counts = self._chunks.counts[name]
+            if terms is not None and name == store:
+                known, counts = terms, Counter(counts)
+                counts.update(changed or {})
+            total = total.plus(known.reserve(counts))
+        return total
+
+    def _demand(self, what: str, store: str, terms: Terms, changed: Mapping[str, int]) -> None:
+        reserved = self.reserved(store, terms, changed)
+        if self._limit_bytes is not None and sum(reserved) > self._limit_bytes:
+            raise Overload(
+                f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers, of which each "
+                "holds a part, raise the limit, or take an optimizer with less state"
+            )
+
+    def _account(self, reserved: Reservation) -> str:
+        assert self._limit_bytes is not None
+        return (
+            f"{reserved}, and this server may have {bytes_in_words(self._limit_bytes)} (--memory-limit; by default "
+            "80 % of what the machine or its container has, shared by the servers that are started together)."
+        )

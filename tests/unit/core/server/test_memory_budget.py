@@ -1,0 +1,92 @@
+"""What stores take of a server's memory, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.optim.torch_rules import create
+from kvps.core.placement import EMBEDDING
+from kvps.core.server.chunks.slab import Chunks, Slab
+from kvps.core.server.memory_budget import MemoryBudget, Reservation, Terms
+from kvps.errors import Overload
+
+NO = Terms(False, None)
+
+
+def holding(limit: int | None, **counts: int) -> MemoryBudget:
+    """Return the budget of a server with a store of rounds, which has so many elements of each type."""
+    chunks = Chunks()
+    budget = MemoryBudget(chunks, limit)
+    budget.terms["kv"] = Terms(True, None)
+    for dtype, count in counts.items():
+        Slab("kv", dtype, chunks, 1 << 20).place(dtype, count)
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "size"),
+    [
+        ("sgd", {}, torch.float32, 0),
+        ("sgd", {"momentum": 0.9}, torch.float32, 4),
+        ("adam", {}, torch.float32, 8),
+        ("adam", {}, torch.float64, 16),
+        ("adam", {"multi_precision": True}, torch.bfloat16, 12),
+        ("adam", {}, torch.int8, 0),
+    ],
+)
+def test_the_state_of_an_element(
+    name: str, options: dict[str, object], dtype: torch.dtype, size: int
+) -> None:
+    assert create(resolve(name, options)).state_bytes(dtype) == size
+
+
+def test_what_elements_take() -> None:
+    adam = create(resolve("adam", {}))
+    assert NO.reserve({"float32": 10, "int8": 3}) == Reservation(43, 43)
+    assert Terms(True, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
+    assert Terms(True, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
+
+
+def test_stores_are_added_up() -> None:
+    budget = holding(None, float32=10)
+    budget.terms["other"] = NO
+    assert budget.reserved() == Reservation(40, 40, 40)
+    assert budget.reserved("other", NO, {"float64": 1}) == Reservation(48, 48, 40)
+    assert budget.reserved("kv", NO) == Reservation(40, 40)
+
+
+def test_an_optimizer_that_has_no_room_is_refused_with_the_sum() -> None:
+    budget = holding(10**9, float32=60_000_000)
+    budget.demand_optimizer("kv", create(resolve("sgd", {"momentum": 0.9})))
+    with pytest.raises(Overload) as refused:
+        budget.demand_optimizer("kv", create(resolve("adam", {})))
+    assert str(refused.value) == (
+        "no room for optimizer 'adam' of store 'kv': weights 240.0 MB + second buffers 240.0 MB + sums of open "
+        "rounds 240.0 MB + optimizer state 480.0 MB = 1.2 GB, and this server may have 1.0 GB (--memory-limit; by "
+        "default 80 % of what the machine or its container has, shared by the servers that are started together). "
+        "Add servers, of which each holds a part, raise the limit, or take an optimizer with less state"
+    )
+
+
+def test_keys_and_tables_that_have_no_room() -> None:
+    budget = holding(130, float32=10)
+    budget.demand_keys("kv", [], {})
+    budget.demand_keys("kv", ["a"], {"int8": 3})
+    with pytest.raises(Overload, match="no room for key 'a' and 2 more of store 'kv'"):
+        budget.demand_keys("kv", ["a", "b", "c"], {"int8": 4})
+    with pytest.raises(Overload, match="no room for table 'words' of"):
+        budget.demand_keys("kv", [EMBEDDING + "words"], {"int64": 1})
+
+
+def test_tables_count_what_they_hold() -> None:
+    chunks = Chunks()
+    budget = MemoryBudget(chunks, 100)
+    budget.terms["kv"] = NO
+    chunks.table_bytes["kv"] = 100
+    budget.demand_growth(EMBEDDING + "words")
+    chunks.table_bytes["kv"] = 101
+    with pytest.raises(Overload, match="more rows of table 'words': tables 101 bytes = 101 bytes"):
+        budget.demand_growth(EMBEDDING + "words")
+    assert chunks.weight_bytes == 101
