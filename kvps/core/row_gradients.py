@@ -151,7 +151,7 @@ def _added(parts: Sequence[RowGradient], divisor: int) -> RowGradient:
             add_rows(rows, at, part.rows)
     if divisor != 1:
         rows.div_(divisor)
-    return RowGradient(ids, rows, len(first) // first.width)
+    return RowGradient(ids, rows, first._count)
 
 
 def numbered(ids: Tensor, *, are_runs: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Pushes, loads and pulls on a server, and the moment when each is answered.
 
-Pushes and pulls come for chunks, for rows of a key, or for ids of an embedding table; what happens to
+Pushes and pulls come for chunks, or for rows of a key or of an embedding table; what happens to
 them is one and the same (:mod:`kvps.core.server.update.aggregator`). A pull that cannot be answered yet is *pending* in its
 session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again when what holds it up has moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,16 +20,17 @@ from kvps.core.server.chunks.rounds import Verdict
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.reads import PendingRowRead
-from kvps.core.server.sessions import PendingRead, PendingTableRead, Session
+from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
 from kvps.core.server.update import embedding_rows
 from kvps.core.server.update.aggregator import Aggregator, JudgedPush
+from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.global_norms import NormId, PartialNorms, PartialSums
 from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.envelope import Message, Packet
-from kvps.protocol.stores import Declared, Norms, Place
+from kvps.protocol.stores import Declared, Norms, Piece, Place
 from kvps.protocol.values import (
     Ack,
     Ask,
@@ -39,7 +40,6 @@ from kvps.protocol.values import (
     Pull,
     PullChanged,
     Pulled,
-    PulledIds,
     PullIds,
     PullRows,
     Push,
@@ -48,7 +48,6 @@ from kvps.protocol.values import (
     Receipt,
     Steps,
     TableRate,
-    rows_in_frame,
 )
 from kvps.tensors import to_frame
 
@@ -156,34 +155,65 @@ class PushPull:
         if became_ready:
             self._context.retry()
 
-    # --- rows of a key ----------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------
 
     def push_rows(
         self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
     ) -> None:
         """Take in gradients for rows of a key."""
         store = self._context.store(message.store)
-        table = KeyRows.of(store, message.key)
-        gradient = table.gradient(message, packet.payload)
+        target = KeyRows.of(store, message.key)
+        gradient = target.gradient(message, packet.payload)
         is_lent = bool(packet.loans)
-        judged = self.aggregator.judge_rows(store, table, message, gradient, is_lent=is_lent)
-        if judged.verdict is Verdict.EARLY:
-            return  # as a PUSH
-        self._apply(judged, now)
-        spans = [self._chunks.span_at(piece) for piece in table.shard.pieces]
-        self._acknowledge(session, seq, min([span.version for span in spans]))
+        judged = self.aggregator.judge_rows(store, target, message, gradient, is_lent=is_lent)
+        self._take_rows(session, seq, target.pieces, judged, now)
+
+    def push_ids(
+        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
+    ) -> None:
+        """Take in gradients for rows of a table."""
+        target, store = self._table(message.chunk)
+        gradient = target.gradient(message, packet.payload)
+        judged = self.aggregator.judge_rows(store, target, message, gradient)
+        if judged.verdict is Verdict.COUNTED:
+            store.budget.demand_growth(target.chunk.keys[0])
+        self._take_rows(session, seq, target.pieces, judged, now)
+
+    def _take_rows(
+        self,
+        session: Session,
+        seq: int,
+        pieces: Sequence[Piece],
+        judged: JudgedPush,
+        now: float,
+    ) -> None:
+        """Apply a push of rows and acknowledge it, unless it is early, as a PUSH."""
+        if judged.verdict is not Verdict.EARLY:
+            self._apply(judged, now)
+            spans = [self._chunks.span_at(piece) for piece in pieces]
+            self._acknowledge(session, seq, min([span.version for span in spans]))
 
     def pull_rows(
         self, session: Session, seq: int, message: PullRows | PullChanged, packet: Packet
     ) -> None:
         """Answer with the rows of a key that are named, or that changed since a version."""
-        table = KeyRows.of(self._context.store(message.store), message.key)
+        store = self._context.store(message.store)
+        target = KeyRows.of(store, message.key)
         ids = None
         if isinstance(message, PullRows):
-            ids = table.ids(packet.payload[0] if packet.payload else None)
-        self._wait(PendingRowRead.of(session, seq, message, table, ids))
+            ids = target.ids(packet.payload[0] if packet.payload else None)
+        self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
 
-    # --- rows of an embedding table ---------------------------------------------------------
+    def pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> None:
+        """Answer with rows of a table."""
+        target, store = self._table(message.chunk)
+        ids = target.asked(message, packet.payload)
+        self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
+
+    # --- embedding tables -------------------------------------------------------------------
+
+    def _table(self, chunk: int) -> tuple[TableRows, ServerStore]:
+        return TableRows.of(self._chunks, chunk), self._context.store_of(chunk)
 
     def embed(self, seq: int, message: Embed) -> Message:
         """Make a table, or find it."""
@@ -195,30 +225,6 @@ class PushPull:
     def set_table_rate(self, message: TableRate) -> None:
         """Set the learning rate of a table."""
         embedding_rows.embedding_of(self._chunks.at(message.chunk)).set_rate(message.lr)
-
-    def push_ids(
-        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
-    ) -> None:
-        """Take in gradients for rows of a table."""
-        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
-        server, servers = self._chunks.server, self._chunks.servers
-        gradient = embedding_rows.gradient_of(chunk, message, packet.payload, server, servers)
-        judged = self.aggregator.judge_ids(store, message, gradient)
-        if judged.verdict is Verdict.EARLY:
-            return  # as a PUSH
-        if judged.verdict is Verdict.COUNTED:
-            store.budget.demand_growth(chunk.keys[0])
-        self._apply(judged, now)
-        (span,) = chunk.spans
-        self._acknowledge(session, seq, span.version)
-
-    def pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> None:
-        """Answer with rows of a table."""
-        chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
-        server, servers = self._chunks.server, self._chunks.servers
-        ids = embedding_rows.asked_ids(chunk, message, packet.payload, server, servers)
-        asks = (Ask(0, 1, message.after, message.least),)
-        self._wait(PendingTableRead(session, seq, store.name, chunk.number, True, asks, ids=ids))
 
     def export(self, session: Session, seq: int, message: Export) -> None:
         """Answer with a block of a table."""
@@ -253,9 +259,6 @@ class PushPull:
             self._context.refuse(session, reading.seq, error)
             return
         del session.pending[reading.seq]
-        if isinstance(reading, PendingTableRead):
-            self._answer_ids(store, chunk, reading)
-            return
         stands, values, hold = reads.read(store, chunk, reading)
         steps: tuple[Steps, ...] = ()
         adds = False
@@ -285,20 +288,8 @@ class PushPull:
             self._chunks.by_number[reading.chunk].wait(reading)
             return
         del session.pending[reading.seq]
-        answer, tensors = reads.read_rows(store, self._chunks, reading)
-        each = rows_in_frame(answer.dtype, answer.width) * answer.width
-        frames = (*tensors[:-1], *(torch.split(tensors[-1], each) if tensors else ()))
+        answer, frames = reads.read_rows(store, self._chunks, reading)
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
-
-    def _answer_ids(self, store: ServerStore, chunk: Chunk, reading: PendingTableRead) -> None:
-        rows, (span,) = embedding_rows.embedding_of(chunk), chunk.spans
-        recipe, count = rows.recipe, len(reading.ids)
-        owed = span.owed(reading.session.rank, store.ordered)
-        answer = PulledIds(
-            reading.seq, BY_NAME[recipe.dtype].id, recipe.dim, count, span.version, owed
-        )
-        payload = (to_frame(rows.pull(reading.ids).view(-1)),) if count else ()
-        self._context.send(reading.session, answer, payload)
 
     # --- norms of whole tensors -------------------------------------------------------------
 

@@ -4,9 +4,9 @@ A pull waits at the first element that lacks something. An element that once had
 needs is not looked at again: so however many keys one pull names, and however often it is woken,
 each is looked at once.
 
-A read of rows of a key waits until all pieces of the key that are here meet its conditions, whichever of them
+A read of rows waits until all pieces of their key that are here meet its conditions, whichever of them
 its rows lie in: so the rows of one answer are of one version, unless the key was pushed otherwise than by rows.
-The rows are copied at that moment, as a message of their own; nothing is held.
+The rows are copied at that moment, as a message of their own; nothing is held. An embedding table has one piece.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
+from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
@@ -31,11 +32,14 @@ from kvps.protocol.values import (
     Changed,
     Dropped,
     PullChanged,
+    PulledIds,
     PulledRows,
+    PullIds,
     PullRows,
     Run,
     Stand,
     Steps,
+    rows_in_frame,
     rows_in_message,
 )
 
@@ -201,19 +205,19 @@ def lead(
     return tuple(steps), torch.cat([*octets, torch.empty(0, dtype=torch.uint8)])
 
 
-# --- rows of a key ----------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingRowRead(PendingRead):
-    """A request for some rows of a key.
+    """A request for some rows of a key or of an embedding table.
 
-    It has one ask for each piece of the key, and ``chunk`` is where the piece lies at which it waits.
+    It has one ask for each piece of the rows, and ``chunk`` is where the piece lies at which it waits.
     """
 
-    table: KeyRows
+    target: KeyRows | TableRows
     ids: torch.Tensor | None
-    """Rows, counted from the first on this server; None for those that changed."""
+    """Numbers of rows as ``target`` has them; None for those that changed."""
     since: int = 0
     """The version since which changed rows are asked for."""
 
@@ -222,26 +226,25 @@ class PendingRowRead(PendingRead):
         cls,
         session: Session,
         seq: int,
-        message: PullRows | PullChanged,
-        table: KeyRows,
+        store: ServerStore,
+        message: PullRows | PullChanged | PullIds,
+        target: KeyRows | TableRows,
         ids: torch.Tensor | None = None,
     ) -> PendingRowRead:
-        """Return what ``message`` asks for; ``ids`` are those of PULL-ROWS."""
-        pieces = table.shard.pieces
+        """Return what ``message`` asks for; ``ids`` are those that it names, if it names any."""
+        pieces = target.pieces
         asks = tuple(
             [Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
         )
         since = message.since if isinstance(message, PullChanged) else 0
         first = pieces[0].chunk
-        return cls(
-            session, seq, message.store, first, True, asks, table=table, ids=ids, since=since
-        )
+        return cls(session, seq, store.name, first, True, asks, target=target, ids=ids, since=since)
 
 
 def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
     """Return whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
     while reading.index < len(reading.asks):
-        ask, piece = reading.asks[reading.index], reading.table.shard.pieces[reading.index]
+        ask, piece = reading.asks[reading.index], reading.target.pieces[reading.index]
         reading.chunk, reading.at = piece.chunk, piece.start
         span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
         if lack(store, span, ask, reading, quorum):
@@ -252,48 +255,57 @@ def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quor
 
 def read_rows(
     store: ServerStore, chunks: Chunks, reading: PendingRowRead
-) -> tuple[PulledRows | Changed, tuple[torch.Tensor, ...]]:
-    """Return the answer and, if there are any, the rows that go with it, flat.
+) -> tuple[PulledRows | Changed | PulledIds, tuple[torch.Tensor, ...]]:
+    """Return the answer and, if there are any, the frames of the rows that go with it, flat.
 
     Before the rows come their numbers in the key, where the asker has not named them.
     """
-    rank, table = reading.session.rank, reading.table
-    spans = []
-    dropped: list[Dropped] = []
-    for piece, ask in zip(table.shard.pieces, reading.asks, strict=True):
-        spans.append(next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1)))
-        if store.drops is not None:
-            whose = None if store.ordered else rank
-            dropped += store.drops.among(piece.chunk, whose, (ask,))
-    dtype = BY_NAME[table.shard.spec.dtype].id
+    rank, target, ids = reading.session.rank, reading.target, reading.ids
+    spans = [chunks.span_at(piece) for piece in target.pieces]
     versions = [span.version for span in spans]
+    owed = min([span.owed(rank, store.ordered) for span in spans])
+    seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
+    if isinstance(target, TableRows):
+        assert ids is not None
+        table = (target.rows.pull(ids.numpy()).view(-1),) if len(ids) else ()
+        return PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
+    dropped: list[Dropped] = []
+    if store.drops is not None:
+        whose = None if store.ordered else rank
+        for piece, ask in zip(target.pieces, reading.asks, strict=True):
+            dropped += store.drops.among(piece.chunk, whose, (ask,))
     stand = (
-        *(min(versions), max(versions), min([span.owed(rank, store.ordered) for span in spans])),
+        *(min(versions), max(versions), owed),
         tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
     )
-    if reading.ids is not None:
-        _note(store, chunks, reading, reading.ids)
-        answer = PulledRows(reading.seq, dtype, table.width, len(reading.ids), *stand)
-        rows = table.read(chunks, reading.ids)
-        return answer, (rows,) if len(rows) else ()
-    ids = table.changed(chunks, reading.since)
-    if ids is not None and len(ids) <= rows_in_message(dtype, table.width):
-        _note(store, chunks, reading, ids)
-        changed = Changed(reading.seq, True, dtype, table.width, len(ids), *stand)
-        named = (ids + table.first, table.read(chunks, ids))
-        return changed, named if len(ids) else ()
-    return Changed(reading.seq, False, dtype, table.width, 0, *stand), ()
+    if ids is not None:
+        answer = PulledRows(seq, dtype, width, len(ids), *stand)
+        return answer, _rows(store, chunks, target, ids, rank)
+    ids = target.changed(chunks, reading.since)
+    if ids is None or len(ids) > rows_in_message(dtype, width):
+        return Changed(seq, False, dtype, width, 0, *stand), ()
+    rows = _rows(store, chunks, target, ids, rank)
+    changed = Changed(seq, True, dtype, width, len(ids), *stand)
+    return changed, (ids + target.first, *rows) if rows else ()
 
 
-def _note(store: ServerStore, chunks: Chunks, reading: PendingRowRead, ids: torch.Tensor) -> None:
+def _rows(
+    store: ServerStore, chunks: Chunks, target: KeyRows, ids: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the rows ``ids`` as the frames of an answer, and note that they are read."""
+    _note(store, chunks, target, ids, rank)
+    each = rows_in_frame(BY_NAME[target.dtype].id, target.width) * target.width
+    return torch.split(target.read(chunks, ids), each) if len(ids) else ()
+
+
+def _note(
+    store: ServerStore, chunks: Chunks, target: KeyRows, ids: torch.Tensor, rank: int
+) -> None:
     """Report the rows that are read to a rule that tracks pulls."""
-    updater, table = store.updater, reading.table
-    if updater is None or not updater.tracks_pulls:
+    updater, width = store.updater, target.width
+    if updater is None or not updater.tracks_pulls or BY_NAME[target.dtype].kind == "int":
         return
-    if BY_NAME[table.shard.spec.dtype].kind == "int":
-        return
-    width, rank = table.width, reading.session.rank
-    for piece, first, some in table.places(ids):
+    for piece, first, some in target.places(ids):
         chunk = chunks.by_number[piece.chunk]
         state = store.state_of(chunk)
         for row in (ids[some] - first).tolist():

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvps.core.effects import Route
-from kvps.core.embedding.id_hash import Ids
 from kvps.protocol.envelope import Message
 from kvps.protocol.values import Ask
 
@@ -57,10 +54,3 @@ class PendingRead:
     """The element of the chunk at which it waits; the conditions before it hold."""
     call: int | None = None
     """The DECLARE whose value it reads, even while that is being loaded."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingTableRead(PendingRead):
-    """A request for rows of an embedding table."""
-
-    ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))

@@ -35,7 +35,7 @@ from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore, Shard
 from kvps.core.server.update.apply import Updates, Wake
-from kvps.core.server.update.embedding_rows import TableGradient
+from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums
 from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
@@ -135,27 +135,22 @@ class Aggregator:
     def judge_rows(
         self,
         store: ServerStore,
-        table: KeyRows,
-        message: PushRows,
+        target: KeyRows | TableRows,
+        message: PushRows | PushIds,
         gradient: RowGradient,
         *,
         is_lent: bool = False,
     ) -> JudgedPush:
-        """Decide about a push of rows of ``table``; see :meth:`judge`."""
-        self._admit(store, table.shard.spec.dtype, message.ranks)
+        """Decide about a push of rows of ``target``; see :meth:`judge`."""
+        if isinstance(target, TableRows):  # it has an optimizer of its own
+            self._demand_ranks(message.ranks)
+        else:
+            self._admit(store, target.dtype, message.ranks)
         ranges: list[PushedRange] = []
-        for piece, part in table.cut(gradient):
+        for piece, part in target.cut(gradient):
             chunk, stop = self.chunks.at(piece.chunk), piece.start + piece.size
             ranges.append(PushedRange(chunk, piece.start, stop, message.number, part))
         return self._judge(store, message.ranks, ranges, None, is_lent)
-
-    def judge_ids(
-        self, store: ServerStore, message: PushIds, gradient: TableGradient
-    ) -> JudgedPush:
-        """Decide about a push of rows of an embedding table; see :meth:`judge`."""
-        self._demand_ranks(message.ranks)
-        pushed = PushedRange(self.chunks.at(message.chunk), 0, 1, message.number, gradient)
-        return self._judge(store, message.ranks, [pushed], None, is_lent=False)
 
     def _judge(
         self,

@@ -2,29 +2,30 @@
 
 A table has one key, of which every server holds one element in a chunk of its own: how many rows of
 the table are there. So the table has a span, and with it the history of any key: versions, numbers of
-pushes, rounds, quorums, staleness, who waits. What differs is a gradient, which is ids and rows
-(:class:`TableGradient`), and that the rows (:class:`~kvps.core.embedding.table.EmbeddingRows`) are moved by it.
+pushes, rounds, quorums, staleness, who waits. A gradient is one of rows, numbered by their ids; it moves
+the rows (:class:`~kvps.core.embedding.table.EmbeddingRows`), and the element only counts them.
 
 An id belongs to one server. Each server has its share of every push, also an empty one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
+from kvps.core.embedding.id_hash import Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
-from kvps.core.gradients import DenseGradient
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
+from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
-from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.store import ServerStore, Shard
-from kvps.dtypes import BY_ID, BY_NAME, summed_in
+from kvps.dtypes import BY_ID, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Field, Piece
 from kvps.protocol.values import Embed, Export, Exported, PullIds, PushIds
@@ -32,19 +33,6 @@ from kvps.tensors import dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
-
-
-class TableGradient(DenseGradient):
-    """A gradient of some rows of a table; as a dense gradient it is the table's one element here."""
-
-    __slots__ = ("ids", "rows")
-
-    def __init__(self, ids: Ids, rows: torch.Tensor) -> None:
-        super().__init__([torch.zeros(1)])
-        self.ids = ids
-        """int64 [k], ascending, each once."""
-        self.rows = rows
-        """[len(ids), dim]."""
 
 
 def recipe_of(message: Embed) -> EmbeddingSpec:
@@ -121,51 +109,110 @@ def embedding_of(chunk: Chunk) -> EmbeddingRows:
     return chunk.embedding
 
 
-# --- pushes ---------------------------------------------------------------------------------------
+# --- pushes and pulls -------------------------------------------------------------------------------
+
+ANSWER_BYTES = 64 << 20
+"""Maximum bytes of one payload frame."""
 
 
-def gradient_of(
-    chunk: Chunk, message: PushIds, payload: Sequence[memoryview], server: int, servers: int
-) -> TableGradient:
-    """Return the gradient that was pushed, checked.
+class TableGradient(RowGradient):
+    """A gradient of some rows of a table; in its chunk it stands for the table's one element."""
 
-    Raises:
-        Mismatch: for another element type or length of rows than the table's.
-        ProtocolError: for ids that are not in order, or of another server.
-    """
-    recipe = embedding_of(chunk).recipe
-    dtype = BY_ID[message.dtype].name
-    if dtype not in (recipe.dtype, summed_in(recipe.dtype)) or message.dim != recipe.dim:
-        raise Mismatch(
-            f"chunk {chunk.number} is a table of {recipe.dtype}[{recipe.dim}], pushed were rows of "
-            f"{dtype}[{message.dim}]"
-        )
-    if not message.count:
-        return TableGradient(
-            np.empty(0, np.int64), from_frame(memoryview(b""), dtype).view(0, recipe.dim)
-        )
-    ids = ids_of(payload[0], server, servers)
-    if (ids[1:] <= ids[:-1]).any():
-        raise ProtocolError(
-            f"chunk {chunk.number}: the {len(ids)} ids of a push are not in ascending order, each once"
-        )
-    return TableGradient(ids, from_frame(payload[1], dtype).view(-1, recipe.dim))
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return 1
 
 
-def ids_of(frame: memoryview, server: int, servers: int) -> Ids:
-    """Return the ids in a frame.
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """An embedding table as a server's rows, numbered by their ids."""
 
-    Raises:
-        ProtocolError: if the rows of some are not on this server.
-    """
-    ids = from_frame(frame, "int64").numpy().copy()  # what was checked, its sender must not change
-    foreign = servers_of(ids, servers) != server
-    if foreign.any():
-        raise ProtocolError(
-            f"{np.count_nonzero(foreign)} of {len(ids)} ids belong on other servers than {server}, "
-            f"the first of them {ids[foreign][0]}"
-        )
-    return ids
+    chunk: Chunk
+    rows: EmbeddingRows
+    pieces: tuple[Piece, ...]
+    """The one element that counts for all rows here."""
+    server: int
+    servers: int
+
+    @classmethod
+    def of(cls, chunks: Chunks, number: int) -> TableRows:
+        """Return the table of a chunk.
+
+        Raises:
+            ProtocolError: if there is no such chunk, or it holds keys.
+        """
+        chunk = chunks.at(number)
+        pieces = (Piece(number, 0, 1),)
+        return cls(chunk, embedding_of(chunk), pieces, chunks.server, chunks.servers)
+
+    @property
+    def dtype(self) -> str:
+        """The type of its elements."""
+        return self.rows.recipe.dtype
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.rows.recipe.dim
+
+    def ids(self, frame: memoryview | None) -> torch.Tensor:
+        """Return the ids of a request.
+
+        They are copied: what was checked must not be changed by its sender afterwards.
+
+        Raises:
+            ProtocolError: if the rows of some are not on this server.
+        """
+        if frame is None:
+            return torch.empty(0, dtype=torch.int64)
+        ids = from_frame(frame, "int64").numpy().copy()
+        foreign = servers_of(ids, self.servers) != self.server
+        if foreign.any():
+            raise ProtocolError(
+                f"{np.count_nonzero(foreign)} of {len(ids)} ids belong on other servers than "
+                f"{self.server}, the first of them {ids[foreign][0]}"
+            )
+        return torch.from_numpy(ids)
+
+    def gradient(self, message: PushIds, payload: Sequence[memoryview]) -> TableGradient:
+        """Return the gradient that was pushed, checked.
+
+        Raises:
+            Mismatch: for another element type or length of rows than the table's.
+            ProtocolError: for ids that are not in order, or of another server.
+        """
+        dtype, number = BY_ID[message.dtype].name, self.chunk.number
+        if dtype not in (self.dtype, summed_in(self.dtype)) or message.dim != self.width:
+            raise Mismatch(
+                f"chunk {number} is a table of {self.dtype}[{self.width}], pushed were rows of "
+                f"{dtype}[{message.dim}]"
+            )
+        ids = self.ids(payload[0] if payload else None)
+        if bool((ids[1:] <= ids[:-1]).any()):
+            raise ProtocolError(
+                f"chunk {number}: the {len(ids)} ids of a push are not in ascending order, each once"
+            )
+        rows = from_frame(payload[1] if payload else memoryview(b""), dtype)
+        return TableGradient(ids, rows.view(len(ids), self.width), 1)
+
+    def asked(self, message: PullIds, payload: Sequence[memoryview]) -> torch.Tensor:
+        """Return the ids of a pull, checked as :meth:`ids` does.
+
+        Raises:
+            ProtocolError: also if their rows do not fit in one frame.
+        """
+        size = message.count * self.rows.row_bytes
+        if size > ANSWER_BYTES:
+            raise ProtocolError(
+                f"chunk {self.chunk.number}: {message.count} rows are {size} octets, and an answer "
+                f"has {ANSWER_BYTES} at most; ask for fewer at once"
+            )
+        return self.ids(payload[0] if payload else None)
+
+    def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
+        """Yield the table's one piece, and all of ``gradient``."""
+        return zip(self.pieces, (gradient,), strict=True)
 
 
 def update(chunk: Chunk, span: Span, due: PendingUpdate) -> int:
@@ -173,53 +220,15 @@ def update(chunk: Chunk, span: Span, due: PendingUpdate) -> int:
 
     The span's version becomes one higher after that.
     """
-    rows = embedding_of(chunk)
+    rows, total = embedding_of(chunk), due.sum.gathered()
     before = len(rows)
-    ids, total = summed([part for part in due.sum.parts if isinstance(part, TableGradient)], rows)
-    if due.sum.divisor != 1:
-        total.div_(due.sum.divisor)
     span.step += 1
-    rows.push(ids, total, version=span.version + 1, step=span.step)
+    rows.push(total.ids.numpy(), total.rows, version=span.version + 1, step=span.step)
     chunk.writable()[span.start] = len(rows)
     return len(rows) - before
 
 
-def summed(parts: Sequence[TableGradient], rows: EmbeddingRows) -> tuple[Ids, torch.Tensor]:
-    """Return the sum of gradients, added up in their order, in memory of its own."""
-    if len(parts) == 1:
-        return parts[0].ids, parts[0].rows.to(rows.summed_in, copy=True)
-    ids = np.unique(np.concatenate([part.ids for part in parts]))
-    total = torch.zeros((len(ids), rows.recipe.dim), dtype=rows.summed_in)
-    for part in parts:
-        places = torch.from_numpy(np.searchsorted(ids, part.ids))
-        total.index_add_(0, places, part.rows.to(rows.summed_in))
-    return ids, total
-
-
-# --- pulls and exports ------------------------------------------------------------------------------
-
-ANSWER_BYTES = 64 << 20
-"""Maximum bytes of one payload frame."""
-
-
-def asked_ids(
-    chunk: Chunk, message: PullIds, payload: Sequence[memoryview], server: int, servers: int
-) -> Ids:
-    """Return the ids of a pull, checked as :func:`ids_of` does.
-
-    Raises:
-        ProtocolError: also if their rows do not fit in one frame.
-    """
-    rows = embedding_of(chunk)
-    size = message.count * rows.recipe.dim * BY_NAME[rows.recipe.dtype].itemsize
-    if size > ANSWER_BYTES:
-        raise ProtocolError(
-            f"chunk {chunk.number}: {message.count} rows are {size} octets, and an answer has "
-            f"{ANSWER_BYTES} at most; ask for fewer at once"
-        )
-    if not message.count:
-        return np.empty(0, np.int64)
-    return ids_of(payload[0], server, servers)
+# --- exports ----------------------------------------------------------------------------------------
 
 
 def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[memoryview, ...]]:

@@ -111,6 +111,16 @@ class KeyRows:
         return RowGradient(ids, rows.view(-1, self.width), self.stop - self.first)
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of the key that lie here."""
+        return self.shard.pieces
+
+    @property
+    def dtype(self) -> str:
+        """The type of its elements."""
+        return self.shard.spec.dtype
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """Starts of the pieces, and the end of the last, in rows from the first here."""
         return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))
