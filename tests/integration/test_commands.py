@@ -23,10 +23,6 @@ def test_help_teaches(processes: Processes, command: str) -> None:
     assert helped.err == ""
 
 
-IMPORT_ZMQ_S = 0.05
-"""Seconds of the processor that a Python takes to start and to import zmq, where nothing runs beside it."""
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_version(processes: Processes, command: str) -> None:
     asked = processes.kvps(command, "--version")
@@ -42,17 +38,16 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: str
         "try: main(['--help'])\n"
         "finally: sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     )
-    assert processes.python("-c", code).wait() == 0
-    times, slowness = [], []
+    # As in a package that pip has installed.
+    compiled = {"PYTHONPYCACHEPREFIX": str(processes.folder), "PYTHONDONTWRITEBYTECODE": ""}
+    assert processes.python("-c", code, **compiled).wait() == 0
+    times = []
     for _ in range(3):
         began = cpu_s()
-        assert processes.python("-c", "import zmq").wait() == 0
-        slowness.append((cpu_s() - began) / IMPORT_ZMQ_S)
-        began = cpu_s()
-        assert processes.kvps(command, "--help").wait() == 0
+        assert processes.kvps(command, "--help", **compiled).wait() == 0
         times.append(cpu_s() - began)
-    # The best of them, in time of the processor, of which other tests beside this one leave less to each second.
-    assert min(times) <= 0.3 * max(1.0, min(slowness)), (times, slowness)
+    # The best of them, in time of the processor: other tests run beside this one.
+    assert min(times) <= 0.3
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
