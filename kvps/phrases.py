@@ -57,14 +57,16 @@ def never_initialised(key: str, store: str = "") -> str:
     )
 
 
-def bytes_in_words(count: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one.
+def bytes_in_words(size: int) -> str:
+    """Return a number of bytes for people.
 
     Example:
-        >>> bytes_in_words(838_900_000), bytes_in_words(512)
-        ('838.9 MB', '512 bytes')
+        >>> bytes_in_words(1_288_490_189), bytes_in_words(512)
+        ('1.2 GiB', '512 B')
     """
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1000:
+            return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} TiB"

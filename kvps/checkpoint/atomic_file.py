@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = 1 << 20
-"""Bytes that are hashed and written, or read and hashed, at once."""
+"""Bytes that are hashed and written at once."""
 
 
 class Written(NamedTuple):
@@ -161,14 +161,6 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def size_of(path: Path) -> int | None:
-    """Return the size of a file in bytes; None if there is none that may be read."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
 def files(folder: Path) -> list[Path]:
     """Return the entries of a folder; none if another server has just removed it."""
     try:
@@ -192,24 +184,3 @@ def force_if_there(folder: Path) -> None:
         force(folder)
     except FileNotFoundError:
         return  # another server has removed it
-
-
-def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the contents of a file.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            yield block
-
-
-def shown(size: int) -> str:
-    """Return a number of bytes for people, such as ``1.2 GiB``."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1000:
-            return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.4g} TiB"

@@ -19,6 +19,7 @@ from kvps.checkpoint.safetensors_writer import Column, stream_of
 from kvps.checkpoint.verify import read_image, verified
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import ConfigError, StorageError
+from kvps.phrases import bytes_in_words
 from kvps.tensors import NAMES
 
 WIDTH = 160
@@ -60,7 +61,7 @@ def _row(cut: LocatedCut) -> list[str]:
         "\n".join(name for name, _ in stores),
         "\n".join(f"{one.keys:,}" for _, one in stores),
         "\n".join(_versions(one.lowest, one.highest) for _, one in stores),
-        atomic_file.shown(manifest.size),
+        bytes_in_words(manifest.size),
         complete,
     ]
 
@@ -82,7 +83,7 @@ def verify(folders: Sequence[str], number: int | None, tag: str | None, out: Tex
         if not wrong:
             good.append(cut)
             assert cut.manifest is not None  # a good one has one
-            text = f"good: {cut.manifest.servers} snapshots, {atomic_file.shown(cut.manifest.size)}"
+            text = f"good: {cut.manifest.servers} snapshots, {bytes_in_words(cut.manifest.size)}"
         elif cut.under_way and number is None:
             text = f"not complete, {cut.wrong}"  # and so nothing that ever counted
         else:
@@ -149,10 +150,10 @@ def export(
         atomic_file.put(path, stream.write, mode=0o666)
     except OSError as error:
         raise StorageError(
-            f"cannot write {file}: {error} (need {atomic_file.shown(stream.size)}). An older file there is "
+            f"cannot write {file}: {error} (need {bytes_in_words(stream.size)}). An older file there is "
             "kept; free space or choose another path"
         ) from error
-    text = f"{file}: {len(weights):,} keys of store {name!r}, {atomic_file.shown(stream.size)}, "
+    text = f"{file}: {len(weights):,} keys of store {name!r}, {bytes_in_words(stream.size)}, "
     screen.print(escape(text + f"from checkpoint {cut}"), soft_wrap=True, highlight=False)
     return 0
 

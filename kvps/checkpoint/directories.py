@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvps.checkpoint import atomic_file
+from kvps.checkpoint import regular_file
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest
 from kvps.errors import StorageError
@@ -72,7 +72,7 @@ def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
     errors = []
     for directory in directories:
         path = directory.cut_folder(number) / NAME
-        if atomic_file.size_of(path) is not None:
+        if regular_file.size_of(path) is not None:
             try:
                 found[path] = directory.manifest(number)
             except StorageError as error:
@@ -91,14 +91,14 @@ def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
 def _path_of(number: int, name: str, size: int, directories: Sequence[CheckpointDirectory]) -> Path:
     """Return where a snapshot lies, whole if it is whole anywhere."""
     paths = [directory.cut_folder(number) / name for directory in directories]
-    there = [path for path in paths if atomic_file.size_of(path) is not None]
-    whole = [path for path in there if atomic_file.size_of(path) == size]
+    there = [path for path in paths if regular_file.size_of(path) is not None]
+    whole = [path for path in there if regular_file.size_of(path) == size]
     return (*whole, *there, *paths)[0]
 
 
 def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
     for path, one in zip(paths, manifest.images, strict=True):
-        size = atomic_file.size_of(path)
+        size = regular_file.size_of(path)
         if size is None:
             return (
                 f"{path} is missing; if that server has a folder of its own, give this folder too"

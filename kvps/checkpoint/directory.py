@@ -24,14 +24,15 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvps.checkpoint import atomic_file, snapshot_writer
-from kvps.checkpoint.atomic_file import Sink, Written, shown
+from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
+from kvps.checkpoint.atomic_file import Sink, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import load_image
 from kvps.core.scheduler.cut import CUT_MAX
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import StorageError
+from kvps.phrases import bytes_in_words
 
 log = logging.getLogger("kvps")
 
@@ -146,13 +147,13 @@ class CheckpointDirectory:
 
     def _refusal(self, cut: int, need: int, error: OSError) -> StorageError:
         try:
-            free = f"free {shown(shutil.disk_usage(self.folder).free)} on {self.folder}"
+            free = f"free {bytes_in_words(shutil.disk_usage(self.folder).free)} on {self.folder}"
             complete = self.complete()
         except (OSError, StorageError):
             free, complete = f"{self.folder} cannot be read", []
         last = f"The last complete one is {complete[-1]}" if complete else "None is complete yet"
         return StorageError(
-            f"checkpoint {cut} not written: {error.strerror or error} (need {shown(need)}, {free}). "
+            f"checkpoint {cut} not written: {error.strerror or error} (need {bytes_in_words(need)}, {free}). "
             f"{last}; training goes on"
         )
 
@@ -189,8 +190,11 @@ class CheckpointDirectory:
         """
         path = self.cut_folder(cut) / NAME
         try:
-            with path.open("rb") as file:
-                octets = file.read(MANIFEST_MAX + 1)
+            octets = b""
+            for block in regular_file.blocks(path):
+                octets += block
+                if len(octets) > MANIFEST_MAX:
+                    break
             if len(octets) > MANIFEST_MAX:
                 raise ValueError(f"it has over {MANIFEST_MAX} octets")
             found = Manifest.from_json(octets.decode())
@@ -204,7 +208,8 @@ class CheckpointDirectory:
         """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
         sizes = (
-            (server, atomic_file.size_of(folder / one.name), one) for server, one in _each(manifest)
+            (server, regular_file.size_of(folder / one.name), one)
+            for server, one in _each(manifest)
         )
         return frozenset(server for server, size, one in sizes if size == one.size)
 
@@ -243,7 +248,7 @@ class CheckpointDirectory:
         found = {
             number
             for number, one in _each(manifest)
-            if atomic_file.size_of(folder / one.name) is not None
+            if regular_file.size_of(folder / one.name) is not None
         }
         return bool(whole) and whole == found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvps.checkpoint import atomic_file, snapshot_writer
+from kvps.checkpoint import regular_file, snapshot_writer
 from kvps.checkpoint.manifest import ImageFile, Manifest
 from kvps.checkpoint.reshard import demand_own
 from kvps.core.server.snapshot.model import Snapshot
@@ -51,13 +52,16 @@ def verified(path: Path, expected: ImageFile) -> Iterator[int]:
     """
     found = hashlib.sha256()
     try:
-        size = path.stat().st_size
+        size = regular_file.size_of(path)
+        if size is None:
+            path.stat()  # for why, if it is not there
+            raise OSError(errno.EINVAL, "it is no regular file")
         if size != expected.size:
             raise StorageError(
                 f"{path} has {size} octets, and its manifest says {expected.size}: it was cut short "
                 "or replaced; use another checkpoint"
             )
-        for block in atomic_file.blocks(path):
+        for block in regular_file.blocks(path):
             found.update(block)
             yield len(block)
     except OSError as error:

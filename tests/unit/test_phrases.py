@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvps.phrases import and_more, names_in_words, never_initialised, ranks_in_words, some_of
+import pytest
+
+from kvps.phrases import (
+    and_more,
+    bytes_in_words,
+    names_in_words,
+    never_initialised,
+    ranks_in_words,
+    some_of,
+)
 
 
 def test_a_list_says_how_many_entries_it_leaves_out() -> None:
@@ -26,3 +35,18 @@ def test_a_key_that_is_not_there() -> None:
         "key 'w' was never initialised; call init('w', value) on every worker first"
     )
     assert never_initialised("w", "kv").startswith("key 'w' of store 'kv' was never initialised;")
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1 << 20, "1 MiB"),
+        (5 << 28, "1.25 GiB"),
+        (7 << 40, "7 TiB"),
+    ],
+)
+def test_sizes_for_people(size: int, says: str) -> None:
+    assert bytes_in_words(size) == says

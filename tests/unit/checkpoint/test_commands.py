@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from kvps.checkpoint import atomic_file, commands
+from kvps.checkpoint import commands
 from kvps.checkpoint.directories import all_cuts, choose
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
@@ -22,6 +22,7 @@ from kvps.core.placement import parts
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, StoreSnapshot
 from kvps.dtypes import Spec
 from kvps.errors import StorageError
+from kvps.phrases import bytes_in_words
 from kvps.tensors import spec_of
 from tests.support import snapshots
 
@@ -70,7 +71,7 @@ def model_image(model: nn.Module, server: int, servers: int, name: str = "defaul
 
 
 def test_the_table(tmp_path: Path, capsys: Output) -> None:
-    size = atomic_file.shown(snapshots.put(tmp_path, 1, tag="best[1]").size)
+    size = bytes_in_words(snapshots.put(tmp_path, 1, tag="best[1]").size)
     snapshots.put(tmp_path, 2, servers=3)
     CheckpointDirectory(tmp_path, 0).write(3, snapshots.image(0, 3))
     assert called("list", tmp_path) == 0
@@ -130,7 +131,7 @@ def test_the_variable_says_where(
 
 def test_good_ones(tmp_path: Path, capsys: Output) -> None:
     for cut in (1, 2):
-        size = atomic_file.shown(snapshots.put(tmp_path, cut).size)
+        size = bytes_in_words(snapshots.put(tmp_path, cut).size)
     CheckpointDirectory(tmp_path, 0).write(3, snapshots.image(0, 2))
     assert called("verify", tmp_path) == 0
     assert capsys.readouterr().out.splitlines() == [

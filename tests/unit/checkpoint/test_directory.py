@@ -22,6 +22,7 @@ from kvps.checkpoint.manifest import NAME, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import verified
 from kvps.errors import StorageError
+from kvps.phrases import bytes_in_words
 from tests.support import snapshots
 
 FIRST, SECOND = image_name(0, 2), image_name(1, 2)
@@ -576,7 +577,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         CheckpointDirectory(small_disk, 0).write(12, big)
     text = str(caught.value)
     assert text.startswith("checkpoint 12 not written: No space left on device (need 5")
-    assert f" KiB, free {atomic_file.shown(free)} on {small_disk}). " in text
+    assert f" KiB, free {bytes_in_words(free)} on {small_disk}). " in text
     assert text.endswith("The last complete one is 11; training goes on")
     assert CheckpointDirectory(small_disk).complete() == [older]
     CheckpointDirectory(small_disk, 0).drop(12)
@@ -585,16 +586,27 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert CheckpointDirectory(small_disk).complete() == [older]
 
 
-@pytest.mark.parametrize(
-    ("size", "says"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.977 KiB"),
-        (1 << 20, "1 MiB"),
-        (5 << 28, "1.25 GiB"),
-        (7 << 40, "7 TiB"),
-    ],
-)
-def test_sizes_for_people(size: int, says: str) -> None:
-    assert atomic_file.shown(size) == says
+# --- files that are none ----------------------------------------------------------------------------
+
+
+def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
+    """Whoever may write to the folder decides the weights, and yet stops no server."""
+    written = snapshots.put(tmp_path, 1)
+    image = tmp_path / "cut-00000001" / written.images[0].name
+    directory = CheckpointDirectory(tmp_path)
+    aside = tmp_path / "aside"
+    image.rename(aside)
+    for make in (lambda: image.symlink_to(aside), lambda: os.mkfifo(image), image.mkdir):
+        make()
+        assert directory.here(written) == frozenset(range(1, written.servers))
+        with pytest.raises(StorageError, match="it is no regular file"):
+            directory.load(written, 0, written.servers)
+        image.rmdir() if image.is_dir() and not image.is_symlink() else image.unlink()
+    aside.rename(image)
+    manifest = image.with_name("manifest.json")
+    manifest.rename(aside)
+    for make in (lambda: manifest.symlink_to(aside), lambda: os.mkfifo(manifest)):
+        make()
+        with pytest.raises(StorageError, match="cannot read the manifest"):
+            directory.manifest(1)
+        manifest.unlink()

@@ -325,7 +325,7 @@ class TestRestore:
         whole.init("large", torch.zeros(100))
         (said,) = done(one, Loaded(image_of(whole), read.for_whom))  # type: ignore[union-attr]
         assert isinstance(said, Restored)
-        assert "no room for key 'large' of store 'kv': weights 400 bytes + second" in said.error
+        assert "no room for key 'large' of store 'kv': weights 400 B + second" in said.error
 
     def test_a_cut_that_was_being_taken_is_given_up(self) -> None:
         one = stage()

@@ -63,8 +63,8 @@ def test_an_optimizer_that_has_no_room_is_refused_with_the_sum() -> None:
     with pytest.raises(Overload) as refused:
         budget.demand_optimizer("kv", create(resolve("adam", {})))
     assert str(refused.value) == (
-        "no room for optimizer 'adam' of store 'kv': weights 240.0 MB + second buffers 240.0 MB + sums of open "
-        "rounds 240.0 MB + optimizer state 480.0 MB = 1.2 GB, and this server may have 1.0 GB (--memory-limit; by "
+        "no room for optimizer 'adam' of store 'kv': weights 229 MiB + second buffers 229 MiB + sums of open "
+        "rounds 229 MiB + optimizer state 458 MiB = 1.12 GiB, and this server may have 954 MiB (--memory-limit; by "
         "default 80 % of what the machine or its container has, shared by the servers that are started together). "
         "Add servers, of which each holds a part, raise the limit, or take an optimizer with less state"
     )
@@ -87,6 +87,6 @@ def test_tables_count_what_they_hold() -> None:
     chunks.table_bytes["kv"] = 100
     budget.demand_growth(EMBEDDING + "words")
     chunks.table_bytes["kv"] = 101
-    with pytest.raises(Overload, match="more rows of table 'words': tables 101 bytes = 101 bytes"):
+    with pytest.raises(Overload, match="more rows of table 'words': tables 101 B = 101 B"):
         budget.demand_growth(EMBEDDING + "words")
     assert chunks.weight_bytes == 101

@@ -163,8 +163,8 @@ def test_the_memory_limit_counts_all_that_keys_take() -> None:
     create(space, entry("a", 20), entry("b", 5))
     with pytest.raises(
         Overload,
-        match=r"no room for key 'c' and 1 more of store 'kv': weights 108 bytes \+ second buffers 108 bytes \+ "
-        r"sums of open rounds 108 bytes = 324 bytes, and this server may have 300 bytes",
+        match=r"no room for key 'c' and 1 more of store 'kv': weights 108 B \+ second buffers 108 B \+ "
+        r"sums of open rounds 108 B = 324 B, and this server may have 300 B",
     ):
         create(space, entry("c", 1), entry("d", 1))
     create(space, entry("b", 5))

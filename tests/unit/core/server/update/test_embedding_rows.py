@@ -178,8 +178,8 @@ def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
     table.push(0, range(20), 0)
     before = table.stage.snapshot()
     assert refusal(table.push(0, [99], 1)).startswith(
-        "Overload: no room for more rows of table 'words': weights 8 bytes + second buffers 8 bytes + "
-        "sums of open rounds 8 bytes + tables 160 bytes = 184 bytes, and this server may have 100 bytes"
+        "Overload: no room for more rows of table 'words': weights 8 B + second buffers 8 B + "
+        "sums of open rounds 8 B + tables 160 B = 184 B, and this server may have 100 B"
     )
     assert table.stage.snapshot() == before
     again = table.push(0, range(20), 0)
