@@ -15,8 +15,8 @@ KVPS_EXAMPLES     ?= 3000
 KVPS_SCALE_ROUNDS ?= 100
 KVPS_KILLS        ?= 50
 
-# How many tests `make test` runs side by side; many start processes of their own.
-JOBS ?= 2
+# How many tests `make test` runs side by side: one more than there are processors, as many wait for others.
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint prose cover check soak bench docs lock audit test-docker clean

@@ -41,7 +41,7 @@ from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
 from kvps.net import descriptors
-from kvps.net.room import share_bytes
+from kvps.net.memory import share_bytes
 from kvps.net.zap import keys_can_be
 from kvps.runtime.keys import KeyMemory, generate
 

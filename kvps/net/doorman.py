@@ -53,7 +53,8 @@ class Doorman:
 
     def __init__(self, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
-        """How many packets were not let in, by why: ``bytes``, ``refused``, ``unheard`` or ``ignored``."""
+        """How many packets were not let in, by why: ``bytes``, ``refused``, ``unheard`` or ``ignored``; and how many
+        were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
         self.porter: Porter | None = None
         """Who has let in the connections that others opened to us; None if nobody has asked for their keys."""

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from kvps.net.heap import give_back
-from kvps.net.room import PAGE_BYTES, memory_bytes
+from kvps.net.memory import PAGE_BYTES, give_back, memory_bytes
 from kvps.protocol import wire
 from kvps.protocol.values import ROWS_FRAMES_MAX
 

@@ -25,7 +25,7 @@ from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.driver import Demanded, Disconnected, Guard, Transport, Unserved
-from kvps.net.heap import keep_freed_memory
+from kvps.net.memory import keep_freed_memory
 from kvps.net.shm_leases import Borrowed, Lent
 from kvps.net.shm_segment import Mapping, Segment, Unshared
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet

@@ -37,6 +37,7 @@ from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
+from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
@@ -134,7 +135,7 @@ class ZmqTransport:
         self._monitor: zmq.Socket[bytes] | None = None
         self._tells_drops = False
         self._routes: dict[int, Route] = {}
-        self._held: deque[tuple[zmq.MessageTracker, Hold]] = deque()
+        self._outflow = Outflow()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
@@ -276,7 +277,14 @@ class ZmqTransport:
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody."""
+        """Send, or drop if there is nobody, or who is there does not read."""
+        copied_bytes = 0
+        if hold is None and packet.payload and isinstance(route, bytes):
+            copied_bytes = sum([frame.nbytes for frame in packet.payload])
+            if self._outflow.is_full(route, copied_bytes):
+                self._doorman.counts["unread"] += 1
+                return
+        is_tracked = hold is not None or copied_bytes >= COPIED_MIN_BYTES
         if isinstance(route, bytes):
             target, endpoint = self._router, self.endpoint
         else:
@@ -288,7 +296,7 @@ class ZmqTransport:
         if target is not None:
             try:
                 tracker = target.send_multipart(
-                    frames, zmq.NOBLOCK, copy=not packet.payload, track=hold is not None
+                    frames, zmq.NOBLOCK, copy=not packet.payload, track=is_tracked
                 )
             except zmq.Again:
                 # Whoever does not read its answers asks again. Of our own connections no queue is ever
@@ -300,11 +308,10 @@ class ZmqTransport:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-        if hold is not None:
-            if tracker is None or tracker.done:
-                hold.release()
-            else:
-                self._held.append((tracker, hold))
+        if tracker is not None and not tracker.done:
+            self._outflow.sent(route, tracker, hold, copied_bytes)
+        elif hold is not None:
+            hold.release()
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield what came."""
@@ -316,7 +323,7 @@ class ZmqTransport:
         if self._refusals:
             wait_s = 0.0
         ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
-        self._release()
+        self._outflow.look()
         if ready.pop(self._woken.fileno(), None):
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
@@ -497,10 +504,6 @@ class ZmqTransport:
         """Read nothing more from a connection."""
         if self._names.pop(dealer, None) is not None:
             self._poller.unregister(dealer)
-
-    def _release(self) -> None:
-        while self._held and self._held[0][0].done:
-            self._held.popleft()[1].release()
 
     def wake(self) -> None:
         """Make a waiting :meth:`poll` return; any thread may call this."""

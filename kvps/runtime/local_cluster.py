@@ -29,7 +29,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
-from kvps.net.room import share_bytes
+from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role

@@ -24,7 +24,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
-from kvps.net.room import share_bytes
+from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.protocol.envelope import Role
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report

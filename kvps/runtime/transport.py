@@ -15,7 +15,7 @@ from kvps import config
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
-from kvps.net.heap import keep_freed_memory
+from kvps.net.memory import keep_freed_memory
 from kvps.net.page_remap import PageRemapper
 from kvps.net.shm_segment import Segment, Unshared
 from kvps.net.shm_transport import SHARE_MIN_BYTES, SharingTransport

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from kvps.errors import ConfigError, EpochChanged, Mismatch
-from kvps.net.heap import be_tight
+from kvps.net.memory import be_tight
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.torch.sharded.gradient_sender import GradientHooks

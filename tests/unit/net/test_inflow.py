@@ -10,7 +10,7 @@ import pytest
 
 from kvps.net import inflow
 from kvps.net.inflow import EACH_S, GREETING, LOOK_EVERY_S, PETTY_BYTES, Inflow, Limits
-from kvps.net.room import memory_bytes
+from kvps.net.memory import memory_bytes
 
 LIMITS = Limits(strange=100_000, known=200_000, crowd=250_000)
 
