@@ -41,8 +41,13 @@ help:  ## show this list
 demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 servers
 	$(BIN)/kvps-launch -n 2 -s 2 -- $(BIN)/python examples/digits.py --store dist_sync --save demo.safetensors
 
-test: .venv/.installed  ## run the everyday tests
+test: .venv/.installed  ## run the everyday tests; COVER=1 those without sockets under coverage
+ifeq ($(COVER),)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+else
+	$(MAKE) --no-print-directory cover
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(addprefix --leave-out=,$(PURE_TESTS))
+endif
 
 test-all: .venv/.installed  ## run all tests and all seeds: before a release
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --all
@@ -61,8 +66,8 @@ prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
 	$(BIN)/python -m pytest --quiet -n $(JOBS) --dist worksteal --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
-check: lint cover  ## lint, cover, and all other everyday tests: run it before a commit
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(addprefix --leave-out=,$(PURE_TESTS))
+check: lint  ## lint, test and cover: run it before a commit
+	$(MAKE) --no-print-directory test COVER=1
 
 soak: .venv/.installed  ## play many more faults, and longer: half an hour of one core
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_swarm.py
