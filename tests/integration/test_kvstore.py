@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -848,6 +850,7 @@ def test_when_a_worker_raises_the_others_do_not_wait_for_another():
     def work(rank):
         kv = kvps.create("dist_sync")  # would wait minutes for a replacement
         kv.init("w", torch.zeros(3))
+        both_began.wait(10)
         if rank:
             raise ZeroDivisionError("in worker 1")
         with pytest.raises(kvps.WorkerLost, match=r"raised ZeroDivisionError.*no replacement can"):
@@ -855,6 +858,7 @@ def test_when_a_worker_raises_the_others_do_not_wait_for_another():
         ended.append(rank)
 
     ended = []
+    both_began = threading.Barrier(2)
     with pytest.raises(ZeroDivisionError, match="in worker 1"):
         run(work, workers=2)
     assert ended == [0]

@@ -1,0 +1,197 @@
+"""Bytes of anybody give a value or the declared error, in bounded time and memory.
+
+By strategies of hypothesis: any bytes, msgpack and JSON of any structure, and true inputs with changes. Where atheris
+is installed, ``python -m tests.properties.test_hostile_bytes NAME`` fuzzes one reader with coverage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvps import protocol as m
+from kvps.checkpoint import validation
+from kvps.checkpoint.manifest import Manifest
+from kvps.checkpoint.snapshot_reader import image_of
+from kvps.core.scheduler import saved_state
+from kvps.core.scheduler.seat import Settings
+from kvps.errors import KvpsError, ProtocolError, StorageError
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.torch.serialization import pack, unpack
+
+SLACK = 10
+"""How many times slower than on a machine of its own a reader may be: other tests run beside it."""
+MS_PER_KIB, MS = 0.02 * SLACK, 1.0 * SLACK
+TIMES, KIB = 10, 256
+"""Memory: so many times the input, and so many KiB for what is loaded on first use."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads bytes of others."""
+
+    read: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    true: tuple[bytes, ...]
+    """What it is made for."""
+
+
+def _image(data: bytes) -> object:
+    return image_of(validation.parsed(data.decode()), {})
+
+
+def _head(message: m.Message) -> bytes:
+    envelope = Envelope(bytes(16), 9, Role.WORKER, 1, 17, 3)
+    return bytes(wire.encode(Packet(envelope, message))[0])
+
+
+OBJECT = {"rates": (0.1, 2**70), 3: None, "w": torch.arange(6.0).reshape(2, 3), "s": {1, 2}}
+READERS = {
+    "packet": Reader(
+        lambda data: wire.decode([data]),
+        (ProtocolError,),
+        (
+            _head(m.Pull(3, True, (m.Ask(0, 10, 1, 1), m.Ask(10, 5, 1, 1)))),
+            _head(m.Optimize("kv", 1, True, "adam", {"lr": 0.1, "beta1": None})),
+            _head(m.Declare("kv", True, 0, (m.Entry("w", 1, (3, 4), 0, 12),))),
+        ),
+    ),
+    "object": Reader(unpack, (ProtocolError,), (pack(OBJECT), pack([OBJECT, "text", b"bytes"]))),
+    "object with tensors aside": Reader(
+        lambda data: unpack(data, []), (ProtocolError,), (pack(OBJECT, []),)
+    ),
+    "state of a scheduler": Reader(
+        lambda data: saved_state.load(data, Settings(2, 1), 0.0), (KvpsError,), ()
+    ),
+    "manifest": Reader(lambda data: Manifest.from_json(data.decode()), (ValueError, KvpsError), ()),
+    "snapshot": Reader(
+        _image,
+        (ValueError, KvpsError),
+        (json.dumps({"format": 1, "server": 0, "servers": 2, "stores": []}).encode(),),
+    ),
+}
+
+PLAIN = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
+)
+TREES = st.recursive(
+    PLAIN,
+    lambda some: (
+        st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=4), some, max_size=6)
+    ),
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, true: tuple[bytes, ...]) -> bytes:
+    """A true input in which some bytes are others, missing, or twice there."""
+    data = bytearray(draw(st.sampled_from(true)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        match draw(st.integers(0, 3)):
+            case 0:
+                data[at : at + 1] = draw(st.binary(min_size=1, max_size=1))
+            case 1:
+                del data[at : at + draw(st.integers(1, 8))]
+            case 2:
+                data[at:at] = data[at : at + draw(st.integers(1, 8))]
+            case _:
+                data[at:at] = draw(st.binary(max_size=9))
+    return bytes(data)
+
+
+def inputs(reader: Reader) -> st.SearchStrategy[bytes]:
+    """Return a strategy of what may come."""
+    kinds = [
+        st.binary(max_size=2000),
+        TREES.map(lambda tree: bytes(msgpack.packb(tree))),
+        TREES.map(lambda tree: json.dumps(tree).encode("utf-8", "replace")),
+        st.integers(1, 5000).map(lambda count: b"\x91" * count),
+        st.integers(1, 5000).map(lambda count: b"[" * count),
+    ]
+    if reader.true:
+        kinds.append(changed(reader.true))
+    return st.one_of(kinds)
+
+
+def check(reader: Reader, data: bytes) -> None:
+    """Read, and assert what is promised."""
+    began = time.process_time()
+    with contextlib.suppress(*reader.errors, UnicodeDecodeError):
+        reader.read(data)
+    took_ms = 1000 * (time.process_time() - began)
+    assert took_ms <= MS + MS_PER_KIB * len(data) / 1024, f"{took_ms} ms for {len(data)} bytes"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_true_inputs_are_read(name: str) -> None:
+    for data in READERS[name].true:
+        READERS[name].read(data)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_any_bytes_give_a_value_or_the_declared_error(name: str) -> None:
+    reader = READERS[name]
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck))
+    @given(inputs(reader))
+    def read(data: bytes) -> None:
+        check(reader, data)
+
+    read()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_memory_is_bounded_by_the_input(name: str) -> None:
+    reader = READERS[name]
+    nasty = [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 60_000,
+        b"[" * 60_000,
+        b"\xc0" * 60_000,
+    ]
+    nasty += [bytes(wire.HEAD.size) + one for one in nasty] + list(reader.true)
+    for data in nasty:
+        check(reader, data)  # what is loaded on first use is there
+        tracemalloc.start()
+        try:
+            check(reader, data)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak <= TIMES * len(data) + KIB * 1024, (data[:20], len(data), peak)
+
+
+def test_the_errors_are_kvps_own() -> None:
+    with pytest.raises(StorageError):
+        READERS["state of a scheduler"].read(b"")
+    with pytest.raises(ProtocolError):
+        READERS["packet"].read(b"")
+
+
+def _fuzz(name: str) -> None:
+    import atheris  # type: ignore[import-not-found]  # where it is installed
+
+    atheris.instrument_all()
+    reader = READERS[name]
+    atheris.Setup(sys.argv[:1], lambda data: check(reader, data))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    arguments: Any = sys.argv[1:]
+    _fuzz(*arguments)
