@@ -97,7 +97,7 @@ class Control:
         self._chunks = context.chunks
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
-        self._budget = MemoryBudget(context.chunks, memory_limit)
+        self._budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""

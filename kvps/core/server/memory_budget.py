@@ -4,13 +4,14 @@ A key takes more than its weights: a second buffer while readers hold the first,
 optimizer's state once it is updated. All of that is reserved when the key is declared and when the optimizer is set,
 so that a model that does not fit is refused there, with the sum, and not by the kernel in the middle of training.
 What a push or an answer takes on its way is bounded by the protocol's windows, and is within the fifth of the memory
-that a server leaves alone by default. Tables grow by pushes, and count what they hold.
+that a server leaves alone by default. Tables grow by pushes, and count what they hold. Rounds beyond the oldest one
+are opened while what is left has room for their sums: a push that would open another is early.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvps.core.placement import EMBEDDING
@@ -22,6 +23,10 @@ from kvps.tensors import TORCH
 if TYPE_CHECKING:
     from kvps.core.optim.base import Updater
     from kvps.core.server.chunks.slab import Chunks
+    from kvps.protocol.stores import Open
+
+KEYS_MAX = 1_000_000
+"""Keys of a server: each takes 1 to 3 KiB of Python objects, however few its elements."""
 
 
 class Reservation(NamedTuple):
@@ -31,6 +36,7 @@ class Reservation(NamedTuple):
     copies: int = 0
     sums: int = 0
     state: int = 0
+    residuals: int = 0
     tables: int = 0
 
     def plus(self, other: Reservation) -> Reservation:
@@ -38,7 +44,10 @@ class Reservation(NamedTuple):
         return Reservation(*[ours + theirs for ours, theirs in zip(self, other, strict=True)])
 
     def __str__(self) -> str:
-        titles = ("weights", "second buffers", "sums of open rounds", "optimizer state", "tables")
+        titles = (
+            *("weights", "second buffers", "sums of open rounds", "optimizer state"),
+            *("residuals", "tables"),
+        )
         terms = [
             f"{title} {bytes_in_words(count)}"
             for title, count in zip(titles, self, strict=True)
@@ -50,20 +59,23 @@ class Reservation(NamedTuple):
 class Terms(NamedTuple):
     """What the keys of one store take besides their weights."""
 
-    has_rounds: bool
-    """Pushes are added up before they are applied."""
+    gradients: int
+    """Gradients that an open round holds: 1, their sum; those of all ranks; 0 where pushes are applied one by one."""
     updater: Updater | None
+    has_residuals: bool = False
+    """Answers are compressed, and what is lost by that is kept."""
 
     def reserve(self, counts: Mapping[str, int]) -> Reservation:
         """Return what so many elements of each type take."""
-        weights = sums = state = 0
+        weights = sums = state = residuals = 0
         for dtype, count in counts.items():
             weights += count * BY_NAME[dtype].itemsize
-            if self.has_rounds:
-                sums += count * BY_NAME[summed_in(dtype)].itemsize
+            sums += self.gradients * count * BY_NAME[summed_in(dtype)].itemsize
             if self.updater is not None and BY_NAME[dtype].kind != "int":
                 state += count * self.updater.state_bytes(TORCH[dtype])
-        return Reservation(weights, weights, sums, state)
+            if self.has_residuals and dtype == "float32":
+                residuals += count * BY_NAME[dtype].itemsize
+        return Reservation(weights, weights, sums, state, residuals)
 
 
 class MemoryBudget:
@@ -72,13 +84,23 @@ class MemoryBudget:
     Args:
         chunks: which count the elements of each store.
         limit_bytes: how much; None for any amount.
+        workers: how many push.
     """
 
-    def __init__(self, chunks: Chunks, limit_bytes: int | None) -> None:
+    def __init__(self, chunks: Chunks, limit_bytes: int | None, workers: int = 1) -> None:
         self._chunks = chunks
+        self._workers = workers
         self._limit_bytes = limit_bytes
         self.terms: dict[str, Terms] = {}
         """Store -> what its keys take."""
+        self.keys: dict[str, Collection[str]] = {}
+        """Store -> its keys."""
+
+    def gradients_of(self, opened: Open) -> int:
+        """Return how many gradients an open round of a store holds; see :class:`Terms`."""
+        if opened.mode != "sync":
+            return 0
+        return self._workers if opened.deterministic else 1
 
     def demand_keys(self, store: str, keys: Sequence[str], changed: Mapping[str, int]) -> None:
         """Check that there is room for keys, or for a table.
@@ -91,6 +113,11 @@ class MemoryBudget:
         Raises:
             Overload: if there is not.
         """
+        if sum([len(known) for known in self.keys.values()]) + len(keys) > KEYS_MAX:
+            raise Overload(
+                f"{len(keys)} keys of store {store!r} are too many: a server holds {KEYS_MAX:,} of all stores. Put "
+                "several tensors into one key, or rows into a table, or add servers"
+            )
         if keys:
             kind = "table" if keys[0].startswith(EMBEDDING) else "key"
             name = keys[0].removeprefix(EMBEDDING)
@@ -110,6 +137,17 @@ class MemoryBudget:
             {},
         )
 
+    def demand_residuals(self, store: str) -> None:
+        """Check, once, that there is room for the residuals of a store whose answers are compressed.
+
+        Raises:
+            Overload: if there is not.
+        """
+        terms = self.terms[store]
+        if not terms.has_residuals:
+            self._demand("residuals", store, terms := terms._replace(has_residuals=True), {})
+            self.terms[store] = terms
+
     def demand_growth(self, table: str) -> None:
         """Check that a table may have more rows: they may be more than there is room for by one push.
 
@@ -122,6 +160,13 @@ class MemoryBudget:
                 f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: {self._account(reserved)} "
                 "Evict rows (evict=), add servers or raise the limit"
             )
+
+    def has_room_for(self, rounds: int) -> bool:
+        """Return whether so many rounds may be open beyond the oldest one of each span."""
+        if self._limit_bytes is None:
+            return True
+        reserved = self.reserved()
+        return sum(reserved) + rounds * reserved.sums <= self._limit_bytes
 
     def reserved(
         self, store: str = "", terms: Terms | None = None, changed: Mapping[str, int] | None = None

@@ -135,7 +135,8 @@ class ServerStore:
         self._stamps = 0
         self._chunks = chunks
         self.budget = budget
-        budget.terms[self.name] = Terms(self.ordered, None)
+        budget.keys[self.name] = self.shards
+        budget.terms[self.name] = Terms(budget.gradients_of(opened), None)
 
     def may_drop(self, dtype: str) -> bool:
         """Return whether updates of such elements are dropped that are not finite."""
@@ -393,7 +394,7 @@ class ServerStore:
             for chunk in chunks:
                 chunk.back = None  # what sums lack is nothing that weights should have
         self.hyper, self.updater = hyper, updater
-        self.budget.terms[self.name] = Terms(self.ordered, updater)
+        self.budget.terms[self.name] = self.budget.terms[self.name]._replace(updater=updater)
         for chunk in chunks:
             chunk.state = adopted.get(chunk.number)
             for span in () if same else chunk.spans:

@@ -21,7 +21,7 @@ are updated.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -89,7 +89,7 @@ class Aggregator:
 
     def __init__(self, chunks: Chunks, workers: int, wake: Wake, threads: int = 1) -> None:
         self.chunks = chunks
-        self._workers = workers
+        self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
@@ -174,14 +174,30 @@ class Aggregator:
                     counted.append(item.part(span))
         if Verdict.CONFLICT in verdicts:
             raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
-        if Verdict.EARLY in verdicts:
+        if Verdict.EARLY in verdicts or not self._has_room(store, counted):
             return JudgedPush(store, Verdict.EARLY, ranks, back, is_lent, ())
         if store.updater is not None:
             for item in counted:
                 if item.chunk.state is None and item.chunk.embedding is None:
                     store.updater.demand(TORCH[item.chunk.dtype])
+        if back is not None:
+            store.budget.demand_residuals(store.name)
         verdict = Verdict.COUNTED if counted else Verdict.DUPLICATE
         return JudgedPush(store, verdict, ranks, back, is_lent, tuple(counted))
+
+    def _has_room(self, store: ServerStore, counted: Sequence[PushedRange]) -> bool:
+        """Return whether the rounds that a push would open beyond the oldest ones may be open."""
+        if not store.ordered:
+            return True
+        ahead = max(
+            [
+                item.number - span.version
+                for item in counted
+                for span in item.chunk.spans_in(item.start, item.stop)
+            ],
+            default=0,
+        )
+        return not ahead or store.budget.has_room_for(ahead)
 
     def _admit(self, store: ServerStore, dtype: str, ranks: tuple[int, ...]) -> None:
         if store.opened.average and BY_NAME[dtype].kind == "int":
@@ -197,9 +213,9 @@ class Aggregator:
             )
 
     def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
-        if not ranks or max(ranks) >= self._workers:
+        if not ranks or max(ranks) >= self.workers:
             raise ProtocolError(
-                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self._workers}"
+                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
             )
 
     # --- applying ---------------------------------------------------------------------------

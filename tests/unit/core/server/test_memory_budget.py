@@ -9,17 +9,18 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks, Slab
-from kvps.core.server.memory_budget import MemoryBudget, Reservation, Terms
+from kvps.core.server.memory_budget import KEYS_MAX, MemoryBudget, Reservation, Terms
 from kvps.errors import Overload
+from tests.support.server_harness import opening
 
-NO = Terms(False, None)
+NO = Terms(0, None)
 
 
 def holding(limit: int | None, **counts: int) -> MemoryBudget:
     """Return the budget of a server with a store of rounds, which has so many elements of each type."""
     chunks = Chunks()
     budget = MemoryBudget(chunks, limit)
-    budget.terms["kv"] = Terms(True, None)
+    budget.terms["kv"] = Terms(1, None)
     for dtype, count in counts.items():
         Slab("kv", dtype, chunks, 1 << 20).place(dtype, count)
     return budget
@@ -45,8 +46,8 @@ def test_the_state_of_an_element(
 def test_what_elements_take() -> None:
     adam = create(resolve("adam", {}))
     assert NO.reserve({"float32": 10, "int8": 3}) == Reservation(43, 43)
-    assert Terms(True, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
-    assert Terms(True, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
+    assert Terms(1, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
+    assert Terms(1, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
 
 
 def test_stores_are_added_up() -> None:
@@ -90,3 +91,42 @@ def test_tables_count_what_they_hold() -> None:
     with pytest.raises(Overload, match="more rows of table 'words': tables 101 B = 101 B"):
         budget.demand_growth(EMBEDDING + "words")
     assert chunks.weight_bytes == 101
+
+
+def test_rounds_ahead_have_the_room_that_is_left() -> None:
+    budget = holding(120 + 2 * 40 + 39, float32=10)
+    assert [budget.has_room_for(rounds) for rounds in (0, 1, 2, 3)] == [True, True, True, False]
+    assert holding(None, float32=10).has_room_for(63)
+
+
+@pytest.mark.parametrize(
+    ("mode", "deterministic", "gradients"),
+    [("sync", False, 1), ("sync", True, 3), ("async", False, 0)],
+)
+def test_the_gradients_of_an_open_round(mode: str, deterministic: bool, gradients: int) -> None:
+    opened = opening(mode=mode, deterministic=deterministic)
+    assert MemoryBudget(Chunks(), None, workers=3).gradients_of(opened) == gradients
+
+
+def test_residuals_are_reserved_once() -> None:
+    budget = holding(200, float32=10, int8=1)
+    budget.demand_residuals("kv")
+    assert budget.reserved() == Reservation(41, 41, 41, residuals=40)
+    budget.terms["other"] = budget.terms["kv"]
+    budget.demand_residuals("kv")
+    budget.terms["kv"] = Terms(1, create(resolve("sgd", {"momentum": 0.9})))
+    with pytest.raises(
+        Overload, match=r"no room for residuals of store 'kv': .* residuals 40 B = "
+    ):
+        budget.demand_residuals("kv")
+    assert not budget.terms["kv"].has_residuals
+
+
+def test_a_server_holds_a_million_keys() -> None:
+    budget = holding(None, float32=10)
+    budget.keys["other"] = range(KEYS_MAX - 2)  # type: ignore[assignment]  # as many as that
+    budget.demand_keys("kv", ["a", "b"], {})
+    with pytest.raises(
+        Overload, match="3 keys of store 'kv' are too many: a server holds 1,000,000"
+    ):
+        budget.demand_keys("kv", ["a", "b", "c"], {})

@@ -107,6 +107,22 @@ def test_64_rounds_may_be_open() -> None:
         assert one.values("a") == [number + 1, 1]
 
 
+@pytest.mark.spec("R53", "R250")
+def test_rounds_are_opened_ahead_while_there_is_room_for_their_sums() -> None:
+    one = ServerStage(
+        2, memory_limit=3 * 24 + 2 * 24
+    )  # weights, second buffer, sum; and two sums more
+    one.open()
+    one.init("a", torch.zeros(6))
+    for number in range(3):
+        assert one.push(0, "a", torch.ones(6), number)
+    before = one.snapshot()
+    assert one.push(0, "a", torch.ones(6), 3) == []
+    assert one.snapshot() == before
+    one.push(1, "a", torch.ones(6), 0)
+    assert one.push(0, "a", torch.ones(6), 3)
+
+
 def test_parts_of_a_push_that_were_taken_in_before_are_left_out() -> None:
     one = stage(2)
     one.push(0, "b", [5], 0)
