@@ -137,9 +137,13 @@ def test_half_open_connections_at_the_usual_pace(
 @pytest.mark.usefixtures("attentive")
 def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """In payload; and in what says how long a frame is, behind which nothing can be read."""
-    in_framing = [Stream(flip_at=at) for at in (3, 70, 260, 480)]
-    elsewhere = [Stream(flip_every=200_000, dice=random.Random(place)) for place in range(50)]
-    streams = play(monkeypatch, mode, first([*in_framing, *elsewhere]), steps=2 * STEPS)
+    # A connection between servers carries little, and may be any of the first.
+    at = dict(enumerate((3, 70, 260, 480)))
+    damaged = [
+        Stream(flip_at=at.get(place), flip_every=200_000, dice=random.Random(place))
+        for place in range(50)
+    ]
+    streams = play(monkeypatch, mode, first(damaged), steps=2 * STEPS)
     assert sum(one.flipped for one in streams.all) >= 5
 
 

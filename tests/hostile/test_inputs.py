@@ -215,7 +215,7 @@ def test_ciphertext_that_is_changed(target: Target, harm: str) -> None:
             one.say(target.me(), m.Open("harm", "async", 0, False, "wait", 10**6))
         while (answer := one.heard(200)) is not None:
             assert isinstance(answer, m.Done), answer
-        assert stream.carried > 2500
+        assert stream.carried > (2000 if harm == "octets come twice" else 2500)
 
 
 # --- frames and bodies, by the insider -----------------------------------------------------------
