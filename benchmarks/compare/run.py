@@ -11,7 +11,7 @@ from benchmarks.compare import tables
 from benchmarks.compare.networks import trial as network
 from benchmarks.compare.networks.layout import bytes_per_s
 from benchmarks.compare.networks.namespaces import Namespaces
-from benchmarks.compare.networks.traffic import traffic_of
+from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.peers import trial as peers
 from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
@@ -95,7 +95,8 @@ def _traffic(plan: Comparison) -> Callable[[Measured], dict[str, object]]:
             "traffic": [
                 {"host": link.host, "in_bytes": link.in_bytes, "out_bytes": link.out_bytes}
                 for link in links
-            ]
+            ],
+            "cpu_s_per_gb": cpu_s_per_gb(row) if plan.hosts else None,
         }
 
     return traffic

@@ -26,7 +26,11 @@ _MORE = (
     System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
 )
 SYSTEMS = {**systems.SYSTEMS, **{system.name: system for system in _MORE}}
-NETWORKED = ("kvps", "kvps apart", "kvps sgd", "kvps zero-copy", *systems.COMPRESSED, "gloo")
+NETWORKED = (
+    *("kvps", "kvps no keys", "kvps apart", "kvps sgd", "kvps zero-copy"),
+    *systems.COMPRESSED,
+    "gloo",
+)
 """Systems that run on several hosts."""
 NAMED_ONLY = ("kvps apart", *systems.NAMED_ONLY)
 """Systems that are measured only if they are named: they mean something on slow networks only."""

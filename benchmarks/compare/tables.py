@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from benchmarks.compare.networks.layout import Hosts
-from benchmarks.compare.networks.traffic import traffic_of
+from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.sweeps import Sweep
 from kvps.bench.figures import Measured
 from kvps.bench.tables import add_time_columns, times_of
@@ -33,11 +33,14 @@ def table_of_network(rows: Sequence[Measured], link_bytes_per_s: float) -> Table
     for name in ("workload", "system"):
         table.add_column(name)
     add_time_columns(table)
-    table.add_column("% of M/B", justify="right")
+    for name in ("% of M/B", "CPU s per GB"):
+        table.add_column(name, justify="right")
     for row in rows:
         bound_ms = 1e3 * row.case.payload_bytes / link_bytes_per_s
         percent = f"{100 * bound_ms / row.median_ms:.0f}"
-        table.add_row(row.case.workload, row.system, *times_of(row, rows), percent)
+        table.add_row(
+            row.case.workload, row.system, *times_of(row, rows), percent, f"{cpu_s_per_gb(row):.2f}"
+        )
     return table
 
 

@@ -22,6 +22,8 @@ class NetworkTrial(Trial):
     """A trial on hosts with links of a set rate."""
 
     traffic: tuple[Traffic, ...] = ()
+    cpu_s: float = 0.0
+    """Processor time of all processes in a round."""
 
 
 def traffic_between(
@@ -49,4 +51,13 @@ def traffic_of(row: Measured) -> tuple[Traffic, ...]:
             statistics.median(link.out_bytes for link in links),
         )
         for links in zip(*(trial.traffic for trial in trials), strict=True)
+    )
+
+
+def cpu_s_per_gb(row: Measured) -> float:
+    """Return the processor time that 10^9 bytes on a link took at both ends together; the median of the trials."""
+    return statistics.median(
+        1e9 * trial.cpu_s / sum(link.out_bytes for link in trial.traffic)
+        for trial in row.trials
+        if isinstance(trial, NetworkTrial)
     )

@@ -1,10 +1,14 @@
 """One trial of one system on hosts with links of a set rate, with the traffic of each link.
 
-The links' counters are read twice, before the first measured round and after the last, while all
-workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`).
+The links' counters and the processor time of all processes are read twice, before the first measured round and after
+the last, while all workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`). A cluster has keys of
+its own, in memory, unless the system is one without.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
 
 from benchmarks.compare.networks.layout import Hosts
 from benchmarks.compare.networks.namespaces import Namespaces
@@ -23,6 +27,7 @@ from kvps.bench.local import (
 from kvps.bench.processes import Group, Leash
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
+from kvps.runtime.keys import KeyMemory, generate
 
 SCHEDULER_PORT = 9091
 GLOO_PORT = 29500
@@ -37,11 +42,12 @@ def measure(
     Raises:
         KvpsError: if it fails.
     """
-    counted: list[list[tuple[int, int]]] = []
-    with Group(leash) as group:
-        gate = group.gate(lambda: counted.append(namespaces.counters()))
+    counted: list[tuple[list[tuple[int, int]], float]] = []
+    with Group(leash) as group, closing(KeyMemory(generate())) as keys:
+        gate = group.gate(lambda: counted.append((namespaces.counters(), group.cpu_s())))
+        doors = {} if "KVPS_INSECURE" in system.env else {"KVPS_KEYS": keys.path}
         if system.kind == "kvps":
-            _start_cluster(group, case, hosts, namespaces)
+            _start_cluster(group, case, hosts, namespaces, {**system.env, **doors})
         for rank in range(case.workers):
             words = worker_flags(system, case, rounds)
             if rank == 0:
@@ -50,25 +56,29 @@ def measure(
             group.start(
                 f"{system.name} worker {rank}",
                 namespaces.inside(hosts.of_worker(rank), [*module(name), *words]),
-                _environment(system, rank, case, hosts, namespaces),
+                {**_environment(system, rank, case, hosts, namespaces), **doors},
                 is_measured=True,
                 pass_fds=gate if rank == 0 else (),
             )
         trial = trial_of(group.wait(), case.workers, system.name)
     if len(counted) != 2:
         raise KvpsError(f"{system.name}: the links were read {len(counted)} times, not 2")
-    return NetworkTrial(trial.rounds_ms, traffic_between(counted[0], counted[1], rounds))
+    (links_before, cpu_before), (links_after, cpu_after) = counted
+    traffic = traffic_between(links_before, links_after, rounds)
+    return NetworkTrial(trial.rounds_ms, traffic, (cpu_after - cpu_before) / rounds)
 
 
-def _start_cluster(group: Group, case: Case, hosts: Hosts, namespaces: Namespaces) -> None:
-    env = config.environment(THREADS, {})
+def _start_cluster(
+    group: Group, case: Case, hosts: Hosts, namespaces: Namespaces, doors: Mapping[str, str]
+) -> None:
+    env = config.environment({**THREADS, **doors}, {})
     scheduler = _scheduler(namespaces)
     sizes = ["--workers", str(case.workers), "--servers", str(case.servers)]
-    argv = [*module("kvps.cli.scheduler"), *sizes, "--bind", scheduler, "--insecure"]
+    argv = [*module("kvps.cli.scheduler"), *sizes, "--bind", scheduler]
     group.start("kvps-scheduler", namespaces.inside(0, argv), env)
     for rank in range(case.servers):
         host = hosts.of_server(rank)
-        place = ["--scheduler", scheduler, "--rank", str(rank), "--insecure"]
+        place = ["--scheduler", scheduler, "--rank", str(rank)]
         bind = ["--bind", f"tcp://{namespaces.address(host)}:0"]
         argv = [*module("kvps.cli.server"), *place, *bind]
         group.start(f"kvps-server {rank}", namespaces.inside(host, argv), env)

@@ -23,7 +23,7 @@ def row(case: Case, system: str, *medians: float) -> Measured:
         Traffic("host 1", 1.024e6, 2.048e6),
         Traffic("host 2", 1.0, 1.0),
     )
-    return Measured(case, system, [NetworkTrial((one,), traffic) for one in medians])
+    return Measured(case, system, [NetworkTrial((one,), traffic, 0.001) for one in medians])
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -46,8 +46,8 @@ def test_a_sweep_shows_its_values() -> None:
 def test_a_network_shows_the_part_of_the_bound() -> None:
     # 1.024 MB at 1.024 MB/s take a second
     found = cells(tables.table_of_network([row(SMALL, "kvps", 2000.0)], 1.024e6))
-    assert found[0][-1] == "% of M/B"
-    assert found[1] == ["small", "kvps", "2,000", "2,000 .. 2,000", "", "50"]
+    assert found[0][-2:] == ["% of M/B", "CPU s per GB"]
+    assert found[1] == ["small", "kvps", "2,000", "2,000 .. 2,000", "", "50", "0.49"]
 
 
 def test_links_show_bytes_and_shares_of_the_model() -> None:

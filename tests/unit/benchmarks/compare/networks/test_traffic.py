@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.compare.networks.traffic import (
     NetworkTrial,
     Traffic,
+    cpu_s_per_gb,
     traffic_between,
     traffic_of,
 )
@@ -18,3 +19,9 @@ def test_links_carry_what_their_counters_grew_by() -> None:
     assert traffic_of(Measured(Case("small", 2, 2), "kvps", trials)) == (
         Traffic("host 0", 2.0, 4.0),
     )
+
+
+def test_processor_time_is_told_by_what_links_carried() -> None:
+    links = (Traffic("host 0", 0.0, 2e6), Traffic("host 1", 2e6, 0.0))
+    trials = [NetworkTrial((1.0,), links, cpu_s) for cpu_s in (0.001, 0.002, 0.009)]
+    assert cpu_s_per_gb(Measured(Case("small", 2, 2), "kvps", trials)) == 1.0
