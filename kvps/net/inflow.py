@@ -34,9 +34,12 @@ EACH_S = 0.2e-3
 DRIFT_PER_S = 32
 GREETING = 1024
 """Bytes that a connection carries besides messages: heartbeats, per second, and the handshake."""
-SWELL, SWELL_BYTES = 4, 256 << 20
+SWELL, SWELL_BYTES = 2, 256 << 20
 """How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
-takes 64 bytes of memory, however short it is."""
+takes 64 bytes of memory and more, however short it is."""
+GIVE_BACK_S, GIVE_BACK_EVERY_S = 10.0, 1.0
+"""How long after a connection that had much here memory is given back, and how often: libzmq frees the parts of a
+message one by one, in a thread of its own."""
 IDLE_S, IDLE_MAX = 5.0, 256
 """Seconds that a connection may carry nothing that is a packet, and maximum such connections: of more, the
 oldest are closed, before they take all file descriptors."""
@@ -110,8 +113,7 @@ class Inflow:
         """By file descriptor."""
         self._look_at = 0.0
         self._quiet_until, self._unsaid = 0.0, 0
-        self._has_closed = False
-        """At the last look a connection was closed, so that there is memory to give back."""
+        self._give_back_at, self._give_back_until = 0.0, 0.0
         self.port = 0
         """Where they were accepted: by this a descriptor that is another's by now is told apart."""
 
@@ -121,7 +123,9 @@ class Inflow:
 
     def closed(self, fd: int) -> None:
         """A connection broke."""
-        self._connections.pop(fd, None)
+        one = self._connections.pop(fd, None)
+        if one is not None and one.base is not None:
+            self._give_back_until = self._clock() + GIVE_BACK_S
 
     def took(self, fd: int, octets: int) -> None:
         """So many bytes of messages were taken out, framing included."""
@@ -137,36 +141,39 @@ class Inflow:
 
     def wait_s(self, timeout_s: float | None) -> float | None:
         """Return how long may be waited at most, if nothing comes."""
-        if not self._connections and not self._has_closed:
+        if not self._has_work(self._clock()):
             return timeout_s
         left_s = max(0.0, self._look_at - self._clock())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
+    def _has_work(self, now: float) -> bool:
+        return bool(self._connections) or now < self._give_back_until
+
     def look(self) -> None:
         """Close connections of which too much lies here, if it is time to look."""
         began = self._clock()
-        if not (self._connections or self._has_closed) or began < self._look_at:
+        if not self._has_work(began) or began < self._look_at:
             return
         rests: dict[int, float] = {}
         for fd, one in list(self._connections.items()):
             received = _received(fd)
             if received is None:
-                del self._connections[fd]
+                self.closed(fd)
             else:
                 rests[fd] = received - one.taken - DRIFT_PER_S * (began - one.since)
-        has_closed = False
         for fd, limit in self._excessive(rests):
-            has_closed |= self._close(
+            self._close(
                 fd,
                 f"it has sent {rests[fd]:.0f} octets that make no whole message yet, and {limit} is the most",
             )
             del self._connections[fd]
+            self._give_back_until = began + GIVE_BACK_S
         for fd in self._idle(began):
             self._close(fd, f"it has said nothing, as have more than {IDLE_MAX} others")
             del self._connections[fd]
-        if self._has_closed:  # the time before, and libzmq has dropped what came
+        if self._give_back_at <= began < self._give_back_until:
             give_back()
-        self._has_closed = has_closed
+            self._give_back_at = began + GIVE_BACK_EVERY_S
         self._look_at = began + LOOK_EVERY_S + EACH_S * len(self._connections)
 
     def _excessive(self, rests: dict[int, float]) -> Iterator[tuple[int, int]]:
@@ -196,22 +203,21 @@ class Inflow:
         ]
         return idle[: max(0, len(idle) - IDLE_MAX)]
 
-    def _close(self, fd: int, why: str) -> bool:
+    def _close(self, fd: int, why: str) -> None:
         try:
             same = socket.socket(fileno=os.dup(fd))
         except OSError:
-            return False
+            return
         with closing(same):
             try:
                 if same.getsockname()[1] != self.port:
-                    return False  # it broke just now, and the number is another's already
+                    return  # it broke just now, and the number is another's already
                 peer = same.getpeername()
             except OSError:
-                return False
+                return
             if not _dissolve(same.fileno()):
-                return False
+                return
         self._tell(f"{peer[0]}:{peer[1]}", why)
-        return True
 
     def _tell(self, whence: str, why: str) -> None:
         """Say in the log that a connection was closed, unless that was said of another just now."""

@@ -37,6 +37,7 @@ from kvps.net.doorman import Doorman, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
+from kvps.net.memory import give_back
 from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
@@ -47,6 +48,8 @@ BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
 SURPLUS_BATCH = 4096
 """And so many frames of a message that has too many for a packet: they are dropped one by one."""
+SURPLUS_MAX = 1 << 16
+"""Of more frames than that, what they took is given back: libzmq has 64 bytes for each."""
 QUEUE_MAX = {True: 1000, False: 16384}
 """Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
 Who reads none of its answers is sent no more; it asks again what it misses."""
@@ -114,8 +117,8 @@ class ZmqTransport:
         self._frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
         self._queue_max = QUEUE_MAX[is_control]
         self._inflow = Inflow(CONTROL if is_control else data_limits())
-        self._surplus: set[zmq.Socket[bytes]] = set()
-        """Those in the middle of a message that has too many frames for a packet."""
+        self._surplus: Counter[zmq.Socket[bytes]] = Counter()
+        """Those in the middle of a message that has too many frames for a packet, and how many were taken out."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
@@ -387,11 +390,12 @@ class ZmqTransport:
         if one in self._surplus:
             if not self._drop_surplus(one):
                 return None
-            self._surplus.discard(one)
+            if self._surplus.pop(one) > SURPLUS_MAX:
+                give_back()
         frames = [one.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
-                self._surplus.add(one)
+                self._surplus[one] = len(frames)
                 if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
                 route = frames[0].bytes if before else self._names[one]
@@ -405,6 +409,7 @@ class ZmqTransport:
     def _drop_surplus(self, one: zmq.Socket[bytes]) -> bool:
         """Take out some of a message that has too many frames; return whether that was the end of it."""
         fd, octets, is_over = None, 0, False
+        self._surplus[one] += SURPLUS_BATCH
         for _ in range(SURPLUS_BATCH):
             frame = one.recv(zmq.NOBLOCK, copy=False)
             fd = descriptor_of([frame, frame]) if fd is None else fd
