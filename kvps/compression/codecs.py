@@ -25,6 +25,7 @@ from kvps.compression.spec import (
     GROUP,
     INT8,
     RANDOMK,
+    TABLE,
     TOPK,
     CodecSpec,
     kept,
@@ -51,15 +52,15 @@ def encode(
 
     Example:
         >>> rest = torch.tensor([0.7, -0.2, 0.1])
-        >>> octets = encode(Code(BIT2, 0.5), rest)
-        >>> decode(Code(BIT2, 0.5), octets, torch.empty(3))
+        >>> octets = encode(CodecSpec(BIT2, 0.5), rest)
+        >>> decode(CodecSpec(BIT2, 0.5), octets, torch.empty(3))
         tensor([0.5000, 0.0000, 0.0000])
         >>> rest
         tensor([ 0.2000, -0.2000,  0.1000])
     """
     count = len(rest)
     out = torch.empty(size(code, count), dtype=torch.uint8, device=rest.device)
-    write, step = _WRITERS[code.codec], count if code.codec in (TOPK, RANDOMK) else BLOCK
+    write, step = ARITHMETIC[code.codec][0], _step(code, count)
     begin = 0
     for start in range(0, count, step):
         block = rest[start : start + step]
@@ -84,7 +85,7 @@ def decode(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> torch.Te
     """
     count = len(out)
     assert len(octets) == size(code, count)
-    read, step = _READERS[code.codec], count if code.codec in (TOPK, RANDOMK) else BLOCK
+    read, step = ARITHMETIC[code.codec][1], _step(code, count)
     begin = 0
     for start in range(0, count, step):
         block = out[start : start + step]
@@ -92,6 +93,11 @@ def decode(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> torch.Te
         read(code, octets[begin:end], block)
         begin = end
     return out
+
+
+def _step(code: CodecSpec, count: int) -> int:
+    """Return how many elements make a block."""
+    return count if TABLE[code.codec].is_whole else BLOCK
 
 
 # --- halves -----------------------------------------------------------------------------------------
@@ -286,21 +292,13 @@ def _store(out: torch.Tensor, numbers: torch.Tensor) -> None:
         out.copy_(numbers.contiguous().view(torch.uint8))
 
 
-_WRITERS = {
-    FP16: _write_half,
-    BF16: _write_half,
-    BIT1: _write_1bit,
-    BIT2: _write_2bit,
-    INT8: _write_int8,
-    TOPK: _write_topk,
-    RANDOMK: _write_randomk,
+ARITHMETIC = {
+    FP16: (_write_half, _read_half),
+    BF16: (_write_half, _read_half),
+    BIT1: (_write_1bit, _read_1bit),
+    BIT2: (_write_2bit, _read_2bit),
+    INT8: (_write_int8, _read_int8),
+    TOPK: (_write_topk, _read_topk),
+    RANDOMK: (_write_randomk, _read_randomk),
 }
-_READERS = {
-    FP16: _read_half,
-    BF16: _read_half,
-    BIT1: _read_1bit,
-    BIT2: _read_2bit,
-    INT8: _read_int8,
-    TOPK: _read_topk,
-    RANDOMK: _read_randomk,
-}
+"""Codec -> how a block is written, and read."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from kvps.compression.spec import BIT1, BIT2, CODECS, RANDOMK, TOPK, CodecSpec, fits
+from kvps.compression.spec import CODECS, TABLE, CodecSpec, fits
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError
 
@@ -134,7 +134,7 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
         )
     else:
         codec = CODECS[kind]
-    takes = _takes(codec)
+    takes = TABLE[codec].takes if codec else ()
     unknown = next((name for name in params if name not in ("type", *takes)), None)
     if unknown is not None:
         allowed = ", ".join(("type", *takes, "pull", "min_bytes", "rules"))
@@ -145,7 +145,7 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
     if "threshold" in takes:
         number = _float("threshold", params.get("threshold", THRESHOLD))
         if not fits(CodecSpec(codec, number)):
-            over = " over 0" if codec == BIT2 else ""
+            over = "" if fits(CodecSpec(codec, 0.0)) else " over 0"
             raise ConfigError(
                 f"compression threshold={number}: {kind} needs one{over} that float32 can hold"
             )
@@ -157,15 +157,6 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise ConfigError(f"compression seed={seed!r:.40}: use an integer from 0 to 2^62-1")
     return CodecSpec(codec, number, 1.0, seed)
-
-
-def _takes(codec: int) -> tuple[str, ...]:
-    """Return which parameters a codec has."""
-    if codec in (BIT1, BIT2):
-        return ("threshold",)
-    if codec == TOPK:
-        return ("ratio",)
-    return ("ratio", "seed") if codec == RANDOMK else ()
 
 
 def _float(name: str, value: object) -> float:

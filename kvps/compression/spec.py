@@ -19,6 +19,7 @@ Elements are written in blocks of :data:`BLOCK`, each by itself and one behind t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvps.errors import ProtocolError
@@ -34,19 +35,6 @@ SEEDS = 2**63
 
 FP16, BF16, BIT1, BIT2, INT8, TOPK, RANDOMK = range(1, 8)
 
-CODECS = {
-    "fp16": FP16,
-    "bf16": BF16,
-    "1bit": BIT1,
-    "2bit": BIT2,
-    "int8": INT8,
-    "topk": TOPK,
-    "randomk": RANDOMK,
-}
-"""The number of each codec on the wire, by the name that users give it."""
-
-NAMES = {number: name for name, number in CODECS.items()}
-
 
 class CodecSpec(NamedTuple):
     """How elements are written."""
@@ -60,6 +48,37 @@ class CodecSpec(NamedTuple):
     """From which the indices of ``randomk`` follow; else 0."""
 
 
+class Codec(NamedTuple):
+    """What differs between codecs, but for the arithmetic (:data:`kvps.compression.codecs.ARITHMETIC`)."""
+
+    name: str
+    """By which users ask for it."""
+    size: Callable[[CodecSpec, int], int]
+    """Return the bytes of so many elements."""
+    takes: tuple[str, ...] = ()
+    """Its parameters: ``threshold`` (with a scale), ``ratio`` or ``seed``."""
+    is_whole: bool = False
+    """All elements of a run are one block."""
+
+
+def _kept_bytes(each: int) -> Callable[[CodecSpec, int], int]:
+    return lambda code, count: each * kept(code, count)
+
+
+TABLE: Mapping[int, Codec] = {
+    FP16: Codec("fp16", lambda _, count: 2 * count),
+    BF16: Codec("bf16", lambda _, count: 2 * count),
+    BIT1: Codec("1bit", lambda _, count: -(-count // 8), ("threshold",)),
+    BIT2: Codec("2bit", lambda _, count: 2 * -(-count // 8), ("threshold",)),
+    INT8: Codec("int8", lambda _, count: count + 4 * -(-count // GROUP)),
+    TOPK: Codec("topk", _kept_bytes(8), ("ratio",), is_whole=True),
+    RANDOMK: Codec("randomk", _kept_bytes(4), ("ratio", "seed"), is_whole=True),
+}
+"""Number on the wire -> codec."""
+CODECS = {codec.name: number for number, codec in TABLE.items()}
+"""The number of each codec on the wire, by the name that users give it."""
+
+
 def check(code: CodecSpec) -> CodecSpec:
     """Return ``code`` if it can be meant.
 
@@ -67,16 +86,16 @@ def check(code: CodecSpec) -> CodecSpec:
         ProtocolError: if it cannot.
 
     Example:
-        >>> check(Code(BIT2, 0.5)).number
+        >>> check(CodecSpec(BIT2, 0.5)).number
         0.5
     """
-    name = NAMES.get(code.codec)
-    if name is None:
-        raise ProtocolError(f"no codec has number {code.codec}; there are 1 to {max(NAMES)}")
+    codec = TABLE.get(code.codec)
+    if codec is None:
+        raise ProtocolError(f"no codec has number {code.codec}; there are 1 to {max(TABLE)}")
     if not fits(code):
-        raise ProtocolError(f"{name} with number {code.number} and scale {code.scale}")
-    if code.codec in (TOPK, RANDOMK) and not 0 < code.number <= 1:
-        raise ProtocolError(f"{name} has a ratio over 0 and up to 1, not {code.number}")
+        raise ProtocolError(f"{codec.name} with number {code.number} and scale {code.scale}")
+    if "ratio" in codec.takes and not 0 < code.number <= 1:
+        raise ProtocolError(f"{codec.name} has a ratio over 0 and up to 1, not {code.number}")
     return code
 
 
@@ -92,34 +111,24 @@ def kept(code: CodecSpec, count: int) -> int:
     """Return how many of ``count`` elements ``topk`` or ``randomk`` keeps: at least one.
 
     Example:
-        >>> kept(Code(TOPK, 0.01), 250)
+        >>> kept(CodecSpec(TOPK, 0.01), 250)
         3
     """
     return min(count, max(1, math.ceil(code.number * count)))
-
-
-def seeded(code: CodecSpec, number: int) -> CodecSpec:
-    """Return the code of push, or version, ``number``: by another seed, other elements are drawn."""
-    return code._replace(seed=(code.seed + number) % SEEDS)
 
 
 def size(code: CodecSpec, count: int) -> int:
     """Return the bytes of ``count`` elements.
 
     Example:
-        >>> size(Code(BIT2, 0.5), 1_000_000)
+        >>> size(CodecSpec(BIT2, 0.5), 1_000_000)
         250000
     """
-    match code.codec:
-        case 1 | 2:
-            return 2 * count
-        case 3:
-            return -(-count // 8)
-        case 4:
-            return 2 * -(-count // 8)
-        case 5:
-            return count + 4 * -(-count // GROUP)
-        case 6:
-            return 8 * kept(code, count)
-        case _:
-            return 4 * kept(code, count)
+    return TABLE[code.codec].size(code, count)
+
+
+def seeded(code: CodecSpec, number: int) -> CodecSpec:
+    """Return the code of push, or version, ``number``: with another seed, other elements are drawn."""
+    if "seed" not in TABLE[code.codec].takes:
+        return code
+    return code._replace(seed=(code.seed + number) % SEEDS)

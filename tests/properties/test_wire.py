@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvps.compression.spec import NAMES, CodecSpec
+from kvps.compression.spec import TABLE, CodecSpec
 from kvps.dtypes import BY_ID, DTYPES
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
@@ -91,7 +91,7 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
 
 codes = st.builds(
     CodecSpec,
-    st.sampled_from(sorted(NAMES)),
+    st.sampled_from(sorted(TABLE)),
     st.floats(1e-10, 1),
     st.floats(1e-20, 1e20),
     naturals,

@@ -22,7 +22,6 @@ import torch
 from kvps.compression import spec
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
-from kvps.compression.spec import RANDOMK
 from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import (
     ChunkSlice,
@@ -131,9 +130,8 @@ class ErrorFeedback:
         runs = tuple(
             [Run(start, size, of_key(numbers, key)) for start, size, key, _ in share.segments]
         )
-        code = setting.code
-        if code.codec == RANDOMK:  # the same elements on every worker, others in every round
-            code = spec.seeded(code, runs[0].number)
+        # The same elements on every worker, others in every round, where a codec draws them.
+        code = spec.seeded(setting.code, runs[0].number)
         held: tuple[int, ...] = ()
         if message.pull and setting.back is not None:
             held = self._held(share, keys)

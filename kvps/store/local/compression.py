@@ -11,7 +11,7 @@ import torch
 
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import KeyCompression
-from kvps.compression.spec import RANDOMK, seeded
+from kvps.compression.spec import seeded
 from kvps.tensors import Array, as_tensor
 
 
@@ -37,9 +37,7 @@ class LocalCoding:
 
         Values that are not finite come back as they are; ``on_nonfinite`` decides about those.
         """
-        code = setting.code
-        if code.codec == RANDOMK:
-            code = seeded(code, version)
+        code = seeded(setting.code, version)
         results: list[Array] = []
         for index, value in enumerate(devices):
             tensor = as_tensor(value)

@@ -13,8 +13,8 @@ from kvps.compression.spec import (
     CODECS,
     FP16,
     INT8,
-    NAMES,
     RANDOMK,
+    TABLE,
     TOPK,
     CodecSpec,
     check,
@@ -90,7 +90,7 @@ def test_what_no_code_may_say(code: CodecSpec, match: str) -> None:
 def test_what_each_may_say(name: str) -> None:
     code = CodecSpec(CODECS[name], 0.5, 0.1, 7)
     assert check(code) is code
-    assert NAMES[code.codec] == name
+    assert TABLE[code.codec].name == name
 
 
 def test_seeds_do_not_leave_their_range() -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.compression.codecs import decode, encode
-from kvps.compression.spec import BIT1, BIT2, RANDOMK, CodecSpec, fits, seeded
+from kvps.compression.spec import TABLE, CodecSpec, fits, seeded
 
 STEPS_MAX = 16
 _KEPT = 0.5
@@ -179,7 +179,7 @@ def code_of(code: CodecSpec | None, version: int, lr: float | None) -> CodecSpec
     """
     if code is None:
         return None
-    if code.codec in (BIT1, BIT2) and lr is not None:
+    if "threshold" in TABLE[code.codec].takes and lr is not None:
         code = code._replace(scale=abs(lr))
         return code if fits(code) else None
-    return seeded(code, version) if code.codec == RANDOMK else code
+    return seeded(code, version)
