@@ -53,7 +53,7 @@ def test_a_flag_that_has_moved_answers_with_its_command(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         demand_own(parser().parse_args(argv), argv)
     assert str(caught.value) == (
-        f"{flag} is not measured by an installed kvps. In a clone of the repository "
+        f"{flag} is not part of kvps bench. In a clone of the repository "
         f"(docs/benchmarks.md) run: python -m benchmarks.compare --rounds 2 {flag} 'a b'"
     )
 
