@@ -52,8 +52,8 @@ def split_and_load(
     if even_split and size % count:
         raise Mismatch(
             f"a batch of {size} cannot be split evenly over {count} devices; use a batch size that "
-            f"is a multiple of {count} (drop_last=True in the DataLoader leaves out the smaller "
-            "last one), or even_split=False"
+            f"is a multiple of {count} (drop_last=True in the DataLoader skips the smaller last "
+            "batch), or even_split=False"
         )
     slices = torch.tensor_split(tensor, count, dim=batch_axis)
     return [one.to(device) for one, device in zip(slices, targets, strict=True)]
@@ -89,7 +89,7 @@ def data_sampler(
     """
     if not isinstance(dataset, Sized):
         raise ConfigError(
-            f"{type(dataset).__name__} has no length, so it cannot be shared out; let each worker "
+            f"{type(dataset).__name__} has no length, so it cannot be divided; let each worker "
             "read its own part, by kv.rank and kv.num_workers"
         )
     return DistributedSampler(

@@ -169,8 +169,8 @@ def unforeseen(me: str, error: Exception) -> KvpsError:
     if isinstance(error, KvpsError):
         return error
     return KvpsError(
-        f"{me} failed at this ({type(error).__name__}); its log has the traceback. It goes on without; "
-        "please report this as a bug of kvps, unless the packet was none of kvps"
+        f"{me} could not process this packet ({type(error).__name__}), and ignores it; its log has "
+        "the traceback. If kvps sent the packet, please report this as a bug"
     )
 
 

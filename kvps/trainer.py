@@ -155,7 +155,7 @@ class Trainer:
         if overlap and kv is not None:
             if not isinstance(kv, KVStore):
                 raise ConfigError(
-                    f"overlap=True needs a store of kvps, and {kv.type!r} is a plug-in"
+                    f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in"
                 )
             self._exchange = GradientSync(self._model, before=self._scale, brings_weights=on_store)
             self._exchange.is_held = on_store  # until a batch size is known
@@ -199,9 +199,9 @@ class Trainer:
         if exchange.values and batch != self.batch_size:
             exchange.discard()
             raise ConfigError(
-                f"batch_size={batch:g}, and gradients have left that were scaled for "
-                f"{self.batch_size:g}: the servers have made this step with these. Set "
-                f"trainer.batch_size = {batch:g} before backward(), or make the Trainer without overlap"
+                f"batch_size={batch:g}, but gradients were already pushed with the scale "
+                f"of {self.batch_size:g}, and the servers used them in this step. Set "
+                f"trainer.batch_size = {batch:g} before backward(), or create the Trainer without overlap"
             )
         self.batch_size = batch
         try:
@@ -301,7 +301,7 @@ class Trainer:
         if self._kv is None:
             return
         if not isinstance(self._kv, KVStore):
-            raise ConfigError(f"join() needs a store of kvps, and {self._kv.type!r} is a plug-in")
+            raise ConfigError(f"join() needs a store of kvps, but {self._kv.type!r} is a plug-in")
         if self._exchange is not None:
             self._exchange.discard()
         self._model.survive(self._join)
@@ -398,8 +398,8 @@ class Trainer:
         if stale:
             raise ConfigError(
                 f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no backward() has "
-                "reached it since zero_grad(). Set requires_grad_(False) on what is not trained, "
-                "or give ignore_stale_grad=True, which counts such a gradient as 0"
+                "reached it since zero_grad(). Set requires_grad_(False) on parameters that are not "
+                "trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
             )
         return names
 
@@ -441,7 +441,7 @@ class Trainer:
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
             raise ConfigError(
-                f"{call}() is half a step, and the store does both halves; call step(), or make "
+                f"{call}() is half a step, but the store does both halves; call step(), or create "
                 "the Trainer with update_on_kvstore=False"
             )
         return self._local
@@ -463,8 +463,8 @@ def _checked(
         )
     if options:
         raise ConfigError(
-            "optimizer_params go with the name of an optimizer; give a torch optimizer its "
-            "numbers when you make it"
+            "optimizer_params needs the name of an optimizer; a torch optimizer gets its "
+            "hyper-parameters when you create it"
         )
     check_groups(optimizer, params)
     return None

@@ -144,7 +144,7 @@ def split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list
     at = given.index("--") if "--" in given else len(given)
     parsed, command = parser.parse_args(given[:at]), given[at + 1 :]
     if not command:
-        parser.error("no command: put it behind --, as in '-- python train.py'")
+        parser.error("no command: put it after --, as in '-- python train.py'")
     return parsed, command
 
 

@@ -30,8 +30,8 @@ class Foothold:
             self._folder = tempfile.mkdtemp(prefix=PREFIX)  # nobody else can read it
         except OSError as error:
             raise ConfigError(
-                f"cannot make a folder for the scheduler's state ({error}), which --max-restarts "
-                "needs: make room, or set TMPDIR to a folder that can be written"
+                f"cannot create the directory for the scheduler's state ({error}), which "
+                "--max-restarts needs: free space, or set TMPDIR to a writable directory"
             ) from error
         leash.hold_folder(self._folder)
         # Bound and not listened on, so that nobody else gets the port while there is no scheduler.

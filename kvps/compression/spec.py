@@ -76,7 +76,7 @@ def check(code: CodecSpec) -> CodecSpec:
     if not fits(code):
         raise ProtocolError(f"{name} with number {code.number} and scale {code.scale}")
     if code.codec in (TOPK, RANDOMK) and not 0 < code.number <= 1:
-        raise ProtocolError(f"{name} has a ratio over 0 and up to 1, not {code.number}")
+        raise ProtocolError(f"{name} needs a ratio above 0 and up to 1, not {code.number}")
     return code
 
 

@@ -57,14 +57,14 @@ class Progress:
         if self.is_quiet == was_quiet:
             return ""
         if self.is_quiet:
-            return f"lives, but has called nothing for {now - self.moved_at:.0f} s"
+            return f"alive, but has made no call for {now - self.moved_at:.0f} s"
         return "calls again"
 
     def words(self, now: float) -> str:
         """Say how the script of a member that beats stands."""
         quiet_s = now - self.moved_at
         if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
-            return f"hangs: its kvps-worker lives, its process is silent for {now - self.heard_at:.0f} s"
+            return f"hangs: its kvps-worker is alive, its process has been silent for {now - self.heard_at:.0f} s"
         if self.waits_in:
-            return f"alive, waits in {self.waits_in} for {quiet_s:.0f} s"
-        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has called nothing yet"
+            return f"alive, has waited in {self.waits_in} for {quiet_s:.0f} s"
+        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has made no call yet"

@@ -55,8 +55,8 @@ def describe(key: str, flaw: Flaw) -> str:
 
 def _source(ranks: Sequence[int]) -> str:
     if not ranks:
-        return "every push is finite, their sum is not"
+        return "every push is finite, but their sum is not"
     if len(ranks) == 1:
         return f"from rank {ranks[0]}"
     named = some_of([str(rank) for rank in ranks], RANKS_MAX)
-    return f"from ranks among {named}, or from their sum"
+    return f"from some of ranks {named}, or from their sum"

@@ -62,7 +62,7 @@ def demand(who: str, count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
         return
     raise ConfigError(
-        f"{who} needs {count} file descriptors beside the {there} that are open, and this process may have "
+        f"{who} needs {count} file descriptors besides the {there} that are open, and this process may have "
         f"{hard} in all: raise the limit to {need} or more (ulimit -n {need}; LimitNOFILE= in systemd, "
         "--ulimit nofile= in docker), and start it again"
     )

@@ -105,7 +105,7 @@ class Doorman:
         self.counts[why] += 1
         if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
             log.warning(
-                "%d packets along one connection (from %s) were refused within %.0f s: it is not heard for "
+                "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
                 "%.0f s",
                 *(REFUSED_MAX, whence(route, frames), WITHIN_S, IGNORED_S),
             )

@@ -217,13 +217,14 @@ class Net:
             log.warning("%s: %s", what, error)
         elif is_new:
             log.error(
-                "%s failed, and this process goes on without: please report this as a bug",
+                "%s failed, and this process continues without it; please report this as a bug",
                 what,
                 exc_info=error,
             )
         else:
             log.error(
-                "%s failed again (%r), %d times in all, and %d of this kind since the last such line",
+                "%s failed again (%r), %d times in all, and %d times like this since the last "
+                "line of this kind",
                 *(what, error, self.count, unsaid + 1),
             )
 
@@ -265,9 +266,9 @@ def drive(
             return next(arrivals, None)
         except ProtocolError as error:
             if clock() >= quiet_until:
-                more = f", and {unsaid} more since the last such line" if unsaid else ""
+                more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
                 quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
-                log.warning("dropped what is no packet%s: %s", more, error)
+                log.warning("dropped a message that is not a packet%s: %s", more, error)
             else:
                 unsaid += 1
             return None

@@ -158,11 +158,11 @@ class Inflow:
         for fd, limit in self._excessive(rests):
             has_closed |= self._close(
                 fd,
-                f"it has sent {rests[fd]:.0f} octets that make no whole message yet, and {limit} is the most",
+                f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}",
             )
             del self._connections[fd]
         for fd in self._idle(began):
-            self._close(fd, f"it has said nothing, as have more than {IDLE_MAX} others")
+            self._close(fd, f"it has sent nothing, like more than {IDLE_MAX} others")
             del self._connections[fd]
         if self._has_closed:  # the time before, and libzmq has dropped what came
             give_back()
@@ -220,11 +220,13 @@ class Inflow:
             self._unsaid += 1
             return
         more = (
-            f" ({self._unsaid} more were closed since the last such line)" if self._unsaid else ""
+            f" ({self._unsaid} more were closed since the last line of this kind)"
+            if self._unsaid
+            else ""
         )
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
-            "closed the connection from %s: %s%s. If it is a member of the job, it comes back by itself",
+            "closed the connection from %s: %s%s. If it is a member of the job, it reconnects",
             *(whence, why, more),
         )
 

@@ -94,7 +94,9 @@ class Segment:
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         except (OSError, ValueError) as error:
             self.close()
-            raise Unshared(f"no segment of {self.size_bytes} bytes: {error}") from error
+            raise Unshared(
+                f"cannot create a segment of {self.size_bytes} bytes: {error}"
+            ) from error
         self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self.is_read = False
@@ -217,7 +219,7 @@ class Mapping:
         self._path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
             if not os.readlink(self._path).startswith(f"/memfd:{NAME} "):
-                raise Unshared(f"{self._path} is no memory of kvps: another host or container?")
+                raise Unshared(f"{self._path} is not memory of kvps: another host or container?")
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise Unshared(
@@ -236,7 +238,7 @@ class Mapping:
         if status.st_uid != os.geteuid():
             raise Unshared(f"its memory is user {status.st_uid}'s, not user {os.geteuid()}'s")
         if status.st_size != self.offer.size or seals & _SEALS != _SEALS:
-            raise Unshared("its memory is not of the size that was said, or may shrink")
+            raise Unshared("its memory does not have the announced size, or could shrink")
         self._inode = status.st_dev, status.st_ino
         self._map = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
         if int.from_bytes(self._map[:NONCE_BYTES], "big") != self.offer.nonce:
@@ -258,7 +260,7 @@ class Mapping:
         """
         if not PAGE_BYTES <= offset <= self.offer.size - size_bytes:
             raise ProtocolError(
-                f"bytes {offset} to {offset + size_bytes} are not in a segment of {self.offer.size}"
+                f"bytes {offset} to {offset + size_bytes} are outside a segment of {self.offer.size}"
             )
         block = Block((size_bytes,), np.uint8, self._whole, offset)  # type: ignore[arg-type]  # a ctypes array is a buffer
         block.keep = (self, keep)

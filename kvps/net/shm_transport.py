@@ -234,7 +234,7 @@ class SharingTransport:
             raise ProtocolError(f"{who} lends one packet's payload by several leases")
         lease = peer.taken.take(number)
         if lease is None:
-            raise ProtocolError(f"lease {number} of {who} was given back already")
+            raise ProtocolError(f"lease {number} of {who} was already returned")
         payload = [peer.mapping.read(one.offset, one.size, lease).data for one in packet.loans]
         return replace(packet, payload=tuple(payload))
 
@@ -314,7 +314,7 @@ class SharingTransport:
         """
         is_ours, life = route in self._near, (envelope.job, envelope.rank, envelope.incarnation)
         if not is_ours and life not in self._welcomed:
-            raise ProtocolError(f"{envelope.node} offers memory and was not welcomed")
+            raise ProtocolError(f"{envelope.node} offers memory before it was welcomed")
         if self._segment is None:
             self._say(route, Taken(message.nonce, False, self._why_not))
             return
@@ -328,7 +328,7 @@ class SharingTransport:
                 return
             self._peers[message.nonce] = peer
         elif peer.mapping.offer != message:
-            raise ProtocolError(f"{envelope.node} offers the same memory in another way")
+            raise ProtocolError(f"{envelope.node} offers the same memory again, differently")
         self._by_identity[_identity(envelope)] = peer
         self._meet(route, envelope)
         if not is_ours:
@@ -347,7 +347,7 @@ class SharingTransport:
         peer = self._by_route.get(route)
         if not message.mapped:
             why = shown(message.reason)
-            self._complain(f"{envelope.node} cannot read ours: {why}", route in self._near)
+            self._complain(f"{envelope.node} cannot read our memory: {why}", route in self._near)
         elif peer is not None:
             peer.reads_ours = self._segment.is_read = True
             self._segment.readers.add(route)
@@ -401,7 +401,7 @@ class SharingTransport:
 
 def _insisting(reason: str) -> Demanded:
     return Demanded(
-        f"KVPS_TRANSPORT=shm, and memory cannot be shared: {reason}. Run all processes on one host "
+        f"KVPS_TRANSPORT=shm, but memory cannot be shared: {reason}. Run all processes on one host "
         "as one user, or set KVPS_TRANSPORT=auto"
     )
 

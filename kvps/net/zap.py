@@ -185,7 +185,9 @@ class Porter:
             self._unsaid += 1
             return
         more = (
-            f" ({self._unsaid} more were refused since the last such line)" if self._unsaid else ""
+            f" ({self._unsaid} more were refused since the last line of this kind)"
+            if self._unsaid
+            else ""
         )
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
@@ -258,8 +260,10 @@ class Handshakes:
         """
         if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
             return False, (
-                f"the scheduler at {endpoint} does not know the key of this process: the key of a role may be "
-                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder or "
+                f"the scheduler at {endpoint} does not know the key of this process. The key may "
+                "be retired or "
+                "belong to another job, or this member was replaced. Give --keys (KVPS_KEYS) the "
+                "directory or "
                 "file of this job"
             )
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
@@ -279,19 +283,22 @@ class Handshakes:
         if self._turn % len(self._keys.scheduler):  # it may have been given another
             return True, ""
         return False, (
-            f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). Check "
-            "the address, and that both have the keys of one 'kvps keygen'"
+            f"the process at {endpoint} is not the scheduler whose public key is in --keys "
+            "(KVPS_KEYS). Check "
+            "the address, and that both have keys from the same 'kvps keygen'"
         )
 
     def _unlike(self, endpoint: str) -> str:
         if self._keys is not None:
             return (
-                f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys DIR, "
-                "or this without"
+                f"this process has keys, and the scheduler at {endpoint} has none: start the "
+                "scheduler with --keys DIR, "
+                "or this process without"
             )
         return (
-            f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR (KVPS_KEYS), "
-            "as 'kvps keygen' made it"
+            f"the scheduler at {endpoint} has keys, and this process has none: give this process "
+            "--keys DIR (KVPS_KEYS) with "
+            "the keys of that cluster"
         )
 
 

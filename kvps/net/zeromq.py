@@ -268,7 +268,7 @@ class ZmqTransport:
             self._forget(name, dealer)
             dealer.close(0)
             raise ConfigError(
-                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
+                f"{endpoint!r} is not an address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
         self._openings[name] = opening
         self._dealers[name] = dealer

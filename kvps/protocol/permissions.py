@@ -179,5 +179,5 @@ def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int
         raise ProtocolError(f"a {envelope.role} may not send {kind.__name__} to {place.value}")
     if head_bytes > HEAD_BYTES and kind not in LONG:
         raise ProtocolError(
-            f"a head of {head_bytes} octets is too long for {kind.__name__}: {HEAD_BYTES} is the most"
+            f"a head of {head_bytes} octets is too long for {kind.__name__}: the limit is {HEAD_BYTES}"
         )

@@ -106,7 +106,7 @@ class LocalCluster:
     def __init__(self, workers: int = 1, servers: int = 1) -> None:
         for name, given in (("workers", workers), ("servers", servers)):
             if type(given) is not int or given < 1:
-                raise ConfigError(f"{name}={given!r}: use a whole number from 1 on")
+                raise ConfigError(f"{name}={given!r}: use a whole number, 1 or more")
         self.workers = workers
         self.servers = servers
         self.scheduler = ""
@@ -144,7 +144,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         if LocalCluster.current is not None:
-            raise ConfigError("a LocalCluster is entered already; leave it first")
+            raise ConfigError("a LocalCluster is already active in this process; leave it first")
         self.start()
         LocalCluster.current = self
         return self
@@ -225,8 +225,8 @@ class LocalCluster:
             taken = len(self._sessions)
             if taken >= self.workers:
                 raise ConfigError(
-                    f"all {self.workers} workers of this LocalCluster are taken: each thread "
-                    "that creates a store is one; give LocalCluster(workers=...) more"
+                    f"all {self.workers} workers of this LocalCluster are taken: each thread that "
+                    "creates a store is a worker; use LocalCluster(workers=...) with more workers"
                 )
             rank = getattr(self._mine, "rank", None)
             session = worker_session(
@@ -250,7 +250,9 @@ class LocalCluster:
             ConfigError: if a worker has raised in an earlier call.
         """
         if self._has_failed:
-            raise ConfigError("a worker of this LocalCluster has failed; enter another one")
+            raise ConfigError(
+                "a worker of this LocalCluster has failed; create another LocalCluster"
+            )
         errors: list[BaseException] = []
 
         def work_as(rank: int) -> T:

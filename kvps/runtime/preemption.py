@@ -64,7 +64,7 @@ class RoundTracker:
         begins = not self._pushed
         is_main = threading.current_thread() is threading.main_thread()  # no other ends the process
         if begins and self._wish.is_asked and is_main:
-            log.warning("store %r: leaving behind the last round, as SIGTERM asked", self._store)
+            log.warning("store %r: got SIGTERM, leaving after the last round", self._store)
             raise SystemExit(0)
         self._pushed.update(keys)
 
@@ -88,8 +88,9 @@ def leave_at_sigterm() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "leave_at_sigterm() was called in a thread, and Python sets signal handlers only in the "
-            "main one; call it there, before the first store is created"
+            "leave_at_sigterm() was called outside the main thread, where Python cannot set "
+            "signal handlers; call "
+            "it in the main thread, before the first store is created"
         )
     asked.listen()
 

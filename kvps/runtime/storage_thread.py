@@ -95,7 +95,7 @@ def carry_out(folder: str, order: AnyOrder) -> Answer | None:
             except KvpsError as error:
                 return SnapshotWritten(cut, 0, "", error)
             log.debug(
-                "wrote %d octets of checkpoint %d in %.2f s",
+                "wrote %d bytes of checkpoint %d in %.2f s",
                 *(written.size, cut, time.monotonic() - began),
             )
             return SnapshotWritten(cut, written.size, written.sha256)
@@ -123,7 +123,7 @@ def carry_out(folder: str, order: AnyOrder) -> Answer | None:
             except KvpsError as error:
                 return Loaded(None, order.for_whom, error)
             log.info(
-                "read %d octets of checkpoint %d in %.2f s",
+                "read %d bytes of checkpoint %d in %.2f s",
                 *(image.size_bytes, order.cut, time.monotonic() - began),
             )
             return Loaded(image, order.for_whom)

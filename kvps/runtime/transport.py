@@ -90,7 +90,7 @@ def open_transport(
         if wish == "shm":
             zmq.close(0.0)
             raise ConfigError(
-                f"KVPS_TRANSPORT=shm, and memory cannot be shared here: {error}. Set "
+                f"KVPS_TRANSPORT=shm, but memory cannot be shared here: {error}. Set "
                 "KVPS_TRANSPORT=auto"
             ) from error
         log.warning("values travel in frames, not in shared memory: %s", error)

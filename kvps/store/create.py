@@ -180,8 +180,8 @@ def _refuse_servers_options(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{name}={value!r} needs servers, which allreduce does without; leave it out, or "
-                "use dist_sync (staleness= belongs to dist_ssp)"
+                f"{name}={value!r} needs servers, which an allreduce store does not have; omit it, "
+                "or use dist_sync (staleness= belongs to dist_ssp)"
             )
 
 
@@ -199,14 +199,14 @@ def _opened(
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
     bound = STALENESS if staleness is None else staleness
     if type(bound) is not int or bound < 0:
-        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes from 0 on")
+        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes, 0 or more")
     if on_worker_lost not in ON_WORKER_LOST:
         raise ConfigError(
             f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
         )
     if average and kind.mode != "sync":
         raise ConfigError(
-            f"average= is an option of dist_sync, not of {kind.type}: each push is applied by itself"
+            f"average= is an option of dist_sync, not of {kind.type}: it applies each push by itself"
         )
     return Open(
         "",
@@ -247,7 +247,9 @@ def _checked_name(name: str) -> str:
     if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
         raise ConfigError(f"name={name!r}: use 1 to {KEY_MAX} printable characters")
     if given.startswith(RESERVED):
-        raise ConfigError(f"name={name!r}: names that begin with {RESERVED!r} are kvps's own")
+        raise ConfigError(
+            f"name={name!r}: names that begin with {RESERVED!r} are reserved for kvps"
+        )
     return given
 
 

@@ -152,7 +152,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         if capability not in KVStore.CAPABILITIES:
             raise ConfigError(
-                f"no capability is called {capability!r}; use one of "
+                f"there is no capability {capability!r}; use one of "
                 f"{', '.join(sorted(KVStore.CAPABILITIES))}"
             )
         return True
@@ -741,8 +741,8 @@ class KVStore(KVStoreBase, abc.ABC):
         known = self._tables.get(name)
         if known is not None and (difference := known.recipe.difference(recipe)):
             raise Mismatch(
-                f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
-                "same arguments, or the second table another name"
+                f"table {name!r} of store {self._name!r} already exists with another {difference}; give the "
+                "same arguments, or give the second table another name"
             )
         table = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, table)
@@ -955,8 +955,8 @@ class KVStore(KVStoreBase, abc.ABC):
             spec = self._specs.get(key)
             if spec is not None and tuple(residual.shape) != spec.shape:
                 raise Mismatch(
-                    f"key {key!r} is {spec}, and what compression left out of it is of shape "
-                    f"{tuple(residual.shape)}; give the state of this model"
+                    f"key {key!r} is {spec}, but its residual has shape {tuple(residual.shape)}; load "
+                    f"the state of this model"
                 )
         residuals = {key: residual.float().reshape(-1) for key, residual in state.items()}
         self._call(calls.LoadResiduals(self._name, residuals))
@@ -991,7 +991,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _begin(self) -> None:
         if self._is_closed:
-            raise ConfigError(f"store {self._name!r} is closed; create another one")
+            raise ConfigError(f"store {self._name!r} is closed; create another store")
         self._raise_later()
 
     def _raise_later(self) -> None:

@@ -70,11 +70,9 @@ def marks_of(
     """
     given: Any = held if is_many and held is not None else [held] * len(names)
     if not isinstance(given, list | tuple) or len(given) != len(names):
-        raise ConfigError(
-            f"{len(names)} keys need as many held, what the last call returned for them"
-        )
+        raise ConfigError(f"{len(names)} keys need as many entries in held=, from the last call")
     if not all(one is None or isinstance(one, Holding) for one in given):
-        raise ConfigError(f"held={held!r:.60}: give what the last call returned, or None")
+        raise ConfigError(f"held={held!r:.60}: give the result of the last call, or None")
     places = targets or [()] * len(names)
     return tuple(
         [

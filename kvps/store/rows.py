@@ -236,7 +236,7 @@ class Pick:
             fits = tuple(target.shape) in (spec.shape, self._shape)
             if not fits or target.dtype is not TORCH[spec.dtype]:
                 raise Mismatch(
-                    f"key {name!r} is {spec}: rows are written to a tensor of that shape or of "
+                    f"key {name!r} is {spec}: the output must have that shape, or be "
                     f"{Spec(spec.dtype, self._shape)}, got {target.dtype}{list(target.shape)}"
                 )
             self._targets.append(target)

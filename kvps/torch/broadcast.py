@@ -96,8 +96,8 @@ def broadcast_optimizer_state(
             optimizer.load_state_dict(state)
         except ValueError as error:
             raise Mismatch(
-                f"the optimizer of rank {root_rank} is not like that of rank {kv.rank}: {error}; "
-                "every worker makes it over the same parameters"
+                f"the optimizer of rank {root_rank} differs from the optimizer of rank {kv.rank}: {error}; "
+                "every worker must create it over the same parameters"
             ) from error
 
 

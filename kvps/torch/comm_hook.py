@@ -99,7 +99,7 @@ class CommState:
         buffer, params = bucket.buffer(), bucket.parameters()
         if buffer.layout is not torch.strided:
             raise ConfigError(
-                f"a gradient is {buffer.layout}, and comm_hook takes dense ones: say sparse=False in "
+                f"a gradient is {buffer.layout}, and comm_hook needs dense gradients: use sparse=False in "
                 "the Embedding"
             )
         names = [self._name_of(param) for param in params]
@@ -120,8 +120,8 @@ class CommState:
             return self._names.setdefault(param, str(len(self._names)))
         if param not in self._names:
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} has a gradient and is not among "
-                "named_parameters; give the module that DistributedDataParallel has"
+                f"a parameter of shape {tuple(param.shape)} has a gradient but is not in "
+                "named_parameters; pass the module that DistributedDataParallel wraps"
             )
         return self._names[param]
 
@@ -167,11 +167,11 @@ def _checked(kv: Any) -> KVStore:
         ConfigError: for any other.
     """
     if not isinstance(kv, KVStore) or kv.type not in KINDS:
-        raise ConfigError(f"kvstore: {kv!r} is none of {', '.join(KINDS)}; give one of these")
+        raise ConfigError(f"kvstore: {kv!r} is not supported; use one of {', '.join(KINDS)}")
     if kv.has_optimizer or not (kv.average or kv.num_workers == 1):
         why = "has an optimizer" if kv.has_optimizer else "adds up"
         raise ConfigError(
-            f"kvstore: store {kv.name!r} {why}, and the hook needs means: make it with average=True and "
+            f"kvstore: store {kv.name!r} {why}, and the hook needs means: create it with average=True and "
             "without an optimizer, or give the name of a store"
         )
     return kv

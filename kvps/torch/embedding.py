@@ -58,7 +58,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         if not isinstance(table, EmbeddingTable):
             raise ConfigError(
-                f"table: give what kv.embedding(...) returns, got {type(table).__name__}"
+                f"table: give the result of kv.embedding(...), got {type(table).__name__}"
             )
         if padding_idx is not None and type(padding_idx) is not int:
             raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")

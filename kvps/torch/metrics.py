@@ -48,7 +48,7 @@ def average(
         or isinstance(weight, bool)
         or not 0 <= weight < float("inf")
     ):
-        raise ConfigError(f"weight={weight!r}: use a number from 0 on")
+        raise ConfigError(f"weight={weight!r}: use a number, 0 or more")
     is_many = isinstance(value, Mapping)
     some: dict[Any, Any] = dict(value) if is_many else {None: value}
     order = sorted(some, key=str)
@@ -79,12 +79,12 @@ def _row(key: object, value: object) -> torch.Tensor:
         if value.layout is torch.strided and not value.is_complex():
             return value.detach().to("cpu", torch.float64).contiguous()
         raise ConfigError(
-            f"{where} is a tensor of {value.dtype}, {value.layout}; use real, dense ones"
+            f"{where} is a tensor of {value.dtype}, {value.layout}; use a real, dense tensor"
         )
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
     raise ConfigError(
-        f"{where} is a {type(value).__name__}; use a number, a tensor or a dict of those"
+        f"{where} is a {type(value).__name__}; use a number, a tensor, or a dict of these"
     )
 
 

@@ -150,7 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if overlap_forward:
             if not isinstance(named_parameters, torch.nn.Module):
                 raise ConfigError(
-                    "overlap_forward=True puts hooks on modules: give the module itself as "
+                    "overlap_forward=True puts hooks on modules: pass the module as "
                     "named_parameters"
                 )
             self._late = DeferredUpdates(named_parameters, self._model, optimizer, self._on_store)
@@ -211,8 +211,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = vars(self).get("found_inf")
         if found is not None and not self._exchange.is_held:
             raise ConfigError(
-                "a GradScaler steps this optimizer now, and the gradients have left for the servers: "
-                "use the scaler from the first step on, or update_on_kvstore=False"
+                "a GradScaler now steps this optimizer, but the gradients have already been pushed: "
+                "use the scaler from the first step, or update_on_kvstore=False"
             )
         vars(self._inner)["_opt_called"] = (
             True  # what a scheduler looks at that was made before this
@@ -282,8 +282,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._on_store:
             raise ConfigError(
-                "synchronize() waits for the mean of gradients, and update_on_kvstore=True gets weights "
-                "back: have the servers clip (clip_gradient), or say update_on_kvstore=False"
+                "synchronize() waits for the mean of gradients, but with update_on_kvstore=True the servers "
+                "return weights: let the servers clip (clip_gradient), or use update_on_kvstore=False"
             )
         try:
             self._exchange.complete()
@@ -300,7 +300,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def skip_synchronize(self) -> Iterator[None]:
         """Let step() inside take ``.grad`` as it is: synchronize() was called, and perhaps clipped."""
         if not self._is_synchronized:
-            raise ConfigError("skip_synchronize() without synchronize(): call that before")
+            raise ConfigError("skip_synchronize() needs synchronize() before it")
         yield
 
     @contextmanager
@@ -334,7 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._used is not None or self._overflow is not None:
             why = "find_unused=True" if self._used is not None else "a GradScaler"
             raise ConfigError(
-                f"join() does not go with {why}: the others ask this worker in each step. Give all "
+                f"join() is not possible with {why}: the other workers need this worker in each "
+                "step. Give all "
                 "workers equally many batches, as kvps.data_sampler does"
             )
         if self._late is not None:
@@ -362,7 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise self._exchange.hooks.no_gradient(
                     missing,
                     "zero_grad()",
-                    "Use them, set requires_grad_(False) on them, or say find_unused=True",
+                    "Use them, set requires_grad_(False) on them, or use find_unused=True",
                 )
             return
         lacks = set(missing)
@@ -486,7 +487,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the store would not know their keys."""
-        raise ConfigError("add_param_group(): make a DistributedOptimizer over all parameters")
+        raise ConfigError(
+            "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
+        )
 
     def __repr__(self) -> str:
         where = "in" if self._on_store else "over"

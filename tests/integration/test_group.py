@@ -145,7 +145,7 @@ def test_ranks_are_those_of_the_cluster(processes: Processes) -> None:
 
 def test_ranks_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPS_SCHEDULER", raising=False)
-    with pytest.raises(kvps.ConfigError, match=r"WORLD_SIZE is 4, and no cluster is described"):
+    with pytest.raises(kvps.ConfigError, match=r"WORLD_SIZE is 4, and no cluster is configured"):
         rendezvous._join(0, 4, 5.0)
     with kvps.LocalCluster():
         with pytest.raises(kvps.ConfigError, match=r"counts 4 ranks .* the cluster has 1 workers"):

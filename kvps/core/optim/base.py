@@ -288,8 +288,9 @@ class Updater(abc.ABC):
                 self._update(weight, ready, state, terms)
         except Exception as error:  # a plug-in may raise anything
             raise ConfigError(
-                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these numbers "
-                f"({type(error).__name__}: {str(error)[:200]}); give smaller ones: {self._numbers()}"
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these "
+                "hyper-parameters "
+                f"({type(error).__name__}: {str(error)[:200]}); give smaller values: {self._numbers()}"
             ) from error
         self._tried.add(dtype)
 
@@ -313,12 +314,12 @@ class Updater(abc.ABC):
             return
         if not self.takes_integers:
             raise ConfigError(
-                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; make the key "
-                "a float dtype, or keep integer keys in a store without this optimizer"
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; use a float "
+                "dtype for the key, or keep integer keys in a store without this optimizer"
             )
         for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):
             if value is not None and (not value.is_integer() or abs(value) >= _EXACT):
                 raise ConfigError(
                     f"optimizer '{self.hyper.name}': {name}={value:g} cannot apply to a weight of "
-                    f"{dtype}; give a whole number below 2**53, or make the key a float dtype"
+                    f"{dtype}; give a whole number below 2**53, or use a float dtype for the key"
                 )

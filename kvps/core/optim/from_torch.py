@@ -62,7 +62,7 @@ def describe(
         valid = ", ".join(cls.__name__ for cls in NAMES)
         raise ConfigError(
             f"servers cannot run {type(optimizer).__module__}.{type(optimizer).__qualname__}; use "
-            f"one of torch.optim's {valid} itself (no subclass), a name for set_optimizer, or "
+            f"one of {valid} of torch.optim (not a subclass), a name for set_optimizer, or "
             "update_on_kvstore=False"
         )
     groups = [_options(group, optimizer.defaults) for group in optimizer.param_groups]
@@ -138,8 +138,8 @@ def _carried(name: str, options: Mapping[str, object]) -> dict[str, object]:
     for option, value in options.items():
         if option not in known and value:
             raise ConfigError(
-                f"optimizer '{name}': servers have no option {option}={value!r}; leave it off, or "
-                f"use update_on_kvstore=False. They have: {schema.valid_names()}"
+                f"optimizer '{name}': servers do not support {option}={value!r}; omit it, or "
+                f"use update_on_kvstore=False. Servers support: {schema.valid_names()}"
             )
     return {option: value for option, value in options.items() if option in known}
 

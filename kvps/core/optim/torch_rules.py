@@ -239,7 +239,7 @@ def register(name: str, cls: type[Updater], schema: Schema) -> None:
     """
     if schema.name != name:
         raise ConfigError(
-            f"optimizer '{name}' comes with the schema of '{schema.name}'; give both one name"
+            f"optimizer '{name}' has the schema of '{schema.name}'; use the same name for both"
         )
     register_schema(schema)
     UPDATERS[name] = cls

@@ -169,12 +169,12 @@ class Barriers:
             code = Mismatch.code
             text = (
                 f"store {at.store!r:.60}: worker {rank} called {at.what:.600}, and worker {other[0]} "
-                f"called {other[1]:.600}; every worker has to make the same call. Nothing was done"
+                f"called {other[1]:.600}; every worker must make the same call. Nothing was done"
             )
         if not code:
             return None
         if BY_CODE.get(code) not in REFUSED:
-            raise ProtocolError(f"a call that all workers make does not fail with code {code}")
+            raise ProtocolError(f"a collective call cannot fail with code {code}")
         waiters = [(rank, waiter)]
         if number is not None:
             self._admit(name, 0)
@@ -252,16 +252,16 @@ class Barriers:
 
     def _admit(self, name: Name, numbers: int) -> None:
         if len(name[1]) > NAME_MAX:
-            raise ConfigError(f"a barrier's name has at most {NAME_MAX} characters")
+            raise ConfigError(f"the name of a barrier has at most {NAME_MAX} characters")
         if numbers >= OPEN_MAX:
             raise Overload(
-                f"barrier {_shown(*name)} is waited for at {OPEN_MAX} numbers already; wait for "
-                "them before the next"
+                f"barrier {_shown(*name)} already has {OPEN_MAX} open waits; wait for these "
+                "before the next"
             )
         known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
         if name not in known and len(known) >= NAMES_MAX:
             raise Overload(
-                f"the job has {NAMES_MAX} names of barriers already; use a name again instead of "
+                f"the job already has {NAMES_MAX} names of barriers; reuse a name instead of "
                 f"{_shown(*name)} (barriers of one name are numbered)"
             )
 
@@ -336,8 +336,8 @@ class Barriers:
     def _hopeless(self, store: str, name: str, number: int, absent: set[int]) -> KvpsError:
         who = ", ".join(f"worker {rank} ({self.gone[rank]})" for rank in sorted(absent)[:8])
         return WorkerLost(
-            f"barrier {_shown(store, name)} number {number} cannot be passed: gone for good is "
-            f"{who}; start the job again"
+            f"barrier {_shown(store, name)} number {number} can never complete without {who}; "
+            "start the job again"
         )
 
     @property

@@ -161,9 +161,9 @@ class Cut:
     def meet(self, workers: frozenset[int], servers: frozenset[int]) -> None:
         """These are the members now, each in its present life."""
         if servers != self.servers:
-            self.give_up("a server came or went")
+            self.give_up("a server joined or was lost")
         elif workers != self.workers and not self.proceeding >= self.workers:
-            self.give_up("a worker came or went", by_worker=True)
+            self.give_up("a worker joined or left", by_worker=True)
         self.workers &= workers
 
     def on_time(self, now: float) -> None:
@@ -174,7 +174,7 @@ class Cut:
     def _late(self) -> str:
         if self.stage is CutStage.IMAGING:
             missing = sorted(self.servers - self.taken)
-            return f"servers {missing} still had something to apply after {HALT_MAX_S:.0f} s"
+            return f"servers {missing} still had gradients to apply after {HALT_MAX_S:.0f} s"
         missing = sorted(self.workers - self._standing)
         return f"workers {missing!s:.60} were in the middle of a step for {HALT_MAX_S:.0f} s"
 

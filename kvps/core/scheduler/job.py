@@ -116,7 +116,7 @@ class Job:
         """Decide how the job stands."""
         phase, reason = assess(self.seats.by_node, self.settings, self.formed, now)
         if phase is Phase.RUNNING and self.checkpoints.recovery is not None:
-            return Phase.RETURNING, f"the servers return to a cut; {reason}"
+            return Phase.RETURNING, f"the servers are rolling back to a cut; {reason}"
         if phase is Phase.RUNNING and self.checkpoints.failure:
             return phase, self.checkpoints.failure
         return phase, reason
@@ -151,7 +151,10 @@ class Job:
         """Do what is due by the time alone."""
         still_s, self._looked_at = now - self._looked_at, now
         if still_s > STILL_S:
-            self.note("warning", f"stood still for {still_s:.0f} s: nobody is lost for that time")
+            self.note(
+                "warning",
+                f"the scheduler was stopped for {still_s:.0f} s: no member counts as lost for that time",
+            )
             self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
@@ -176,7 +179,7 @@ class Job:
         if until is not None and not was:
             self.note(
                 "warning",
-                f"no worker is here; waiting {until - now:.0f} s for a replacement, then the job "
+                f"no worker is present; waiting {until - now:.0f} s for a replacement, then the job "
                 f"ends: {told(self.seats.workers(State.LOST))}",
             )
 

@@ -152,7 +152,7 @@ class Membership:
         if any(rival.proved > since for rival in rivals.values()):
             return ""
         self.claims.challenge(rivals, since, now)
-        return f"{_who(rivals)} speaks for {seat.node}, and is asked whether it lives"
+        return f"{_who(rivals)} claims the seat of {seat.node}; asking whether it is alive"
 
     def _choose(self, hello: Hello) -> Seat:
         role = Role(hello.role)
@@ -163,7 +163,7 @@ class Membership:
             if not free:
                 raise ConfigError(
                     f"the job already has {count} {role}s (--{role}s {count}): start the scheduler "
-                    f"with more, or one {role} less"
+                    f"with more {role}s, or start fewer {role}s"
                 )
             return min(free, key=lambda seat: seat.preference(hello))
         seat = self.by_node.get(Node(role, hello.rank))
@@ -179,13 +179,13 @@ class Membership:
                 f"rank {hello.rank} is alive: {seat.node} runs as {seat.host}:{seat.pid} "
                 f"(incarnation {seat.incarnation}); was it started twice?"
             )
-        raise ConfigError(f"{told([seat])}, and its rank is not given again; start a new job")
+        raise ConfigError(f"{told([seat])}, and its rank is not assigned again; start a new job")
 
     def attach(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> Seat:
         """Let a process that knows its incarnation speak for that seat along ``route``."""
         seat = self._named_by(envelope, hello)
         if not seat.is_alive:
-            raise ConfigError(f"{told([seat])}; nobody can attach to it")
+            raise ConfigError(f"{told([seat])}; no process can attach to it")
         if rivals := self._rivals(seat, hello, now):
             raise ConfigError(
                 f"rank {seat.node.rank} is alive: {_who(rivals)} already speaks for {seat.node}; was "
@@ -231,21 +231,19 @@ class Membership:
         """Return the seat ``node`` if ``incarnation`` is its present one."""
         seat = self.by_node.get(node)
         if seat is None or incarnation == 0:
-            raise ProtocolError(
-                f"who are you? {node} is not known along this connection: say HELLO"
-            )
+            raise ProtocolError(f"{node} is not known on this connection: send HELLO first")
         if incarnation == seat.incarnation:
             return seat
         if incarnation > self.issued:
             raise Mismatch(
-                f"incarnation {incarnation} of {node} was not issued by this scheduler; it began "
-                "without the state of the former one: start the job again"
+                f"incarnation {incarnation} of {node} was not issued by this scheduler; it started "
+                "without the state of the earlier scheduler: start the job again"
             )
         if seat.state is State.EMPTY:
             raise Fenced(f"incarnation {incarnation} of {node} belongs to a job that is over; stop")
         raise Fenced(
             f"{node} is now incarnation {seat.incarnation} at {seat.host}:{seat.pid}; you are "
-            f"incarnation {incarnation}, which was given up: stop"
+            f"incarnation {incarnation}, which was declared lost: stop"
         )
 
     def _bind(self, route: Route, seat: Seat, link: SeatLink, now: float) -> None:

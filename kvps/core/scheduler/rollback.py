@@ -50,7 +50,7 @@ class Rollback:
             case Shelf() if message.epoch == self.epoch:
                 self.shelves[rank] = frozenset(message.cuts)
                 if len(self.shelves) == self.servers and not self.cut:
-                    self.failure = "no cut is complete on all servers"
+                    self.failure = "no cut is complete on every server"
             case Restored() if (message.epoch, message.cut) == (self.epoch, self.cut) and self.cut:
                 if message.error:
                     self.shelves[rank] -= {message.cut}

@@ -143,7 +143,7 @@ class Scheduler:
                 case Stalled():
                     self._on_stalled(route, envelope, message, now)
                 case _:
-                    raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
+                    raise ProtocolError(f"a scheduler does not accept {type(message).__name__}")
         except KvpsError as error:
             if isinstance(message, Hello):
                 self.job.seats.claims.close(route)
@@ -190,7 +190,7 @@ class Scheduler:
         if not envelope.incarnation and known is not None and known.is_alive:
             seat = self.job.seats.recognise(route, envelope, now)
         elif not envelope.incarnation and self.job.phase is Phase.ENDING:
-            raise WorkerLost(f"the job takes no new members: {self.job.reason}")
+            raise WorkerLost(f"the job accepts no new members: {self.job.reason}")
         elif self._is_nameless(route, envelope):
             self.job.send(route, Beat(0, "the scheduler waits for ENROL before HELLO"))
             return
@@ -245,7 +245,9 @@ class Scheduler:
         """Say in the log that a newcomer was refused, unless that was said of many just now."""
         unsaid = self._refusals.exceeded
         if self._refusals.is_within(now):
-            more = f" ({unsaid} more were refused before, and no line said so)" if unsaid else ""
+            more = (
+                f" ({unsaid} more were refused before, without a line in the log)" if unsaid else ""
+            )
             self.job.note("warning", f"refused {who}: {error}{more}")
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
@@ -298,13 +300,13 @@ class Scheduler:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
-                "in a job without keys nobody can tell who the operator is: stop the process"
+                "a job without keys cannot identify its operator; stop the process instead"
             )
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:
-            how = "is no member of this job" if seat is None else f"is {seat.state.value}"
+            how = "is not a member of this job" if seat is None else f"is {seat.state.value}"
             raise ConfigError(
-                f"{Node(Role(message.role), message.rank)} {how}: nobody is to be evicted"
+                f"{Node(Role(message.role), message.rank)} {how}: there is no member to evict"
             )
         why = "evicted by the operator"
         fenced = Fenced(f"{seat.node} was {why}: stop")
@@ -320,7 +322,7 @@ class Scheduler:
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not role:
-            raise ProtocolError(f"{seat.node} says {type(message).__name__}; only a {role} does")
+            raise ProtocolError(f"{seat.node} sent {type(message).__name__}; only a {role} may")
         self.job.revive(seat, now)
         self.job.take_in(seat.node, message, now)
 
@@ -329,7 +331,7 @@ class Scheduler:
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} wants a checkpoint; only workers do")
+            raise ProtocolError(f"{seat.node} asked for a checkpoint; only workers may")
         self.job.revive(seat, now)
         if envelope.view >= self.job.since:
             self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
@@ -337,9 +339,9 @@ class Scheduler:
     def _on_barrier(self, route: Route, envelope: Envelope, barrier: Barrier, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} stands at a barrier; only workers do")
+            raise ProtocolError(f"{seat.node} waits at a barrier; only workers may")
         if not seat.is_alive:
-            raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
+            raise ProtocolError(f"{seat.node} has {seat.state.value}; it cannot wait at a barrier")
         self.job.revive(seat, now)
         if envelope.view < self.job.since:
             return  # its sender is still in the former epoch, and will not wait for an answer
@@ -356,7 +358,9 @@ class Scheduler:
     def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER or not seat.is_alive:
-            raise ProtocolError(f"{seat.node} ({seat.state.value}) resumes nothing; workers do")
+            raise ProtocolError(
+                f"{seat.node} ({seat.state.value}) asked to resume; only workers may"
+            )
         self.job.revive(seat, now)
         barriers, rank = self.job.barriers, seat.node.rank
         if not seat.is_replacement:
@@ -371,7 +375,7 @@ class Scheduler:
     def _on_stalled(self, route: Route, envelope: Envelope, stalled: Stalled, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
-            raise ProtocolError(f"{seat.node} has no rounds; servers have")
+            raise ProtocolError(f"{seat.node} reported rounds; only servers may")
         self.job.picture.tell(seat.node.rank, stalled.rounds, now)
 
     def _seen(self, seq: int, now: float) -> Seen:
@@ -390,13 +394,15 @@ class Scheduler:
                 f"{older:.80}"
             )
         if hello.role != envelope.role:
-            raise ProtocolError(f"a {envelope.role} asks for the seat of a {Role(hello.role)}")
+            raise ProtocolError(f"a {envelope.role} asked for the seat of a {Role(hello.role)}")
         if hello.role not in (Role.SERVER, Role.WORKER):
-            raise ProtocolError(f"role {hello.role} takes no seat; servers and workers do")
+            raise ProtocolError(
+                f"role {hello.role} cannot take a seat; only servers and workers can"
+            )
         for name in ("host", "endpoint", "master"):
             text = getattr(hello, name)
             if len(text.encode()) > NAME_MAX:
-                raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} octets")
+                raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} bytes")
             demand_printable(name, text)
         if hello.endpoint:
             demand_address("endpoint", hello.endpoint)
@@ -437,9 +443,9 @@ class Scheduler:
 
     def _mismatch(self, envelope: Envelope) -> Mismatch:
         return Mismatch(
-            f"this scheduler runs job {self.job.name.hex()[:8]}, and {envelope.node} speaks of job "
-            f"{envelope.job.hex()[:8]}: is this the right scheduler? If so, it began without the state "
-            "of the former one; start the job again"
+            f"this scheduler runs job {self.job.name.hex()[:8]}, and {envelope.node} belongs to job "
+            f"{envelope.job.hex()[:8]}: is this the right scheduler? If so, it started without the state "
+            "of the earlier scheduler; start the job again"
         )
 
     # --- a restart, and tests ---------------------------------------------------------------

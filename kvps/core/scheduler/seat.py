@@ -66,13 +66,13 @@ class Settings:
         seats = self.workers + self.servers
         if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
             raise ConfigError(
-                f"{self.workers} workers and {self.servers} servers cannot be: a job has 1 or more "
-                f"workers, 0 or more servers, and at most {SEATS_MAX} of both"
+                f"{self.workers} workers and {self.servers} servers: a job has 1 or more workers, "
+                f"0 or more servers, and at most {SEATS_MAX} in all"
             )
         limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
         for limit in limits:
             if limit is not None and not (math.isfinite(limit) and limit > 0):
-                raise ConfigError(f"a time limit of {limit} s cannot be: it must be over 0")
+                raise ConfigError(f"a time limit of {limit} s is not possible: it must be above 0")
 
 
 @dataclass(slots=True)
@@ -231,11 +231,11 @@ class Seat:
     def doubt(self) -> str:
         """Say why one who wants it has to wait, while it is held."""
         if self.dropped_at is not None:
-            return f"{self.node} has broken off, and is given a moment to come back"
+            return f"{self.node} has lost its connection, and has a moment to reconnect"
         who = f"{self.node}, held by {self.host}:{self.pid},"
         if not self.links:
-            return f"{who} has not spoken yet since the scheduler was started again"
-        return f"{who} is asked whether it lives"
+            return f"{who} has not been heard since the scheduler was started again"
+        return f"{who} is being asked whether it is alive"
 
     def presence(self, now: float) -> str:
         """Say how its holder stands, to those who wait for it."""
@@ -245,7 +245,7 @@ class Seat:
                 return f"silent for {silent_s:.0f} s"
             return "alive" if self.node.role is Role.SERVER else self.progress.words(now)
         if self.state is State.EMPTY:
-            return "not here yet"
+            return "not joined yet"
         return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"
 
     def member(self, now: float) -> Member:

@@ -108,13 +108,13 @@ class RequestContext:
         job, welcome = self.member.job, self.member.welcome
         if envelope.job != job or welcome is None:
             raise Mismatch(
-                f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; another "
-                "cluster listens here"
+                f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; this is "
+                "the address of another cluster"
             )
         places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
         if envelope.rank >= places.get(envelope.role, 0):
             raise ProtocolError(
-                f"no {envelope.role} {envelope.rank} of this job talks to {self.me}"
+                f"there is no {envelope.role} {envelope.rank} of this job that may talk to {self.me}"
             )
 
     def is_named(self, envelope: Envelope) -> bool:
@@ -182,7 +182,7 @@ class RequestContext:
         if envelope.incarnation < life:
             raise Fenced(
                 f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{life}; {self.me} takes nothing more from it. This process must stop"
+                f"{life}; {self.me} accepts no more messages from it. This process must stop"
             )
 
     @property
@@ -197,7 +197,7 @@ class RequestContext:
             ProtocolError: if another rank does.
         """
         if session.rank != 0:
-            raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
+            raise ProtocolError(f"rank {session.rank} may not {what}; only rank 0 may")
 
     def description(self, now: float) -> Describe:
         """Return what says how a rank stands, as this server has heard."""
@@ -207,7 +207,7 @@ class RequestContext:
             if rank in self.member.quorum().lost:
                 return "lost"
             if session is None or session.asked_at is None:
-                return "has asked nothing here yet"
+                return "has made no request here yet"
             return quiet_in_words(now - session.asked_at, "request")
 
         return describe

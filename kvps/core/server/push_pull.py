@@ -143,7 +143,8 @@ class PushPull:
         chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         if BY_ID[message.dtype].name != chunk.dtype:
             raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
+                f"chunk {chunk.number} holds {chunk.dtype}, and the value has type "
+                f"{BY_ID[message.dtype].name}"
             )
         values = DenseGradient.of(packet.payload, message.dtype).joined()
         became_ready = store.load(chunk, message, values, session.rank)

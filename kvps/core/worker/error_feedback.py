@@ -220,7 +220,7 @@ class ErrorFeedback:
             return from_frame(packet.payload[0], share.dtype)
         pieces = [(run.start, run.size) for run in answer.runs]
         if pieces != [(segment.start, segment.size) for segment in share.segments]:
-            raise ProtocolError(f"chunk {share.chunk}: the steps of other pieces than asked for")
+            raise ProtocolError(f"chunk {share.chunk}: deltas of other pieces than requested")
         encoded = from_frame(packet.payload[0], "uint8")
         values = torch.empty(share.size)
         begin = at = 0

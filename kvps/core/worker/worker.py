@@ -432,13 +432,13 @@ class Worker:
             error = self.member.error or self.losses.error(None, now)
             view = self.member.view
             if error is None and view is not None and view.phase == "ending":
-                error = WorkerLost(f"the job cannot go on: {view.reason}")
+                error = WorkerLost(f"the job cannot continue: {view.reason}")
             if error is None and self.member.stopped is not None:
                 error = SchedulerLost(f"the job is over: {self.member.stopped.reason}")
             if error is None and not self._complete and now >= deadline:
                 error = Timeout(
-                    f"the cluster is not complete: {self.member.reason}. Start what is missing, "
-                    "or start fewer with kvps-scheduler --workers and --servers"
+                    f"the cluster is not complete: {self.member.reason}. Start the missing members, "
+                    "or expect fewer with kvps-scheduler --workers and --servers"
                 )
             if error is not None or self._complete:
                 del self._joining[ticket]
@@ -450,7 +450,7 @@ class Worker:
             return self.member.error
         if not self.table.links:
             return ConfigError(
-                f"{call.title}: this worker knows no server. Wait until the cluster is complete, "
+                f"{call.title}: no server has joined yet. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
         if not self.losses.is_any:

@@ -124,7 +124,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
     """
     if not _is_described() and (size or 1) > 1:
         raise ConfigError(
-            f"init_process_group({NAME!r}): WORLD_SIZE is {size}, and no cluster is described. Start "
+            f"init_process_group({NAME!r}): WORLD_SIZE is {size}, and no cluster is configured. Start "
             "kvps-scheduler and kvps-server, and set KVPS_SCHEDULER=tcp://HOST:PORT in every process; "
             "or start the script with kvps-launch"
         )
@@ -132,7 +132,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
     workers = session.info.workers
     if size is not None and workers != size:
         raise ConfigError(
-            f"init_process_group({NAME!r}): torch counts {size} ranks (WORLD_SIZE), the cluster has "
+            f"init_process_group({NAME!r}): torch has {size} ranks (WORLD_SIZE), but the cluster has "
             f"{workers} workers; start kvps-scheduler with --workers {size}"
         )
     if rank is not None and session.rank != rank:
@@ -157,8 +157,8 @@ def _make(options: Any, more: Any) -> ProcessGroup:
     if _shared.world is None:
         if len(members) not in (0, size):
             raise ConfigError(
-                f"new_group(backend={NAME!r}) of {len(members)} ranks needs the others, too, for its "
-                f"first group: call init_process_group({NAME!r}), or make a group of all ranks first"
+                f"new_group(backend={NAME!r}) of {len(members)} ranks is the first group of the backend, and "
+                f"needs all ranks: call init_process_group({NAME!r}), or make a group of all ranks first"
             )
         _shared.began = _shared.began or not process.has_joined()
         _join(rank, size, timeout_s)

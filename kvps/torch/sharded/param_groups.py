@@ -107,7 +107,7 @@ def _checked(module: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list
     for number, one in enumerate(heads):
         if one not in inside:
             raise ConfigError(
-                f"blocks: element {number} is a {type(one).__name__}, and no module inside the model; "
+                f"blocks: element {number} is a {type(one).__name__}, not a module inside the model; "
                 "give modules such as [*model.layers, model.head]"
             )
         if not _is_callable(one):

@@ -270,7 +270,9 @@ class Sharded:
             ConfigError: in the middle of a step. Mismatch: if a name is missing, or is too many.
         """
         if self._gradients.is_begun:
-            raise ConfigError("load_state_dict() in the middle of a step: call step() before")
+            raise ConfigError(
+                "load_state_dict() was called in the middle of a step: call step() first"
+            )
         if self._kv.rank == 0 or state_dict:
             self._check_names(state_dict)
         self._weights.forget()
@@ -302,7 +304,7 @@ class Sharded:
         foreign = set(given).difference(all_names, lasting)
         if missing or foreign:
             what = f"lacks {min(missing)!r}" if missing else f"has {min(foreign)!r}, too"
-            raise Mismatch(f"the state_dict {what}; load one of this model, all of it")
+            raise Mismatch(f"the state_dict {what}; load a complete state_dict of this model")
 
     def _put_weights(
         self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: object
@@ -353,7 +355,7 @@ def _checked_store(kvstore: Any) -> Any:
     kind = kvstore if isinstance(kvstore, str) else str(getattr(kvstore, "type", ""))
     if kind.startswith(("dist_async", "dist_ssp")):
         raise Mismatch(
-            f"store {kind!r} may update a weight between forward and backward, and shard() brings it for "
+            f"store {kind!r} may update a weight between forward and backward, and shard() pulls it for "
             "each; use dist_sync"
         )
     if kind.startswith("allreduce"):
@@ -363,7 +365,7 @@ def _checked_store(kvstore: Any) -> Any:
         raise ConfigError("kvstore: give 'dist_sync', or a store of that kind")
     if is_distributed(kv) and kv.num_workers > 1 and not kv.average:
         raise Mismatch(
-            f"store {kv.name!r} adds up; create it with average=True, or give the name of a store"
+            f"store {kv.name!r} computes sums; create it with average=True, or give the name of a store"
         )
     return kv
 
@@ -386,6 +388,6 @@ def _lasting(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _refuse_to_load(*_: object) -> None:
     raise ConfigError(
-        "this model is sharded: its weights are on the servers. Use load_state_dict() of what shard() "
-        "returned, on every worker"
+        "this model is sharded: its weights are on the servers. Call load_state_dict() of the object that "
+        "shard() returned, on every worker"
     )

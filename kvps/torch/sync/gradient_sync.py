@@ -333,8 +333,9 @@ class GradientSync:
         ]
         if changed:
             raise ConfigError(
-                f"the gradient of {names_in_words(changed)} was changed (clipped, say) while the mean was on "
-                "its way: call synchronize() before, which waits for it"
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
+                "while the mean was "
+                "being computed: call synchronize() first, which waits for it"
             )
         left = [
             name

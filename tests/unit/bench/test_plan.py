@@ -76,7 +76,7 @@ def test_a_system_that_has_moved_answers_with_its_command() -> None:
         (["--repeat", "some"], "--repeat='some' is not a number"),
         (["--workers", "0"], "--workers=0"),
         (["--servers", "1.5"], "--servers=1.5"),
-        (["--json", "no/such/folder/a.json"], "a folder that exists"),
+        (["--json", "no/such/folder/a.json"], "an existing directory"),
     ],
 )
 def test_what_cannot_be_done_is_named(flags: list[str], told: str) -> None:

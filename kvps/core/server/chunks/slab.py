@@ -169,8 +169,8 @@ class Chunk:
             stop = run.start + run.size
             if not last <= run.start < stop <= self.used:
                 raise ProtocolError(
-                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is no "
-                    f"range of them behind {last}"
+                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is not a "
+                    f"range of them after {last}"
                 )
             for edge in (run.start, stop) if are_whole else ():
                 if self.bounds[bisect_left(self.bounds, edge)] != edge:

@@ -93,7 +93,7 @@ class PartialNorms:
         """
         if not self.counts and self._local is not None and len(sums) != len(self._local):
             raise Mismatch(
-                f"key {self.id[1]!r}: server {server} told {len(sums)} sums of squares, expected "
+                f"key {self.id[1]!r}: server {server} sent {len(sums)} sums of squares, expected "
                 f"{len(self._local)}; do both have the same optimizer?"
             )
         heard = torch.tensor(sums, dtype=torch.float64)
@@ -223,7 +223,7 @@ class GlobalNorms:
             if not (first.is_integer() and 0 <= first <= spec.count):
                 raise ProtocolError(f"key {number[1]!r}: {first:g} values cannot be not finite")
         if any(square < 0 and square != NO_NUMBER for square in squares):
-            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is no sum of squares")
+            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is not a sum of squares")
         if any(rank >= self._workers for rank in told.culprits):
             raise ProtocolError(f"key {number[1]!r}: there is no rank {max(told.culprits)}")
         norm = self._norm(store, number)

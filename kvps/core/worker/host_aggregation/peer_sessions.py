@@ -65,7 +65,7 @@ class PeerSessions:
             or envelope.rank not in self._lives
         ):
             raise Mismatch(
-                f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
+                f"{envelope.node} of job {envelope.job.hex()[:8]} is not a neighbour of worker "
                 f"{self._member.rank} of job {self._member.job.hex()[:8]}"
             )
         life = self._lives[envelope.rank]
