@@ -50,7 +50,7 @@ log = logging.getLogger("kvps")
 OTHERS_MAX_S = 10.0
 """How long the other workers may take to end when one has failed."""
 STOP_MAX_S = 10.0
-"""How long anybody may take to end who is asked to; over what kvps-worker gives its command."""
+"""Seconds that a process may take to end when it is asked to; more than kvps-worker gives its command."""
 DONE_MAX_S = 10.0
 """How long servers and scheduler may take to end when every worker has."""
 LATE_MAX_S = 1.0

@@ -1,4 +1,4 @@
-"""``kvps-scheduler``: forms the cluster and tells everybody who is in it."""
+"""``kvps-scheduler``: forms the cluster, and tells every process the members."""
 
 from __future__ import annotations
 

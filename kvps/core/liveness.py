@@ -15,7 +15,7 @@ SILENCE_MAX_S = 12.0
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 HANGS_AFTER_S = 10.0
-"""One who lives, and did nothing for so long while others wait for it, may hang."""
+"""Seconds without a call after which a live rank that others wait for may hang."""
 
 
 def quiet_in_words(quiet_s: float, what: str) -> str:

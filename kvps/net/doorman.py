@@ -44,7 +44,7 @@ class _Unheard(Exception):
 
 
 class Doorman:
-    """Who lets packets into a process.
+    """Decides which packets a process accepts.
 
     Args:
         role: what the process is.
@@ -57,7 +57,7 @@ class Doorman:
         were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
         self.porter: Porter | None = None
-        """Who has let in the connections that others opened to us; None if nobody has asked for their keys."""
+        """The authority that let in the connections that others opened to us; None where keys are not checked."""
         self._place = permissions.LISTENING[role]
         self._misbehaviour = Misbehaviour()
         self._clock = clock

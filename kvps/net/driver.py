@@ -1,8 +1,8 @@
 """The one loop that every process runs: packets, calls and the time in, effects out.
 
-One thread runs the loop and owns the core and the sockets. Whoever else wants something of the
-core puts a function into the :class:`Inbox`, which wakes the loop; there are no locks around the
-rules, because nobody else ever enters them.
+One thread runs the loop and owns the core and the sockets. Any other thread that needs the core puts a
+function into the :class:`Inbox`, which wakes the loop; there are no locks around the rules, because no other
+thread ever enters them.
 
 What a peer sends ends no process. An error that nobody foresaw, raised while its packet is served or while
 something is done because of it, is logged with its traceback, told to the core, and left behind. An error
@@ -63,7 +63,7 @@ DROPPED = Disconnected()
 
 
 class Demanded(ConfigError):
-    """The operator of this process demands what cannot be: that ends it, whoever it was that showed it.
+    """The operator of this process demands something impossible, which ends the process, whichever peer revealed it.
 
     From :func:`drive` it comes as the ConfigError that it is.
     """

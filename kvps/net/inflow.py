@@ -69,8 +69,8 @@ CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
 def data_limits() -> Limits:
     """Return what may lie in a server or worker of one connection to it.
 
-    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
-    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
+    One packet may have 2 GiB of rows. A peer that sends this much along a new connection has to begin with a
+    smaller packet, such as a probe for what was lost.
     """
     known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
     return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)

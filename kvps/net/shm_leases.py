@@ -1,8 +1,7 @@
 """Leases of memory between two processes, given and taken.
 
-Whoever sends a reference to its memory in place of bytes gives a *lease*, by number, and keeps the
-memory as it is until the lease is returned. Whoever receives it returns it when nothing refers to
-those bytes any more.
+A process that sends a reference to its memory instead of bytes gives a numbered *lease*, and does not change
+the memory until the lease is returned. The receiver returns it when nothing refers to those bytes any more.
 
 A RELEASE does not list what is returned but what is *not*: of all leases below a number, it names
 those that are still held. So one that is lost does no harm, the next says the same and more; and a

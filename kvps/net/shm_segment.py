@@ -1,15 +1,15 @@
-"""Memory that processes of one host share: where it lies, who may use which part, who may read it.
+"""Memory that processes of one host share: its place, the owner of each part, and the processes that may read it.
 
 Every process has at most one *segment*: a file without a name (``memfd_create``), as large as the
 machine's memory and empty, of which parts are backed before they are used (``posix_fallocate``:
 where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
 directory, so nothing is left behind by a kill.
 
-Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody:
-the file must be one of ours and of our user, of the size that was said, sealed against shrinking
-(a file that shrank under its reader would kill the reader), and begin with the *nonce* that was
-said, a random number. Once its owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). Who cannot do all that, on another host, in another container or as another
-user, gets frames instead.
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody: the file
+must be one of ours and of our user, of the size that was said, sealed against shrinking (a file that shrank
+under its reader would kill the reader), and begin with the *nonce* that was said, a random number. Once its
+owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that cannot do
+all this, on another host, in another container or as another user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
 more; blocks that are read by others are kept alive by :mod:`kvps.net.shm_leases`. What was given back
@@ -40,7 +40,7 @@ NONCE_BYTES = 8
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: of no use to other modules
 _SEAL_FUTURE_WRITE = 0x0010
-"""Whoever maps the file from now on may only read it; the mapping that there is stays as it is."""
+"""New mappings of the file are read-only; the existing mapping does not change."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 
 
@@ -145,7 +145,7 @@ class Segment:
         return offset if 0 <= offset <= self.size_bytes - frame.nbytes else None
 
     def close(self) -> None:
-        """Let nobody find it any more; those who have mapped it keep what they have."""
+        """Make it impossible to find; processes that have mapped it keep their mapping."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -27,12 +27,12 @@ from kvps.protocol.envelope import Role
 log = logging.getLogger("kvps")
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvps"
-"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+"""With a domain, libzmq demands its present protocol: it refuses peers that send none."""
 WAITING_MAX = 256
 WAITS_MAX_S = 0.8
 """How many questions wait for a key to become known, and how long: less than a handshake may take."""
 TELL_EVERY_S = 10.0
-"""How often the log tells of one who was refused."""
+"""Seconds between two lines of log about refused connections."""
 LIBZMQ_LEAST = (4, 3, 4)
 """Before it, peers without a key could overrun libzmq's memory or stop it."""
 
@@ -100,11 +100,11 @@ class _Question(NamedTuple):
 
 
 class Porter:
-    """Who answers libzmq's questions for one context.
+    """Answers libzmq's authentication requests for one context.
 
     Args:
         context: whose.
-        ring: what is known of those who come.
+        ring: the known public keys.
         clock: seconds.
     """
 
@@ -308,7 +308,7 @@ GREETS_MAX_S = 0.2
 
 
 def greeting_of(endpoint: str) -> bytes:
-    """Return the mechanism by which who listens there greets; a relay whose target is away says nothing."""
+    """Return the mechanism in the greeting of the listener; a relay without its target sends none."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (

@@ -1,4 +1,4 @@
-"""Packets over ZeroMQ: one ROUTER for those who come to us, one DEALER for each we go to.
+"""Packets over ZeroMQ: a ROUTER for incoming connections, a DEALER for each outgoing connection.
 
 What libzmq does not promise is not relied on here: a send that succeeded says nothing (only an
 answer does), a routing id is an address (identity is in the envelope), and a queue is bounded by
@@ -48,8 +48,8 @@ BATCH = 64
 SURPLUS_BATCH = 4096
 """And so many frames of a message that has too many for a packet: they are dropped one by one."""
 QUEUE_MAX = {True: 1000, False: 16384}
-"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
-Who reads none of its answers is sent no more; it asks again what it misses."""
+"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process. A
+peer that does not read its answers gets no more; it asks again for the answers that it missed."""
 SEAL_OCTETS = 33
 """What CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
@@ -202,7 +202,7 @@ class ZmqTransport:
         self._poller.register(router, zmq.POLLIN)
 
     def _asked_by(self, one: zmq.Socket[bytes]) -> Porter:
-        """Have libzmq ask for each connection of a socket whether it may be made; return who answers."""
+        """Have libzmq ask for each connection of a socket whether it is allowed; return the object that answers."""
         one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         one.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self._porter is None:
@@ -277,7 +277,7 @@ class ZmqTransport:
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody, or who is there does not read."""
+        """Send, or drop if there is no peer, or if the peer does not read."""
         copied_bytes = 0
         if hold is None and packet.payload and isinstance(route, bytes):
             copied_bytes = sum([frame.nbytes for frame in packet.payload])

@@ -29,7 +29,7 @@ class Halted(Message):
     numbers: dict[str, int]
     """By synchronous store, how many pushes of a key were made."""
     stands: bool = True
-    """False in one who is in the middle of a step, and may need others to come along."""
+    """False for a worker in the middle of a step, which may need the pushes of others."""
 
 
 @tag(82)

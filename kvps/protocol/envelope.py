@@ -1,12 +1,12 @@
 """Envelopes, packets, and the registry of message tags.
 
-Every message travels in a :class:`Packet` whose :class:`Envelope` says who speaks: identity is in the
+Every message travels in a :class:`Packet` whose :class:`Envelope` names the sender: identity is in the
 payload, and a ZeroMQ routing id is only an address.
 
-A message is declared once, in a file of this package, with its tag, its fields and the bytes that must
-follow it; :mod:`kvps.protocol.wire` turns it into frames and back by reading that declaration. A tag is for
-ever. A new field goes to the end of its class and has a default, so that older bytes still decode.
-docs/protocol.md says for each message who sends it, when it is legal and how it is answered.
+A message is declared once, in a file of this package, with its tag, its fields and the bytes that must follow
+it; :mod:`kvps.protocol.wire` turns it into frames and back by reading that declaration. A tag is for ever. A
+new field goes to the end of its class and has a default, so that older bytes still decode. docs/protocol.md
+states the sender of each message, when it is legal and how it is answered.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Who speaks, in which job and view, and which of its requests this is."""
+    """The sender, its job and view, and the number of this request."""
 
     job: bytes
-    """16 octets that name the job; zeros in a HELLO from one who does not know it yet."""
+    """16 octets that name the job; zeros in a HELLO from a process that does not know it yet."""
     view: int
     """Number of the newest view that the sender has seen."""
     role: Role

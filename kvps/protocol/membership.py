@@ -33,13 +33,13 @@ class Hello(Message):
     master: str = ""
     """HOST:PORT that this worker offers as torch's rendezvous, used if it gets rank 0."""
     machine: int = 0
-    """Equal for those who share loopback, and perhaps memory; 0 for one who does not know."""
+    """Equal for processes that share loopback, and perhaps memory; 0 if unknown."""
 
 
 @tag(2)
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Scheduler or server to the one who said HELLO: this is your seat."""
+    """Scheduler or server to the sender of HELLO: this is your seat."""
 
     rank: int
     incarnation: int
@@ -68,7 +68,7 @@ class Member(NamedTuple):
 @tag(3)
 @dataclass(frozen=True, slots=True)
 class View(Message):
-    """Scheduler to all members: who holds which seat. Its number grows with every change."""
+    """Scheduler to all members: the holder of each seat. Its number grows with every change."""
 
     number: int
     phase: str
@@ -309,7 +309,7 @@ class Look(Message):
 
 
 class Sight(NamedTuple):
-    """One seat, as the scheduler shows it to one who looks."""
+    """A seat, as the scheduler shows it in answer to LOOK."""
 
     role: int
     rank: int
@@ -355,7 +355,7 @@ class Enrol(Message):
 @tag(112)
 @dataclass(frozen=True, slots=True)
 class Evict(Message):
-    """Operator to a scheduler with keys: whoever holds this seat is to end."""
+    """Operator to a scheduler with keys: evict the holder of this seat."""
 
     role: int
     rank: int

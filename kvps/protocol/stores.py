@@ -238,7 +238,7 @@ class Status(Message):
 
 
 class OpenRound(NamedTuple):
-    """A round that waits: some key in it, its number, who is missing, for how long."""
+    """An open round: one of its keys, its number, the missing ranks, and its age."""
 
     key: str
     number: int

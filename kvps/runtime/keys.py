@@ -313,5 +313,5 @@ class KeyMemory:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
-        """Give it up; who has opened it keeps it."""
+        """Close it; processes that have opened it keep it."""
         os.close(self.fd)

@@ -80,7 +80,8 @@ class StateFile(NullListener):
         """Return the state that is there.
 
         Raises:
-            ConfigError: if somebody else has put it there, or may change it: it says who is in the job.
+            ConfigError: if somebody else has put it there, or may change it: it decides which processes are
+            in the job.
             StorageError: if it cannot be read.
         """
         try:
@@ -137,7 +138,7 @@ class StateFile(NullListener):
 
 
 def _holder(lock: int) -> str:
-    """Return who holds the lock on a file that is open as ``lock``, as far as the kernel tells."""
+    """Return the holder of the lock on the file that is open as ``lock``, as far as the kernel tells."""
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():

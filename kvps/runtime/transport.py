@@ -1,7 +1,7 @@
 """The transport of this process's packets and values, chosen by KVPS_TRANSPORT.
 
-``auto`` shares memory with those who can open it and sends frames to the others, ``shm`` insists
-on it, ``tcp`` sends frames to all.
+``auto`` shares memory with peers that can open it and sends frames to the others, ``shm`` insists on it,
+``tcp`` sends frames to all.
 """
 
 from __future__ import annotations

@@ -467,11 +467,11 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> Any:
         """Bring ``out`` up to date, after this rank's own pushes: a pull of what changed.
 
-        Where a table is pushed to by rows, those rows alone travel that were updated since the last
-        call, whoever pushed them. It is a pull of all of the key the first time; when ``out`` is
-        another tensor, or was written to in between; when the key was not changed by rows; when half of
-        the rows changed, or so much that the servers have forgotten it; and in ``local``, ``device`` and
-        ``allreduce`` stores. What ``out`` holds then is what :meth:`pull` would write.
+        If a table is pushed by rows, only the rows travel that any worker has updated since the last call. It
+        is a pull of all of the key the first time; when ``out`` is another tensor, or was written to in
+        between; when the key was not changed by rows; when half of the rows changed, or so much that the
+        servers have forgotten it; and in ``local``, ``device`` and ``allreduce`` stores. What ``out`` holds
+        then is what :meth:`pull` would write.
 
         (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, go unseen: they stay
         where nothing new comes.)
@@ -868,10 +868,10 @@ class KVStore(KVStoreBase, abc.ABC):
     def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
         """Give the store's keys the values of a checkpoint; return the checkpoint's number.
 
-        Every worker calls. Keys, versions, the optimizer and its state come back, and the next
-        pushes are numbered from there, also where the number of servers has changed. Keys that the
-        checkpoint does not have keep their values. Whoever sets the learning rate later calls
-        ``set_optimizer`` in this process, too, before or after; states are kept.
+        Every worker calls. Keys, versions, the optimizer and its state come back, and the next pushes are
+        numbered from there, also where the number of servers has changed. Keys that the checkpoint does not
+        have keep their values. To set the learning rate later, call ``set_optimizer`` in this process, too,
+        before or after; states are kept.
 
         Args:
             tag: restore the newest with this tag; None for the newest of all.

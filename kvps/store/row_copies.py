@@ -1,8 +1,8 @@
 """Copies of keys that are kept up to date by the rows that changed.
 
-A copy is a tensor of the caller's, who may write to it. torch counts the writes to a tensor; where that
-number, or the memory, is another than the last call left, nothing is taken for granted, and the whole value
-is read. An array, whose writes nobody counts, is read whole each time.
+A copy is a tensor of the caller, which may write to it. torch counts the writes to a tensor. If that number
+or the memory has changed since the last call, the whole value is read. numpy does not count the writes to an
+array, so an array is read whole each time.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ So any torch optimizer whose state is per parameter can be used: it steps a few 
 with the rates that held when ``step()`` was called, whatever a scheduler has done since.
 
 Which module waits for a parameter is learned in the first forward pass: its own module, or, where that is
-never called (``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the
-nearest one around it that is. Who reads parameters elsewhere calls ``synchronize()`` before.
+never called (``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the nearest
+one around it that is. Call ``synchronize()`` before you read parameters elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The specification of an embedding table, on which all workers and servers must agree.
 
-A recipe is a description and never code, checked where it is given and again where it arrives. It
-says how long rows are, how they begin, who gets one, who loses it, and how pushes change it.
+A recipe is a description and never code, checked where it is given and again where it arrives. It has the
+length of rows, their initial values, the rules of admission and eviction, and the optimizer.
 """
 
 from __future__ import annotations

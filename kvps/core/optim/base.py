@@ -60,7 +60,7 @@ class Terms:
         step: updates that this range has had, this one included; the first is 1.
         lr, weight_decay: of this key, multipliers applied.
         norms: sums of squares over the whole tensor, float64; None unless ``needs_norms``.
-        rank: who pushed (async); None where a round speaks for many (sync).
+        rank: the rank that pushed (async); None for a round of several ranks (sync).
     """
 
     step: int
@@ -221,7 +221,7 @@ class Updater(abc.ABC):
             weight: the whole chunk.
             state: the whole chunk's state; an entry may be added to it.
             start, stop: the range read.
-            rank: who read it.
+            rank: the rank that read it.
 
         Does nothing unless ``tracks_pulls``.
         """

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvps.core.scheduler.seat import SeatLink
 
 CHALLENGE_EVERY_S = 0.5
-"""How long after a challenge a connection is not challenged again, whoever comes."""
+"""Seconds after a challenge during which a connection is not challenged again, by any newcomer."""
 
 
 class Claims:
-    """Who claims a seat that is taken, and what is to be said to the holders."""
+    """The processes that claim a seat that is taken, and the challenges to its holders."""
 
     def __init__(self) -> None:
         self.letters: list[tuple[Route, Challenge]] = []

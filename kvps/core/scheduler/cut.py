@@ -181,7 +181,7 @@ class Cut:
     # --- what is said -------------------------------------------------------------------------
 
     def letters(self) -> Iterator[Letter]:
-        """Yield what is to be said, or said again, to those who have not answered."""
+        """Yield the messages to members that have not answered, again if they are due."""
         stage = self.stage
         if stage is CutStage.HALTING:
             for rank in sorted(self.workers - self._standing):

@@ -1,4 +1,4 @@
-"""One job as the scheduler runs it: the consequences of a change of seats, and who is told.
+"""One job as the scheduler runs it: the consequences of a change of seats, and the members that are told.
 
 Theory of operation
 -------------------
@@ -10,11 +10,11 @@ Theory of operation
        │                                                               ▲          (or the
        └───────────────── a member is gone for good ───────────────────┘        next job)
 
-:meth:`Job.settle` is called after each change of a seat. It asks
-:func:`~kvps.core.scheduler.phase.assess` for the phase and the barriers for who may pass, and writes
-what is to be said into an outbox. While a job runs, each change makes a new view, sent to all
-members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.pace`); while it forms,
-a member learns from the answers to its beats what is missing.
+:meth:`Job.settle` is called after each change of a seat. It asks :func:`~kvps.core.scheduler.phase.assess`
+for the phase, asks the barriers which ranks may pass, and writes messages into an outbox. While a job runs,
+each change makes a new view, sent to all members (where many follow each other, the last of them; see
+:mod:`kvps.core.scheduler.pace`); while it forms, a member learns from the answers to its beats what is
+missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
 """
@@ -100,7 +100,7 @@ class Job:
         self.has_changed = False
         """Something that a restart must know is not saved yet."""
         self._is_deserted = False
-        """No worker is here any more, and the log says for whom the job waits."""
+        """No worker is present any more; the log names the ranks that the job waits for."""
         self._patience_until = (
             None if settings.forming_max_s is None else now + settings.forming_max_s
         )
@@ -205,7 +205,7 @@ class Job:
             self.since = self.number + 1
 
     def _meet(self, now: float) -> None:
-        """Let the checkpoints know who is there."""
+        """Tell the checkpoints which members are present."""
         servers = [
             seat.node.rank
             for seat in self.seats.by_node.values()
@@ -297,7 +297,7 @@ class Job:
         self.part(None, now)
 
     def part(self, told: tuple[Node, int] | None, now: float) -> None:
-        """Exit if ``told``, who was just told to stop, is the last; or if it is late."""
+        """Exit if ``told``, the member that was just told to stop, is the last; or if it is late."""
         self._untold.discard(told)
         is_late = self.due is not None and now >= self.due
         if self._last_word is not None and (is_late or not self._untold):
@@ -307,7 +307,7 @@ class Job:
     # --- what is said -----------------------------------------------------------------------
 
     def send(self, route: Route, message: Message) -> None:
-        """Say something along one route; who holds no seat is not told the name of the job."""
+        """Send a message along one route; a process without a seat does not learn the name of the job."""
         name = self.name if route in self.seats.routes else STRANGERS_JOB
         if isinstance(message, Seen):
             name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
@@ -324,7 +324,7 @@ class Job:
         self._outbox.append(Note(level, text))
 
     def view(self, now: float) -> View:
-        """Return who holds which seat."""
+        """Return the holder of each seat."""
         return View(
             self.number,
             self.phase.value,
@@ -377,7 +377,7 @@ class Job:
         self._tell(now)
 
     def _tell(self, now: float) -> None:
-        """Send the newest view to all who have not got it, if it is time."""
+        """Send the newest view to all members that do not have it, if it is time."""
         if not self.is_untold or self.stop is not None or now < self._pace.free_at:
             return
         self.is_untold = False

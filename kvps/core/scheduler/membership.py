@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-A job has a fixed number of seats, one per role and rank. A process takes a seat by HELLO and
-gets an *incarnation*, a number from one counter that only grows: the larger of two is the later,
-and whoever holds an older one than its seat is fenced::
+A job has a fixed number of seats, one per role and rank. A process takes a seat by HELLO and gets an
+*incarnation*, a number from one counter that only grows: the larger of two is the later, and a process with
+an older one than its seat is fenced::
 
             take                  leave (done)
     empty ────────► held ────────────────────────► left
@@ -122,9 +122,9 @@ class Membership:
                         self.drop(at, now)
 
     def doubt(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
-        """Return why a newcomer has to wait for whoever has what it wants; "" if it need not.
+        """Return why a newcomer has to wait for the holder of the seat that it wants; "" if it need not.
 
-        Who does not say so by himself is asked whether he lives; see :mod:`kvps.core.scheduler.claims`.
+        A holder that is silent is asked whether it is alive; see :mod:`kvps.core.scheduler.claims`.
         """
         if envelope.incarnation:
             return self._doubt_attaching(route, envelope, hello, now)
@@ -279,7 +279,7 @@ class Membership:
         seat.incarnation, seat.keys = self.issued, ("", "")
 
     def expire(self, now: float) -> list[Seat]:
-        """Declare lost who was silent, or whose connection was broken, for too long."""
+        """Declare members lost that were silent, or whose connection was broken, for too long."""
         limits = self.settings
         lost = []
         for seat in self.by_node.values():

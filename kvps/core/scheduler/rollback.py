@@ -62,7 +62,7 @@ class Rollback:
                 pass
 
     def letters(self) -> Iterator[Letter]:
-        """Yield what is to be said, or said again, to those who have not answered."""
+        """Yield the messages to servers that have not answered, again if they are due."""
         for rank in range(self.servers):
             if rank not in self.shelves:
                 yield Node(Role.SERVER, rank), Recall(self.epoch)

@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 Three things come in: a packet, a broken connection, the time. What they change is in
-:mod:`kvps.core.scheduler.membership` (who holds which seat) and :mod:`kvps.core.scheduler.barriers` (who stands
-where); what follows from a change is in :mod:`kvps.core.scheduler.job`; this file is the conversation.
+:mod:`kvps.core.scheduler.membership` (the holder of each seat) and :mod:`kvps.core.scheduler.barriers` (the
+ranks at each barrier); what follows from a change is in :mod:`kvps.core.scheduler.job`; this file is the
+conversation.
 
 A door changes the state when it is called, and returns the effects in the order in which they
 are to be performed: what a restart must know is saved before anybody is told. A request that
@@ -79,7 +80,7 @@ NOBODY = bytes(16)
 FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
 """What need not come from the holder of a seat; a LEAVE may be of one of a former job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
-"""How many who look are answered in such a time, all together; the others ask again."""
+"""Inquiries that are answered in such a time, all together; the others ask again."""
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 """Of how many newcomers that were refused the log tells in such a time."""
 
@@ -163,7 +164,7 @@ class Scheduler:
         return self.job.flush()
 
     def on_timer(self, now: float) -> Effects:
-        """Find out who was silent for too long, and what has waited for too long."""
+        """Find the members that were silent for too long, and the waits that have lasted too long."""
         if self.job.stop is None:
             self.job.on_time(now)
         else:
@@ -221,7 +222,7 @@ class Scheduler:
         return is_new and not self.job.seats.has_enrolled(route)
 
     def _is_doubtful(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> bool:
-        """Whether a newcomer must wait until it is known who lives; then it and they are told."""
+        """Whether a newcomer must wait until it is known which holder is alive; then all of them are told."""
         claims = self.job.seats.claims
         is_new = route not in claims
         doubt = self.job.seats.doubt(route, envelope, hello, now)
@@ -412,7 +413,7 @@ class Scheduler:
             raise self._mismatch(envelope)
 
     def _demand_seat(self, route: Route, envelope: Envelope) -> None:
-        """Refuse whoever neither has a seat by its connection nor names one with its incarnation.
+        """Refuse a sender that neither has a seat by its connection nor names one with its incarnation.
 
         Raises:
             KvpsError: what it is to be told.

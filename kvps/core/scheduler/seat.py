@@ -93,7 +93,7 @@ class SeatLink:
 
 @dataclass(slots=True)
 class Seat:
-    """A place in the job, and who holds it or held it last."""
+    """A place in the job, and its present or last holder."""
 
     node: Node
     state: State = State.EMPTY
@@ -142,7 +142,7 @@ class Seat:
         return self.state in (State.EMPTY, State.LOST) or self._was(hello)
 
     def _was(self, hello: Hello) -> bool:
-        """Whether its holder, whom no link reaches, says HELLO again."""
+        """Whether its holder, which no link reaches, sends HELLO again."""
         is_alone = self.state is State.HELD and not self.links
         return is_alone and (self.host, self.pid) == (hello.host, hello.pid)
 
@@ -238,7 +238,7 @@ class Seat:
         return f"{who} is being asked whether it is alive"
 
     def presence(self, now: float) -> str:
-        """Say how its holder stands, to those who wait for it."""
+        """Describe its holder to the ranks that wait for it."""
         if self.state is State.HELD:
             silent_s = now - self.heard_at
             if silent_s >= SILENT_AFTER_S:

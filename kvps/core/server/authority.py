@@ -31,7 +31,7 @@ def check(
     Args:
         message: what it says.
         session: whose it is.
-        view: the newest one; says who is on which machine.
+        view: the newest view; it has the machine of each member.
         context: has the stores.
 
     Raises:

@@ -65,7 +65,7 @@ class RequestContext:
         return self.stores[self.chunks.at(chunk).store]
 
     def quorum(self, store: ServerStore) -> Quorum:
-        """Return who counts in a store."""
+        """Return the ranks that count in a store."""
         return self.member.quorum().without(store.joins.away)
 
     def required(self, store: ServerStore) -> frozenset[int]:

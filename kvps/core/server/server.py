@@ -125,7 +125,7 @@ class Server:
         """Begin.
 
         Args:
-            identity: who this is.
+            identity: the identity of this server.
             now: the time.
             memory_limit: bytes that values may take, with all that belongs to them.
             memory: where values lie.
@@ -229,7 +229,7 @@ class Server:
         return self.take_effects()
 
     def on_timer(self, now: float) -> Effects:
-        """Beat, tell norms again that others may have missed, and say which rounds wait for whom."""
+        """Beat, send norms again that other servers may have missed, and report the ranks that rounds wait for."""
         self._outbox.extend(self.member.on_timer(now))
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
@@ -259,7 +259,7 @@ class Server:
         return iter(effects)
 
     def _look(self, now: float) -> None:
-        """Log the rounds that wait and for whom, and tell the scheduler, for ``kvps status``."""
+        """Log the open rounds, and report them to the scheduler for ``kvps status``."""
         oldest = list(self.control.oldest(now))
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])

@@ -1,9 +1,9 @@
 """One store on one server: its keys, their placement, and its optimizer.
 
-A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only
-then is it *ready*, and those who declared it without creating it are answered. A broadcast is the
-same two steps again on a key that exists, counted by ``call``; a replacement of the creator that
-repeats a call that is through changes nothing. The creator is rank 0, unless the call names another.
+A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only then is it
+*ready*, and the server answers workers that declared it without creating it. A broadcast is the same two
+steps again on a key that exists, counted by ``call``; a replacement of the creator that repeats a call that
+is through changes nothing. The creator is rank 0, unless the call names another.
 """
 
 from __future__ import annotations

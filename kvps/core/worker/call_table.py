@@ -214,7 +214,7 @@ class CallTable:
         yield Send(SCHEDULER, self._member.packet(request.message, request.seq))
 
     def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
-        """Ask those who were asked how it goes; they may not have said all that they know."""
+        """Probe the peers of late requests; they may not have reported all that they know."""
         waited_for = list(requests)
         for request in waited_for:
             if request.server is None:

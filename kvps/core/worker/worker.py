@@ -409,7 +409,7 @@ class Worker:
         yield from self._make(held, now)
 
     def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
-        """A store has found its way into the epoch, or cannot: tell those who wait."""
+        """A store has entered the epoch, or cannot: resume the calls that wait."""
         resync = self._rejoins.pop(name)
         if error is None and not resync.before:
             yield from self._make(resync.held, now)
@@ -427,7 +427,7 @@ class Worker:
     # --- the end of a call ------------------------------------------------------------------------
 
     def _end_joining(self, now: float) -> Effects:
-        """Tell those who wait for the cluster what has become of it."""
+        """Answer the calls that wait for the cluster."""
         for ticket, deadline in list(self._joining.items()):
             error = self.member.error or self.losses.error(None, now)
             view = self.member.view

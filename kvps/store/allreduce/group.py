@@ -238,7 +238,7 @@ class CollectiveGroup:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the other ranks; whoever waits for this one learns that it has ended."""
+        """Close the connections to the other ranks; ranks that wait for this rank learn that it has ended."""
         with self._mutex:
             group, self._group = self._group, None
             nccl, self._nccl = self._nccl, None

@@ -49,7 +49,7 @@ class Collective(Future[list[torch.Tensor]]):
         self.places = {name: place for place, name in enumerate(names)}
         """Key -> the place of its row in the result."""
         self.on_error: Callable[[KvpsError], None] = lambda error: None
-        """Called by the queue's thread with its error, before anybody who waits goes on."""
+        """Called by the queue's thread with its error, before any waiting thread continues."""
 
     def row(self, name: str) -> torch.Tensor:
         """Return the row of a key; call it when the result is there."""

@@ -1,4 +1,4 @@
-"""Rounds of a span: who has pushed what, and when a round closes.
+"""Rounds of a span: the pushes of each rank, and when a round closes.
 
 Theory of operation
 -------------------
@@ -77,7 +77,7 @@ class Round:
         """Count ``ranks`` in.
 
         Args:
-            ranks: who pushed.
+            ranks: the ranks that pushed.
             gradient: of all of them. It belongs to the round from here on, unless it is lent.
             lent: ``gradient`` is its sender's memory, and must not be written to.
             keep: sums must be taken in rank order.

@@ -1,4 +1,4 @@
-"""Slabs of chunks: a server's memory for values, and who may write to it.
+"""Slabs of chunks: a server's memory for values, and the rules for writing to it.
 
 A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
 384 KiB to 8 MiB. A chunk is what travels in one message, what is summed in one addition and updated
@@ -409,7 +409,7 @@ class Chunks:
         return next(self.at(piece.chunk).spans_in(piece.start, piece.start + 1))
 
     def retire(self, pieces: Sequence[Piece]) -> list[PendingRead]:
-        """Take ``pieces`` away from their key; free chunks without keys; return who waited."""
+        """Take ``pieces`` away from their key; free chunks without keys; return the waiting requests."""
         waited: list[PendingRead] = []
         for piece in pieces:
             chunk = self.by_number[piece.chunk]

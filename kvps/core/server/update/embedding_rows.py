@@ -1,9 +1,9 @@
 """Embedding tables on a server: declaration, pushes and pulls by id.
 
-A table has one key, of which every server holds one element in a chunk of its own: how many rows of
-the table are there. So the table has a span, and with it the history of any key: versions, numbers of
-pushes, rounds, quorums, staleness, who waits. A gradient is one of rows, numbered by their ids; it moves
-the rows (:class:`~kvps.core.embedding.table.EmbeddingRows`), and the element only counts them.
+A table has one key, of which every server holds one element in a chunk of its own: how many rows of the table
+are there. So the table has a span, and with it the history of any key: versions, numbers of pushes, rounds,
+quorums, staleness, waiting requests. A gradient is one of rows, numbered by their ids; it moves the rows
+(:class:`~kvps.core.embedding.table.EmbeddingRows`), and the element only counts them.
 
 An id belongs to one server. Each server has its share of every push, also an empty one.
 """

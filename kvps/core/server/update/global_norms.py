@@ -1,11 +1,10 @@
 """Norms of a whole tensor whose pieces lie in several chunks or on several servers.
 
-One update of one tensor is named by (store, key, rank, number): by the round, or where each push
-is applied by itself, by the push. Every server measures its pieces and tells the sums to the other
-holders; who has all of them updates its pieces. In a round every server measures against the
-weights that the round before left, so all reach the same numbers. Where pushes are applied one by
-one they are measured as they arrive, so that two servers that see two pushes in different order
-never wait for each other.
+One update of one tensor is named by (store, key, rank, number): by the round, or where each push is applied
+by itself, by the push. Every server measures its pieces and tells the sums to the other holders; a server
+that has all of them updates its pieces. In a round every server measures against the weights that the round
+before left, so all reach the same numbers. Where pushes are applied one by one they are measured as they
+arrive, so that two servers that see two pushes in different order never wait for each other.
 
 What is measured depends on the store. Sums of squares are for rules that need norms of whole
 tensors. Where updates that are not finite are dropped, the first sum *counts* the values that are
@@ -233,8 +232,8 @@ class GlobalNorms:
     def told(self, store: ServerStore, number: NormId, width: int) -> PartialSums:
         """Return this server's sums for an update; none while they are unknown.
 
-        For an update that was made without, or so long ago that its sums are forgotten, they are
-        ``width`` zeros: whoever still waits must not wait for ever.
+        For an update that was made without, or so long ago that its sums are forgotten, they are ``width``
+        zeros: a server that still waits must not wait forever.
         """
         if number in self.closed:
             return self.closed[number]
