@@ -82,12 +82,12 @@ def worker_session(
 class LocalCluster:
     """Scheduler, servers and workers in this process, as a context manager.
 
-    Each thread that calls :func:`kvps.create` inside is one of the workers; :meth:`run` starts one
-    thread per worker for you.
+    Each thread that calls :func:`kvps.create` inside is a worker; :meth:`run` starts one thread per worker
+    for you.
 
     Args:
-        workers: how many workers, from 1 on.
-        servers: how many servers, from 1 on.
+        workers: number of workers, 1 or more.
+        servers: number of servers, 1 or more.
 
     Example:
         >>> import kvps, torch
@@ -110,12 +110,12 @@ class LocalCluster:
         self.workers = workers
         self.servers = servers
         self.scheduler = ""
-        """Where the scheduler listens, once the cluster is entered."""
+        """The address of the scheduler, inside the ``with`` block."""
         self._workers: list[ThreadPoolExecutor] = []
         """A thread for each worker, since the first :meth:`run`."""
         self._has_failed = False
         self.keys = ""
-        """Where the cluster's keys are, once it is entered; empty where this system has none."""
+        """The path of the cluster's keys, inside the ``with`` block; empty if this system has none."""
         self._sections: list[Section] = []
         self._key_memory: KeyMemory | None = None
         self._threads: list[threading.Thread] = []
@@ -162,7 +162,7 @@ class LocalCluster:
         """Start the scheduler and the servers.
 
         Raises:
-            ConfigError: if there are too few file descriptors for all of it.
+            ConfigError: if there are too few file descriptors for the cluster.
         """
         sizes = self.workers, self.servers
         descriptors.demand(
@@ -213,7 +213,7 @@ class LocalCluster:
         return of(self._sections, role) if self._sections else None
 
     def session(self) -> WorkerSession:
-        """Return the worker that the calling thread is, making it if it is new.
+        """Return the calling thread's worker; create it if the thread is new.
 
         Raises:
             ConfigError: if all workers are taken by other threads.
@@ -242,11 +242,11 @@ class LocalCluster:
     def run(self, work: Callable[..., T], *args: Any) -> list[T]:
         """Call ``work(rank, *args)`` in one thread per worker; return the results by rank.
 
-        May be called again: each worker keeps its thread, its rank and its stores. After an error the
-        workers have left, and it may not.
+        May be called again: each worker keeps its thread, its rank and its stores. After an error the workers
+        have left, and it cannot be called again.
 
         Raises:
-            BaseException: the first that a worker raised; the others then end with WorkerLost.
+            BaseException: the first error of a worker; the other workers then end with WorkerLost.
             ConfigError: if a worker has raised in an earlier call.
         """
         if self._has_failed:
@@ -277,7 +277,7 @@ class LocalCluster:
         return [future.result() for future in futures]
 
     def leave(self) -> None:
-        """Flush and leave, as the worker that the calling thread is; rounds close without it."""
+        """Flush and leave as the calling thread's worker; rounds close without it."""
         self.endings().end(is_done=True)
         session: WorkerSession | None = getattr(self._mine, "session", None)
         if session is not None and not session.is_over:
@@ -292,7 +292,7 @@ class LocalCluster:
             session.leave(done, 0 if done else 1, reason)
 
     def close(self, done: bool = True) -> None:
-        """End the workers, and with them the job; ``done`` says that all went well."""
+        """End the workers and thereby the job; ``done`` if there was no error."""
         for worker in self._workers:
             worker.shutdown()
         for endings in self._endings:

@@ -136,7 +136,7 @@ class Copies:
 
     @torch.no_grad()
     def deliver(self, found: Sequence[Fresh]) -> Holding | list[Holding]:
-        """Write what is new; return what the copies hold now."""
+        """Write the changes; return the state of the copies."""
         held = []
         places = Counter([one.data_ptr() for some in self._targets for one in some])
         for index, fresh in enumerate(found):

@@ -23,21 +23,21 @@ def average(
 ) -> Any:
     """Return the mean of ``value`` over all workers; every worker calls.
 
-    Sums are taken in float64. Workers that have left do not count; nor do those that have joined, where
+    Sums are taken in float64. Workers that have left do not count; nor do workers that have joined, if
     ``kvstore`` is the store that they joined.
 
     Args:
-        value: a number, a tensor, or a dict of those, alike on every worker.
+        value: a number, a tensor, or a dict of these, with the same structure on every worker.
         name: pairs this call with calls of that name only.
-        weight: how much this worker's value counts, such as the number of its examples.
+        weight: the weight of this worker's value, such as the number of its examples.
         kvstore: a kind of store that sums, or such a store.
 
     Returns:
-        A float for a number; for a tensor a new one on its device, of its type if that is a floating
-        one, else float64; for a dict a dict. NaN if all weights are 0.
+        A float for a number; for a tensor, a new tensor on its device, of its type if that is floating point,
+        else float64; for a dict, a dict. NaN if all weights are 0.
 
     Raises:
-        ConfigError: for anything else. Timeout: if a worker does not call, or gives another shape.
+        ConfigError: for anything else. Timeout: if a worker does not call, or has another shape.
 
     Example:
         >>> import kvps.torch
