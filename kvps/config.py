@@ -32,7 +32,7 @@ _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
     *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
 )
-"""What describes one process's place in one cluster, and misleads a process of another."""
+"""Variables that describe the place of one process in one cluster, and would mislead another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Cluster:
     role: str = "worker"
     rank: int | None = None
     incarnation: int = 0
-    """Of the seat that a guardian holds for this process; 0 where there is none."""
+    """The incarnation of the seat that a guardian holds for this process; 0 without a guardian."""
     job: bytes = bytes(16)
-    """Of that seat."""
+    """The job of that seat."""
     workers: int | None = None
     servers: int | None = None
 

@@ -46,7 +46,7 @@ class Foothold:
 
     @property
     def flags(self) -> list[str]:
-        """What the scheduler is told."""
+        """Return the flags of the scheduler."""
         return ["--bind", self.bind, "--state", self._folder]
 
     def has_job(self, code: int) -> bool:

@@ -12,8 +12,8 @@ the launch stands::
       │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
-The others of a failed worker are given time, since they learn of it from the scheduler and have
-something to say about it themselves. The reports come along one pipe, so they tell who failed
+The others of a failed worker are given time, since they learn of it from the scheduler and have something to
+say about it themselves. The reports come along one pipe, so they tell which worker failed
 first: a worker that fails because another did is later.
 """
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What is to be started."""
+    """The processes to start, and their settings."""
 
     workers: int
     servers: int
@@ -227,18 +227,18 @@ class Child:
     role: str
     rank: int
     number: int
-    """Of its colour."""
+    """The number of its colour."""
     process: subprocess.Popen[bytes]
     life: int = 0
     """How often it was started again."""
     is_told: bool = False
     """A worker's end was reported, or seen."""
     streams: dict[int, LineBuffer] = field(default_factory=dict)
-    """What it prints, by file descriptor: first stdout, then stderr."""
+    """Its output by file descriptor: first stdout, then stderr."""
 
     @property
     def name(self) -> str:
-        """What stands before its lines."""
+        """The prefix of its lines."""
         return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
@@ -267,11 +267,11 @@ class Launch:
         self._next_at: float | None = None
         """When the next stage begins."""
         self._worker_code = 0
-        """Of the first worker that failed for good."""
+        """The exit code of the first worker that failed permanently."""
         self._other_code = 0
-        """Of the first signal, or of the first server or scheduler that failed."""
+        """The exit code for the first signal, or of the first server or scheduler that failed."""
         self._keys: KeyMemory | None = None
-        """Of this job, where it has keys of its own."""
+        """The keys that were made for this job, if any."""
         if plan.keys is None and not plan.is_keyless:
             self._keys = KeyMemory(generate())
         self._scheduler = ""

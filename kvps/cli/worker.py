@@ -181,7 +181,7 @@ class Shell(NullListener):
         self._command = command
         self._report_fd = report_fd
         self._env = env
-        """What COMMAND finds in its environment, besides its place in the cluster."""
+        """The environment of COMMAND, besides its place in the cluster."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:

@@ -57,7 +57,7 @@ class CodecSpec(NamedTuple):
     scale: float = 1.0
     """By which ``1bit`` and ``2bit`` are multiplied, thresholds included: 1 for gradients."""
     seed: int = 0
-    """From which the indices of ``randomk`` follow; else 0."""
+    """The seed of the indices of ``randomk``; else 0."""
 
 
 def check(code: CodecSpec) -> CodecSpec:

@@ -147,7 +147,7 @@ class Core(Protocol):
         """A peer said something."""
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """What a peer said was refused by its envelope (a KvpsError), or led to an error that nobody foresaw.
+        """A packet was refused by its envelope (a KvpsError), or caused an unexpected error.
 
         Raises:
             Exception: ``error``, if this process cannot go on.

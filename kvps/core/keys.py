@@ -25,14 +25,14 @@ from kvps.protocol.permissions import Place
 ROLES = ("scheduler", "server", "worker", "admin", "look")
 """The roles that have key files."""
 KEY_CHARACTERS = 40
-"""Of a public or secret key, in Z85."""
+"""Length of a public or secret key, in Z85."""
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({Enrol, Hello}),
     "server": frozenset({Enrol, Hello}),
     "admin": frozenset({Evict, Look}),
     "look": frozenset({Look}),
 }
-"""What may be said by a role key."""
+"""The messages that a role key permits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Refusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoleKey:
-    """What a public key of a role opens."""
+    """The role that a public key opens."""
 
     role: str
     until: float | None = None

@@ -32,7 +32,7 @@ def quiet_in_words(quiet_s: float, what: str) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """What the beats of a member tell about its script."""
+    """The progress of a member's script, from its beats."""
 
     calls: int
     moved_at: float

@@ -27,7 +27,7 @@ class _Record:
 
 
 class Misbehaviour:
-    """What was refused along each connection."""
+    """The refused packets of each connection."""
 
     def __init__(self) -> None:
         self._records: dict[Route, _Record] = {}

@@ -13,7 +13,7 @@ import torch
 from kvps.phrases import some_of
 
 ACTIONS = ("apply", "skip", "error")
-"""What becomes of an update whose gradient is not finite."""
+"""The policies for an update whose gradient is not finite."""
 RANKS_MAX = 20
 """Maximum ranks that a text names."""
 
@@ -38,7 +38,7 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Flaw(NamedTuple):
-    """What is not finite in a gradient."""
+    """The values of a gradient that are not finite."""
 
     values: int
     """Number of values that are not finite."""

@@ -18,7 +18,7 @@ STILL_S = 5.0
 
 
 class Moved(NamedTuple):
-    """What the kernel has counted of a connection."""
+    """The kernel's counters of a connection."""
 
     received: int
     """Bytes that came."""

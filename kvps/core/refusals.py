@@ -17,7 +17,7 @@ KEPT_MAX = 4096
 
 
 class Attempt(NamedTuple):
-    """Which call of its kind it is, and how often it was refused before."""
+    """The number of a call of its kind, and how often it was refused before."""
 
     number: int
     refused: int
@@ -64,7 +64,7 @@ class Refusals:
 
 
 class Attempts:
-    """What this rank was refused of the calls of one store that all ranks make."""
+    """The collective calls of one store that were refused for this rank."""
 
     def __init__(self) -> None:
         self._refused: dict[Hashable, Attempt] = {}

@@ -27,7 +27,7 @@ SPARE = 8
 """For a moment: a module or a library that is loaded, a file that is written, memory that is mapped."""
 
 LEAST = TRANSPORT + LISTENING + WATCHING + CONNECTION + SPARE
-"""Of a process with one transport, before it knows how large its job is."""
+"""Descriptors of a process with one transport, before it knows the size of its job."""
 
 
 def of_scheduler(workers: int, servers: int) -> int:

@@ -56,7 +56,7 @@ KINDS_MAX = 100
 
 
 class Disconnected:
-    """What a transport reports in place of a packet when a connection broke."""
+    """A broken connection, which a transport reports in place of a packet."""
 
 
 DROPPED = Disconnected()
@@ -70,7 +70,7 @@ class Demanded(ConfigError):
 
 
 class Unserved(Exception):
-    """What a transport raises when it failed at a packet that could be decoded; its cause says how."""
+    """A transport failed at a packet that could be decoded; see the cause."""
 
     def __init__(self, route: Route, envelope: Envelope) -> None:
         super().__init__(f"a packet of {envelope.node}")
@@ -79,7 +79,7 @@ class Unserved(Exception):
 
 
 class Refused(Exception):
-    """What a transport raises in place of a packet that was refused by its envelope; its cause says why."""
+    """A packet was refused by its envelope; see the cause."""
 
     def __init__(self, route: Route, envelope: Envelope) -> None:
         super().__init__(f"a packet of {envelope.node}")
@@ -173,7 +173,7 @@ class NullListener:
 
 
 class Inbox(Generic[C]):
-    """What other threads want of a core, in the order in which they asked."""
+    """The requests of other threads to a core, in their order."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -191,7 +191,7 @@ class Inbox(Generic[C]):
 
 
 class Net:
-    """What peers have caused and nobody foresaw: each kind is logged whole once, and then counted."""
+    """A safety net for unexpected errors that peers cause: each kind is logged completely once, and then counted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0

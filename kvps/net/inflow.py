@@ -59,11 +59,11 @@ class Limits:
     known: int
     """From then on."""
     crowd: int
-    """Of all connections together out of which nothing was taken that is a packet."""
+    """The limit of all connections together that have not sent a packet yet."""
 
 
 CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
-"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
+"""The limits of a scheduler, which receives only the heads of a few packets."""
 
 
 def data_limits() -> Limits:
@@ -96,10 +96,10 @@ class _Connection:
 
 
 class Inflow:
-    """What lies here of each connection to one listening port.
+    """The unread bytes of each connection to one listening port.
 
     Args:
-        limits: how much may.
+        limits: the largest amounts.
         clock: seconds.
     """
 
@@ -130,7 +130,7 @@ class Inflow:
             one.taken += octets
 
     def know(self, fd: int) -> None:
-        """What was taken out was a packet."""
+        """A packet was received along a connection."""
         one = self._connections.get(fd)
         if one is not None:
             one.is_known = True

@@ -28,7 +28,7 @@ class _Leaving(NamedTuple):
 
 
 class Outflow:
-    """What was sent and has not left yet, by way."""
+    """The sent messages that have not left yet, by connection."""
 
     def __init__(self) -> None:
         self._leaving: dict[Route, deque[_Leaving]] = {}

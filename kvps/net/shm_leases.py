@@ -21,7 +21,7 @@ NAMED_MAX = 4096
 
 
 class Lent:
-    """What one peer may be reading here."""
+    """The memory of this process that one peer may be reading."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -71,7 +71,7 @@ class Lease:
 
 
 class Borrowed:
-    """What is read here of one peer's memory."""
+    """The memory of one peer that this process reads."""
 
     def __init__(self) -> None:
         self._top = 0

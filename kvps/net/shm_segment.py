@@ -66,7 +66,7 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """The bytes of a slot, or of a loan; a view of them refers to the whole."""
 
     keep: object
-    """What must live as long as these bytes are referred to."""
+    """An object that must live as long as these bytes are referred to."""
 
 
 class Segment:
@@ -102,7 +102,7 @@ class Segment:
         self.is_read = False
         """Somebody has mapped it, or is about to."""
         self.readers: set[str | bytes] = set()
-        """Along which routes there is one who has."""
+        """The routes of processes that have mapped it."""
         self._used = self._backed = PAGE_BYTES
         self._freed: deque[tuple[int, int]] = deque()
         """Given back, by whatever thread dropped the last reference."""

@@ -181,7 +181,7 @@ class SharingTransport:
 
     @property
     def mappings(self) -> list[Mapping]:
-        """What is mapped here of others."""
+        """The mapped memory of peers."""
         return [one.mapping for one in self._peers.values()]
 
     def wake(self) -> None:

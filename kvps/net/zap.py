@@ -54,7 +54,7 @@ class Keys:
     scheduler: tuple[str, ...] = ()
     """The scheduler's public keys: one, or two while it is given another."""
     role: KeyPair | None = None
-    """Of this process's role; None in a command whose guardian has enrolled its session key."""
+    """The key pair of this process's role; None in a command whose guardian has enrolled its session key."""
     session: KeyPair = field(default_factory=lambda: new_pair())
     """Made for this process, by which it speaks as a member."""
     opens: Mapping[str, RoleKey] = field(default_factory=dict)
@@ -206,7 +206,7 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""What libzmq tells of a connection that was opened here."""
+"""The events of libzmq for a connection that was opened here."""
 OTHER_MECHANISM = 0x11000002
 """Its value of a handshake that failed since one end has keys and the other has none."""
 FAILURES_MAX, AT_ONCE_S = 3, 0.5

@@ -51,7 +51,7 @@ QUEUE_MAX = {True: 1000, False: 16384}
 """Messages that wait to leave along one connection that was opened to a scheduler, and to another process. A
 peer that does not read its answers gets no more; it asks again for the answers that it missed."""
 SEAL_OCTETS = 33
-"""What CURVE adds to each frame."""
+"""Bytes that CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
 """Bytes of the longest frame that a scheduler takes: no packet to it has a payload."""
 _OPTIONS: tuple[tuple[int, int], ...] = (
@@ -128,7 +128,7 @@ class ZmqTransport:
         self._watches: dict[str, Watch] = {}
         self._events_of: dict[zmq.Socket[bytes], str] = {}
         self._refusals: deque[tuple[Route, Packet]] = deque()
-        """What is heard in place of an answer, where no connection is made."""
+        """Packets that stand in for an answer where no connection is made."""
         self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None

@@ -34,7 +34,7 @@ TEXT_MAX = 4096
 
 
 class Role(enum.IntEnum):
-    """What a process does in a cluster."""
+    """The role of a process in a cluster."""
 
     SCHEDULER = 0
     SERVER = 1
@@ -65,7 +65,7 @@ class Envelope:
     role: Role
     rank: int
     incarnation: int
-    """Which life of that rank: issued by the scheduler, it only grows."""
+    """The number of one process's life in that rank; the scheduler issues it, and it only grows."""
     seq: int
     """Number of this request among the sender's requests to this receiver; 0 asks no answer."""
 
@@ -76,7 +76,7 @@ class Envelope:
 
 
 class Message:
-    """What every message class has: a tag, and the sizes of the frames that must follow."""
+    """The base of messages: each class has a tag, and the sizes of the frames that must follow."""
 
     TAG: ClassVar[int] = 0
     __slots__ = ()
@@ -90,7 +90,7 @@ class Loan(NamedTuple):
     """Bytes in the sender's segment, in place of a payload frame."""
 
     nonce: int
-    """Which segment."""
+    """The nonce of the segment."""
     lease: int
     """To be returned by a RELEASE; one for all loans of a packet."""
     offset: int

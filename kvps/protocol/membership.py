@@ -142,7 +142,7 @@ class Released(Message):
 
     seq: int
     number: int | None = None
-    """Of the barrier; None for one that this worker's predecessor has behind it."""
+    """The number of the barrier; None for a barrier that this worker's predecessor has passed."""
 
 
 @tag(9)
@@ -249,7 +249,7 @@ class HistoryIs(Message):
     rate_calls: int
     rate_after: int
     lr: float
-    """What the last RATE set."""
+    """The learning rate of the last RATE."""
     joins: int
     """How many are over."""
     joined: bool
@@ -378,6 +378,6 @@ class Alive(Message):
     """Member's answer to CHALLENGE."""
 
     number: int
-    """Of the challenge."""
+    """The number of the challenge."""
     guardian: bool = False
     """The sender holds the seat for a command that it runs."""

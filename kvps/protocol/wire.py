@@ -451,7 +451,7 @@ def _within(entry: Entry) -> Entry:
 
 
 _FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.CodecSpec: spec.check}
-"""What else is checked of a record whose fields are right."""
+"""Further checks of a record whose fields are valid."""
 
 
 def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:

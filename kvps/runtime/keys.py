@@ -57,7 +57,7 @@ class Section(NamedTuple):
 
     @property
     def public_half(self) -> Section:
-        """What others may see."""
+        """The section without its secret key."""
         return self._replace(secret="")
 
 

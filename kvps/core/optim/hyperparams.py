@@ -33,7 +33,7 @@ from kvps.core.optim.schema import (
 from kvps.errors import ConfigError
 
 WireValue = float | int | bool | None | dict[str, float]
-"""What a hyper-parameter is on the wire: a number, a flag, nil, or a map of multipliers."""
+"""A hyper-parameter on the wire: a number, a flag, nil, or a map of multipliers."""
 
 
 @dataclass(frozen=True, slots=True)

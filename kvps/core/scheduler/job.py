@@ -74,7 +74,7 @@ class Job:
         self.name = name
         """16 bytes, in every envelope."""
         self.number = 0
-        """Of the newest view; 0 until all seats have been taken."""
+        """The number of the newest view; 0 until all seats have been taken."""
         self.is_untold = False
         """The newest view was not sent to everybody yet."""
         self._pace = ViewRateLimiter()
@@ -88,9 +88,9 @@ class Job:
         self.picture = StatusReport()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
-        """What members are told once everything is over."""
+        """The STOP for members when the job is over."""
         self._last_word: Exit | None = None
-        """What is to be done when everybody knows that."""
+        """The exit of the scheduler when all members have been told."""
         self._untold: set[tuple[Node, int] | None] = set()
         """Members that have no connection along which to tell them, and their incarnations."""
         self._looked_at = now

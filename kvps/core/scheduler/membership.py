@@ -71,7 +71,7 @@ class Membership:
         self._enrolled: dict[Route, tuple[str, str]] = {}
         """By the newcomer's route, the keys by which it will speak."""
         self.has_new_suspect = False
-        """What :meth:`due` says may be sooner than it was."""
+        """The result of :meth:`due` may be sooner than it was."""
 
     # --- taking a seat and coming back to it ----------------------------------------------
 

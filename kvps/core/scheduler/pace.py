@@ -16,7 +16,7 @@ AHEAD_S = 0.1
 
 
 class ViewRateLimiter:
-    """What was sent lately."""
+    """Limits how often views are sent."""
 
     def __init__(self) -> None:
         self._paid_at = -math.inf

@@ -78,11 +78,11 @@ if TYPE_CHECKING:
 NOBODY = bytes(16)
 """The job in the envelope of one who does not know it yet."""
 FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
-"""What need not come from the holder of a seat; a LEAVE may be of one of a former job."""
+"""Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
 """Inquiries that are answered in such a time, all together; the others ask again."""
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
-"""Of how many newcomers that were refused the log tells in such a time."""
+"""The number of refused newcomers that the log reports in such a time."""
 
 __all__ = ["Scheduler", "Settings"]
 

@@ -29,7 +29,7 @@ DROP_GRACE_S = 1.0
 
 
 class State(enum.Enum):
-    """What has become of a seat."""
+    """The state of a seat."""
 
     EMPTY = "empty"
     HELD = "held"
@@ -43,7 +43,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the operator decided about the job."""
+    """The operator's settings of the job."""
 
     workers: int
     servers: int
@@ -98,7 +98,7 @@ class Seat:
     node: Node
     state: State = State.EMPTY
     incarnation: int = 0
-    """Whose it is or was last; 0 if it was never taken."""
+    """The incarnation of its present or last holder; 0 if it was never taken."""
     host: str = ""
     pid: int = 0
     endpoint: str = ""
@@ -118,7 +118,7 @@ class Seat:
     """Its holder has spoken as this incarnation: the WELCOME arrived, and others may rely on it."""
     heard_at: float = 0.0
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
-    """What it says of its script."""
+    """The progress of its script."""
     dropped_at: float | None = None
     """When its last link broke; None while one is whole, or none was seen yet."""
     lost_at: float = 0.0

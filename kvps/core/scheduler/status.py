@@ -17,7 +17,7 @@ TOLD_MAX_S = 12.0
 
 
 class StatusReport:
-    """What the servers of a job have told of their rounds."""
+    """The rounds that the servers of a job have reported."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[float, tuple[OldRound, ...]]] = {}

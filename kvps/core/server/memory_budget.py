@@ -48,7 +48,7 @@ class Reservation(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the keys of one store take besides their weights."""
+    """The memory of one store's keys, besides their weights."""
 
     has_rounds: bool
     """Pushes are added up before they are applied."""
@@ -67,11 +67,11 @@ class Terms(NamedTuple):
 
 
 class MemoryBudget:
-    """What all stores of a server may take.
+    """The memory that all stores of a server may take.
 
     Args:
-        chunks: which count the elements of each store.
-        limit_bytes: how much; None for any amount.
+        chunks: the chunks, which count the elements of each store.
+        limit_bytes: the limit; None for no limit.
     """
 
     def __init__(self, chunks: Chunks, limit_bytes: int | None) -> None:

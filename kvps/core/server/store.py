@@ -80,7 +80,7 @@ class Shard:
 
 @dataclass(slots=True)
 class Setting(Generic[T]):
-    """What rank 0 set last by a collective call."""
+    """The value that rank 0 set last by a collective call."""
 
     value: T
     calls: int = 0

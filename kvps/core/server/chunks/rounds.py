@@ -41,7 +41,7 @@ LENT_MAX = 8
 
 
 class Verdict(enum.Enum):
-    """What becomes of a push."""
+    """The verdict on a push."""
 
     COUNTED = "counted"
     DUPLICATE = "duplicate"
