@@ -55,7 +55,7 @@ class CodecSpec(NamedTuple):
     number: float = 0.0
     """The threshold of ``1bit`` and ``2bit``, the ratio of ``topk`` and ``randomk``; else 0."""
     scale: float = 1.0
-    """By which ``1bit`` and ``2bit`` are multiplied, thresholds included: 1 for gradients."""
+    """The factor of ``1bit`` and ``2bit``, thresholds included: 1 for gradients."""
     seed: int = 0
     """The seed of the indices of ``randomk``; else 0."""
 

@@ -97,13 +97,13 @@ class Identity:
     job: bytes = bytes(16)
     """The job of that seat; zeros without a guardian."""
     join_max_s: float = JOIN_MAX_S
-    """How long to say HELLO to a scheduler that says nothing."""
+    """Seconds of HELLOs to a scheduler that does not answer."""
     machine: int = 0
-    """As HELLO has it."""
+    """As in HELLO."""
     public_key: str = ""
-    """By which it will speak as a member; empty without keys."""
+    """The session key of the member; empty without keys."""
     command_key: str = ""
-    """By which the command will speak that it runs as a guardian."""
+    """The session key of the command that it runs as a guardian."""
     is_enrolled: bool = False
     """A guardian has enrolled that key for the seat that it holds."""
 

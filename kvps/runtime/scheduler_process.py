@@ -185,13 +185,13 @@ def run_scheduler(
         servers: how many the job has.
         bind: where to listen.
         keep_alive: begin another job when one is over.
-        state: a folder for what a restart must know.
-        insecure: ``bind`` may be where other machines reach it.
-        silence_max_s: a member that says nothing for so long is lost.
-        drop_grace_s: and so is one whose connection broke, and that opens no other for so long.
-        on_ready: told where it listens, once it does.
-        keys: its own, and the public ones of those who may come; None lets anybody come.
-        keys_again: reads them again, at SIGHUP.
+        state: the directory of the state that a restart needs.
+        insecure: other machines may reach ``bind``.
+        silence_max_s: seconds of silence after which a member is lost.
+        drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
+        on_ready: called with its address when it listens.
+        keys: its own keys, and the public keys of processes that may connect; None admits any process.
+        keys_again: reads the keys again, at SIGHUP.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file

@@ -224,12 +224,12 @@ class Seat:
 
     @property
     def data_key(self) -> str:
-        """By which its holder, or the command that it runs, speaks to servers."""
+        """The session key by which its holder, or the holder's command, speaks to servers."""
         own, command = self.keys
         return command or own
 
     def doubt(self) -> str:
-        """Say why one who wants it has to wait, while it is held."""
+        """Return why a newcomer that wants it has to wait, while it is held."""
         if self.dropped_at is not None:
             return f"{self.node} has lost its connection, and has a moment to reconnect"
         who = f"{self.node}, held by {self.host}:{self.pid},"

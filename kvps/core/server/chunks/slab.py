@@ -308,8 +308,7 @@ class Chunk:
         return release
 
     def back_of(self, span: Span, *, is_wanted: bool) -> CompressedHistory | None:
-        """Return what is known of the way back of ``span``'s values, if they are to be compressed for
-        those who pull, or were; None if not."""
+        """Return the compressed history of ``span``'s values, if pulls of them are or were compressed; else None."""
         if self.back is None:
             if not is_wanted or self.dtype != "float32":
                 return None
