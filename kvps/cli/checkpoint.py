@@ -1,4 +1,4 @@
-"""``kvps checkpoint``: looks at what servers wrote to the disk, and takes a model out of it."""
+"""``kvps checkpoint``: lists and verifies checkpoints, and exports a model."""
 
 from __future__ import annotations
 

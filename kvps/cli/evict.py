@@ -1,4 +1,4 @@
-"""``kvps evict``: ends a live member of a job, so that its rank can be taken by another."""
+"""``kvps evict``: ends a live member of a job, so that another process can take its rank."""
 
 from __future__ import annotations
 

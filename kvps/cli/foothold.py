@@ -1,4 +1,4 @@
-"""A foothold for ``kvps-launch``: the port and the private folder with which a scheduler starts again.
+"""A foothold for ``kvps-launch``: the port and the private directory that let it restart the scheduler.
 
 The scheduler keeps in the folder what a restart must know, and removes it when the job is over. So
 what lies there tells a scheduler that was killed from one that has nothing more to do.

@@ -1,4 +1,4 @@
-"""``kvps keygen``: makes the keys of a cluster, gives a role another one, and retires old ones."""
+"""``kvps keygen``: makes the keys of a cluster, rotates the key of a role, and retires old keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvps``: the commands that a person calls by hand, each in a file of its own.
+"""``kvps``: the commands for people, each in its own file.
 
 ``kvps NAME`` is ``main()`` of ``kvps/cli/NAME.py``; a command is added by that file and a line
 here. Only the file of the command that is called is loaded.

@@ -1,4 +1,4 @@
-"""``kvps-server``: holds a part of every model, adds gradients up and updates weights."""
+"""``kvps-server``: holds a part of every model, sums gradients and updates weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvps status``: one screen of how a job stands, as its scheduler sees it."""
+"""``kvps status``: one screen with the state of a job, as its scheduler sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvps-worker``: runs a training command as one worker, and says how it ended."""
+"""``kvps-worker``: runs a training command as a worker, and reports how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File descriptors: whether there are enough, before libzmq finds that there are not and aborts the process.
+"""File descriptors: a check that there are enough, because libzmq aborts the process if there are not.
 
 Each role counts what it needs before it opens anything. A soft limit that is too low is raised, as
 far as the hard limit allows; where that is too low as well, the error says how many are missing.

@@ -1,4 +1,4 @@
-"""The way of frames into a process: judged by their envelope, decoded, and counted where they are refused.
+"""The path of frames into a process: checked by their envelope, decoded, and counted if they are refused.
 
 Nothing of a body is decoded before it is known that its sender may say such a message there
 (:mod:`kvps.protocol.permissions`), and that the core would hear it (:meth:`~kvps.core.effects.Core.admit`).

@@ -1,4 +1,4 @@
-"""Bytes that a connection has sent and nobody has taken out yet, and their bounds.
+"""Bytes that a connection has sent and this process has not read yet, and their limits.
 
 libzmq reads a message part by part and shows it when its last part is there. No option of it bounds what
 lies there until then: its water marks count whole messages, and its size limit holds for each part alone. So

@@ -1,4 +1,4 @@
-"""The keys of a transport: those it opens connections by, and ZeroMQ's question whose to take (ZAP, RFC 27).
+"""The keys of a transport: its own keys, and the check of peers' keys for ZeroMQ (ZAP, RFC 27).
 
 libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
 process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where

@@ -1,4 +1,4 @@
-"""Rows of tables as users give and want them: which rows a value names, and where pulled ones go.
+"""Rows of tables as users give and want them: the rows that a value names, and the outputs of pulled rows.
 
 A *table* is a key of two or more dimensions, and a row what one index of its first dimension holds.
 Rows are given as a ``torch.sparse_coo`` tensor of the key's shape, or as a tuple ``(row_ids, rows)``:

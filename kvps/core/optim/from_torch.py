@@ -1,4 +1,4 @@
-"""The optimizer name and numbers that a torch.optim object stands for.
+"""The optimizer name and hyper-parameters of a torch.optim object.
 
 ``set_optimizer(torch.optim.SGD(...))`` must not send the object: only a name and checked numbers
 travel. :func:`describe` reads them off. It refuses what it cannot carry over exactly (another

@@ -1,4 +1,4 @@
-"""Claims on taken seats: newcomers that wait until the holder is lost, or has proved that it lives.
+"""Claims on taken seats: newcomers that wait until the holder is lost, or has proved to be alive.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""The saved state: what a restarted scheduler must know, as bytes and back.
+"""The saved state: the knowledge of a restarted scheduler, as bytes and back.
 
 Links and times are left out: members speak again, and every limit is counted anew from then.
 """

@@ -1,4 +1,4 @@
-"""The authority of workers: for which ranks one may push, and what only some may say.
+"""The authority of workers: the ranks that a worker may push for, and requests that only some may make.
 
 Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
 fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;

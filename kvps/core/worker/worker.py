@@ -1,4 +1,4 @@
-"""The rules of a worker: what the user, the scheduler, the servers and the clock say to it.
+"""The rules of a worker: calls of the user, messages of the scheduler and the servers, and the time.
 
 The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requests are queued on the connections
 to the servers, sent as the windows allow, and probed for when an answer is late. What was queued or sent for a

@@ -1,4 +1,4 @@
-"""The gradients of a sharded model: a complete one leaves, and its weight is freed."""
+"""The gradients of a sharded model: a complete gradient is pushed, and its weight is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter groups: modules whose weights come and go together, and their execution order.
+"""Parameter groups: modules whose weights are pulled and freed together, and their execution order.
 
 A *block* is a module whose weights are needed at the same time: those of the module, and of all inside it
 that are in no block of their own. Without a list from the user, blocks are the elements of every

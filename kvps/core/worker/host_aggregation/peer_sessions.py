@@ -1,4 +1,4 @@
-"""The neighbours that ask this worker: which of them may, and their requests without an answer.
+"""The sessions of neighbours that ask this worker: their permissions, and their unanswered requests.
 
 A neighbour says HELLO in each of its incarnations, and is refused before. An incarnation that was replaced is fenced:
 its process must stop.
