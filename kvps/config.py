@@ -1,9 +1,8 @@
 """Settings from the environment; the only module that reads it.
 
 Settings come from flags, then ``KVPS_*`` variables, then defaults. MXNet's ``DMLC_*`` variables are
-understood too. A process that finds no sign of a cluster starts an embedded one; one that finds
-half a description of a cluster is told what is missing, since a silent guess would train the
-wrong thing.
+understood too. A process without a configured cluster starts an embedded cluster. An incomplete configuration
+is an error that names the missing part, because a silent guess would train the wrong thing.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SILENT_AFTER_S = 3.0
-"""Members beat once a second; one that said nothing for so long is called silent."""
+"""Seconds without a beat after which a member is called silent; members beat once a second."""
 SILENCE_MAX_S = 12.0
-"""One that said nothing for so long is taken for lost, unless the operator decided otherwise."""
+"""Seconds without a beat after which a member counts as lost, unless the operator set another limit."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 HANGS_AFTER_S = 10.0

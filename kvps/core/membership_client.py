@@ -1,9 +1,9 @@
 """A member's side of the membership protocol: HELLO, beats, views, leaving.
 
-A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest
-view, and says LEAVE when it ends, until that is heard. The server core and the worker core each own
-one of these and read its view. A member that has to wait is told so; one that hears nothing for
-60 s gives up as *temporary*: the scheduler may only be late.
+A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest view, and
+says LEAVE when it ends, until that is heard. The server core and the worker core each own one of these and
+read its view. A member that has to wait is told so. A member that hears nothing for 60 s gives up with a
+*temporary* error, because the scheduler may only be late.
 """
 
 from __future__ import annotations

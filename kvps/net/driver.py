@@ -52,7 +52,7 @@ handler runs when that returns, and so does what the handler has put into the in
 BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log; and an error that was logged before."""
 KINDS_MAX = 100
-"""How many errors are told apart; a further one is logged like one that was seen before."""
+"""Number of kinds of errors that are distinguished; further kinds are logged as one."""
 
 
 class Disconnected:
@@ -130,7 +130,7 @@ class Transport(Protocol):
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
             Unserved: in place of one at which something failed that nobody foresaw; as above.
-            Refused: in place of one whose sender is to be told why it was not heard; as above.
+            Refused: in place of a packet whose sender gets the reason of the refusal; as above.
         """
 
     def wake(self) -> None:

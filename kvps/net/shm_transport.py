@@ -309,7 +309,7 @@ class SharingTransport:
         """Map what is offered, offer our own, and say that we have.
 
         Raises:
-            ProtocolError: if it comes from one who is no member.
+            ProtocolError: if its sender is not a member.
             Demanded: if it cannot be mapped and has to be.
         """
         is_ours, life = route in self._near, (envelope.job, envelope.rank, envelope.incarnation)

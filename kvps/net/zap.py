@@ -216,7 +216,7 @@ DATA_HANDSHAKE_MS = 1000
 
 
 class Handshakes:
-    """The connections that a process opens: by which key, and what it means when one is not served.
+    """The connections that a process opens: their keys, and the meaning of a refused connection.
 
     Args:
         keys: of the process; None if it has none.

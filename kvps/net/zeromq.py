@@ -6,11 +6,12 @@ the windows of the protocol, not by a water mark. What it does know first is tha
 broke: with ``watch`` the events of the ROUTER's monitor are turned into drops, told apart by the
 file descriptor that libzmq names on every message.
 
-A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed (:mod:`kvps.net.zap`).
-A connection that looks open and carries nothing is closed and opened again by the one who opened it: libzmq's
-heartbeats have something to carry, and whether bytes move is asked of the kernel (:mod:`kvps.core.pulse`), since
-libzmq sees no frame before its last byte, and no heartbeat behind one. Its peer does not judge, since a process
-that stands still is not lost for that. What libzmq gives up for good is opened again, too.
+A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed
+(:mod:`kvps.net.zap`). A connection that looks open and carries nothing is closed and opened again by the end
+that opened it: libzmq's heartbeats have something to carry, and whether bytes move is asked of the kernel
+(:mod:`kvps.core.pulse`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its
+peer does not judge, since a process that stands still is not lost for that. What libzmq gives up for good is
+opened again, too.
 """
 
 from __future__ import annotations
@@ -374,7 +375,7 @@ class ZmqTransport:
             yield route, packet
 
     def _frames(self, one: zmq.Socket[bytes], before: int) -> list[zmq.Frame] | None:
-        """Return the frames of the next message; None while one is dropped that has too many.
+        """Return the frames of the next message; None while a message with too many is dropped.
 
         Args:
             one: where from.
@@ -382,7 +383,7 @@ class ZmqTransport:
 
         Raises:
             zmq.Again: if there is no message.
-            ProtocolError: at the beginning of one that has too many frames.
+            ProtocolError: at the start of a message that has too many frames.
         """
         if one in self._surplus:
             if not self._drop_surplus(one):

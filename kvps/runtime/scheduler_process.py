@@ -184,7 +184,7 @@ def run_scheduler(
         workers: how many the job has.
         servers: how many the job has.
         bind: where to listen.
-        keep_alive: begin another job when one is over.
+        keep_alive: begin another job when a job is over.
         state: the directory of the state that a restart needs.
         insecure: other machines may reach ``bind``.
         silence_max_s: seconds of silence after which a member is lost.

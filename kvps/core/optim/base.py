@@ -264,8 +264,8 @@ class Updater(abc.ABC):
     def demand(self, dtype: torch.dtype) -> None:
         """Check that this optimizer can update weights of ``dtype`` with its numbers.
 
-        Numbers that are each in range may still make one that torch cannot apply. A gradient that is
-        in would then end the server, so it is tried out before, on a few elements.
+        Numbers that are each in range may still combine to a number that torch cannot apply. A gradient that
+        is in would then end the server, so it is tried out before, on a few elements.
 
         Raises:
             ConfigError: if it cannot, and why.

@@ -132,7 +132,7 @@ def _check_same(
 
 
 def _carried(name: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that servers have; another one that is switched on is refused."""
+    """Return the options that servers support; any other option that is switched on is refused."""
     schema = schema_of(name)
     known = {*schema.by_name(), *schema.pairs}
     for option, value in options.items():

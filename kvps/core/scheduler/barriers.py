@@ -95,7 +95,7 @@ class Answer(NamedTuple):
 
 
 Standing = dict[int, Waiter | None]
-"""The ranks at one number of one name; None for one that ended while it waited."""
+"""The ranks at one number of one name; None for a rank that ended while it waited."""
 
 
 class Barriers:

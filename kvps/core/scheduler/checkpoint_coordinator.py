@@ -1,10 +1,10 @@
 """The checkpoint coordinator: decides when a cut is taken, and when servers roll back to one.
 
-A cut is taken when the servers want one (``--checkpoint-every``), and when workers ask for one
-(``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is
-asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
-that no two have the same, and that of the newest that is complete, so that everybody can be told
-whether a lost server is a misfortune or the end.
+A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
+(``kv.checkpoint()``; they have met at a barrier before). Only one cut is taken at a time. Which cuts there
+are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
+that no two have the same, and that of the newest that is complete, so that everybody can be told whether a
+lost server is a misfortune or the end.
 """
 
 from __future__ import annotations

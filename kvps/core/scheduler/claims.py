@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-What supervises processes starts another one as soon as one has ended, and often before anybody knows of
-that end. So a newcomer that finds its seat taken has perhaps made no mistake::
+A supervisor restarts a process as soon as it has ended, and often before any member knows of that end. So a
+newcomer that finds its seat taken has perhaps made no mistake::
 
     HELLO ──► claim ──► CHALLENGE to the holder ──┬── the holder is lost: the newcomer takes the seat
                 ▲                                 ├── ALIVE: the newcomer is refused

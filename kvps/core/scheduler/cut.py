@@ -80,7 +80,7 @@ class Cut:
     reason: str = ""
     """Why it was given up."""
     by_worker: bool = False
-    """It was given up for something that workers did: the next one may succeed."""
+    """It was abandoned because of workers: the next cut may succeed."""
     least: dict[str, int] = field(default_factory=dict)
     """By synchronous store, where the workers meet."""
     halted: dict[int, dict[str, int]] = field(default_factory=dict)

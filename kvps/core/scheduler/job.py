@@ -51,7 +51,7 @@ comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
 STRANGERS_JOB = bytes(16)
 """In place of the job's name, which its members know each other by, in what others are told."""
 SHOWN_OCTETS = 4
-"""So much of the name one who looks is shown: enough to tell jobs apart."""
+"""Bytes of the name that a status query shows: enough to distinguish jobs."""
 
 
 def next_job(name: bytes) -> bytes:
@@ -228,7 +228,7 @@ class Job:
         ours.letters, ours.notes, ours.answers, ours.has_changed = [], [], [], False
 
     def revive(self, seat: Seat, now: float) -> None:
-        """Give a seat back to one that was lost, speaks again, and was not replaced."""
+        """Give a seat back to a member that was lost, is heard again, and was not replaced."""
         if seat.state is State.LOST and seat.is_alive:
             seat.revive()
             self.note("info", f"{seat.node} is back")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LINKS_MAX = 2
 """Connections that speak for one seat: its guardian's and that of the guarded process."""
 MUTE_S = 3.0
-"""How long one who says HELLO every second is not heard along a connection that carries nothing."""
+"""Seconds of silence after which a connection carries nothing, if its process sends HELLO every second."""
 
 
 class Membership:
@@ -309,7 +309,7 @@ class Membership:
         return min(times, default=None)
 
     def deserted_until(self) -> float | None:
-        """When a job ends that no worker is left in; None if one is here, or none may come back."""
+        """When a job without workers ends; None if a worker is present, or if none can return."""
         lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
         if self.has_held_worker or not lost_at:
             return None

@@ -11,9 +11,8 @@ A door changes the state when it is called, and returns the effects in the order
 are to be performed: what a restart must know is saved before anybody is told. A request that
 cannot be granted raises, deep down, the error that its sender gets, and changes nothing.
 
-Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is
-the fence. The one who has no identity yet (it said HELLO and was not welcomed) is known by its
-route.
+Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is the fence. A
+process without an identity (it sent HELLO and was not welcomed) is known by its route.
 
 A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(members).
 """
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
     from kvps.core.effects import Effects, Route
 
 NOBODY = bytes(16)
-"""The job in the envelope of one who does not know it yet."""
+"""The job in the envelope of a process that does not know it yet."""
 FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
@@ -380,7 +379,7 @@ class Scheduler:
         self.job.picture.tell(seat.node.rank, stalled.rounds, now)
 
     def _seen(self, seq: int, now: float) -> Seen:
-        """Return what one who looks is shown."""
+        """Return the answer to a status query."""
         seats = self.job.seats.by_node
         members, rounds = sights(seats.values(), now), self.job.picture.rounds(seats, now)
         return Seen(seq, self.job.phase.value, self.job.reason, members, rounds)

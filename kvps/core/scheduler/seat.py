@@ -54,7 +54,7 @@ class Settings:
     forming_max_s: float | None = None
     """How long the first job may take to form; None is for ever."""
     keep_alive: bool = False
-    """Begin another job, with the same servers, when one is over."""
+    """When a job is over, begin another with the same servers."""
     replace_max_s: float = REPLACE_MAX_S
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
@@ -120,7 +120,7 @@ class Seat:
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
     """The progress of its script."""
     dropped_at: float | None = None
-    """When its last link broke; None while one is whole, or none was seen yet."""
+    """When its last link broke; None while a link is intact, or before the first."""
     lost_at: float = 0.0
     """Since when it is lost or gone."""
     reason: str = ""

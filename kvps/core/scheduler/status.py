@@ -1,7 +1,7 @@
 """The reply to a status query: every seat, and the oldest open round of each store.
 
-The scheduler is not on the data path, so servers tell it of rounds that stay open. What one has told is
-true for a few seconds; a server that is silent for longer tells nothing.
+The scheduler is not on the data path, so servers tell it of rounds that stay open. A report is valid for a
+few seconds; after that, a silent server counts as having none.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class RequestContext:
 
         Raises:
             Fenced: for an older incarnation than that of the view.
-            ProtocolError: for one that has not said HELLO.
+            ProtocolError: for a sender that has not sent HELLO.
         """
         self._fence(envelope, self.life(envelope.rank))
         session = self.sessions.get(envelope.rank)
@@ -159,11 +159,11 @@ class RequestContext:
         return session
 
     def check_server(self, envelope: Envelope) -> None:
-        """Check that another server is the one that the newest view names.
+        """Check that another server is the server that the newest view names.
 
         Raises:
             Fenced: for an older incarnation.
-            ProtocolError: for one that no view has named yet.
+            ProtocolError: for a server that no view has named yet.
         """
         if not self.is_named(envelope):
             raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")

@@ -1,8 +1,8 @@
 """Control requests of a worker: declare keys, set optimizers, join, probe, status, state.
 
-One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`.
-A request that can be answered at once is. One that wants something to exist is *pending* in its session, as a
-:class:`~kvps.core.server.sessions.PendingRequest`, until it does.
+One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`. A
+request that can be answered at once is. A request that needs something to exist is *pending* in its session,
+as a :class:`~kvps.core.server.sessions.PendingRequest`, until it does.
 """
 
 from __future__ import annotations

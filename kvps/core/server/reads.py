@@ -84,7 +84,7 @@ def why(
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """Say what ``reading`` waits for, for the one who waits; ``describe`` says how a rank stands."""
+    """Return the text of what ``reading`` waits for; ``describe`` describes a rank."""
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     if reading.call is not None:

@@ -1,8 +1,8 @@
 """Error feedback: residuals of compressed pushes, and cached values for compressed pulls.
 
-Each compressed key has a *residual* here: the part of its gradients that was not encoded so far. It is added to the
-next gradient, and what the encoding of that push loses is the new residual. A push is encoded once; one that is
-sent again carries the same bytes.
+Each compressed key has a *residual* here: the part of its gradients that was not encoded so far. It is added
+to the next gradient, and what the encoding of that push loses is the new residual. A push is encoded once;
+when it is resent, it carries the same bytes.
 
 A gradient that is not finite is sent as it is and leaves the residual alone: the store decides what becomes of it,
 and a NaN in the residual would stay there for ever.

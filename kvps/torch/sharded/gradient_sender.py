@@ -123,7 +123,7 @@ class GradientHooks:
         """Let the last gradients of a step leave, and begin the next.
 
         Raises:
-            ConfigError: naming parameters that have no gradient. KvpsError: what became of one that left.
+            ConfigError: naming parameters that have no gradient. KvpsError: the error of a pushed gradient.
         """
         missing = self.hooks.missing(self._left)
         if missing and not self.is_given_up:

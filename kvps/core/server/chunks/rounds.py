@@ -47,7 +47,7 @@ class Verdict(enum.Enum):
     DUPLICATE = "duplicate"
     """Taken in before, or its round closed without it: acknowledge again, do not apply."""
     EARLY = "early"
-    """An earlier one is missing, or the window is full: not taken in, it must come again."""
+    """An earlier push is missing, or the window is full: not accepted, it must be sent again."""
     CONFLICT = "conflict"
     """It speaks for ranks of which some have been counted and some have not."""
 
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def back(self) -> CodecSpec | None:
-        """The codec in which the update is published: the one that all pushes want, else none."""
+        """The codec of the published update: the codec that all pushes ask for, else none."""
         return next(iter(self.backs)) if len(self.backs) == 1 else None
 
     def _parts(self) -> list[tuple[tuple[int, ...], Part]]:

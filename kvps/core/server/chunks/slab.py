@@ -466,7 +466,7 @@ class Slab:
         return tuple(self._new(size).append(key, size) for size in sizes)
 
     def _with_room(self, count: int, room: int) -> Chunk:
-        """Return a chunk with room for ``count`` elements; a new one has it for ``room``."""
+        """Return a chunk with room for ``count`` elements; a new chunk has room for ``room``."""
         is_whole = count % self._page_count == 0
         candidates = [chunk for chunk in self._open[is_whole] if chunk.spans][-OPEN_CHUNKS:]
         self._open[is_whole] = candidates

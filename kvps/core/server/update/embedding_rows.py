@@ -54,7 +54,7 @@ def recipe_of(message: Embed) -> EmbeddingSpec:
 
 
 def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
-    """Make a table on this server, or find the one that is there; return where it is.
+    """Create a table on this server, or find the existing table; return its place.
 
     Raises:
         Mismatch: if there is one by another recipe. ConfigError: if the store can have none.

@@ -160,7 +160,7 @@ class HostGroup:
             self._bundles.expect(self._alive)
 
     def _meet(self, worker: Member) -> Effects:
-        """Connect to a neighbour, or take requests back from one that is not there any more."""
+        """Connect to a neighbour, or take requests back from a neighbour that is gone."""
         link = self.links.get(worker.rank)
         is_here = worker.state == "held" and worker.rank != self._member.rank
         is_same = link is not None and link.incarnation == worker.incarnation
