@@ -42,13 +42,15 @@ WORKER = Path(__file__).with_name("overlap_worker.py")
 def main() -> None:
     """Take the ways in turns, and print what they took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", default="400mbit", help="of each link, as tc has it")
-    parser.add_argument("--steps", type=int, default=6, help="that are timed, in each turn")
+    parser.add_argument("--rate", default="400mbit", help="rate of each link, as tc takes it")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--forward", type=float, default=0.5, help="seconds for each of backward")
+    parser.add_argument(
+        "--forward", type=float, default=0.5, help="seconds of forward per second of backward"
+    )
     parser.add_argument("--ways", nargs="*", default=WAYS)
     parser.add_argument("--json", type=Path, help="write all figures")
-    parser.add_argument("--plot", type=Path, help="draw one step of each way")
+    parser.add_argument("--plot", type=Path, help="plot one step of each way")
     flags = parser.parse_args()
     demand_root()
     transfer_s = 8 * _bytes() / _bits(flags.rate)

@@ -33,13 +33,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 8.0], help="Mbit/s")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=40.0, help="what each act takes at best")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="seconds that each act takes at best"
+    )
     parser.add_argument("--acts", nargs="+", default=list(ACTS), choices=ACTS)
-    parser.add_argument("--queue", default="400ms", help="that a full link is behind, at most")
-    parser.add_argument("--burst", default="16k", help="octets that go beyond the rate")
-    parser.add_argument("--limit", type=float, default=1.3, help="exit with 1 beyond this ratio")
+    parser.add_argument("--queue", default="400ms", help="longest queue of a full link")
+    parser.add_argument("--burst", default="16k", help="bytes of a burst beyond the rate")
+    parser.add_argument("--limit", type=float, default=1.3, help="exit with 1 above this ratio")
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
-    parser.add_argument("--keep", action="store_true", help="show what the processes log")
+    parser.add_argument("--keep", action="store_true", help="show the logs of the processes")
     parser.add_argument("--as-worker", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:

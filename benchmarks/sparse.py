@@ -28,15 +28,19 @@ from collections.abc import Callable
 def main() -> None:
     """Start a cluster of this machine, or be one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
     parser.add_argument("--width", type=int, default=64, help="elements of a row")
-    parser.add_argument("--percent", type=float, default=1.0, help="of the rows that are pushed")
-    parser.add_argument("--optimizer", default="sgd", help="on the servers; '' for the sum alone")
+    parser.add_argument("--percent", type=float, default=1.0, help="percentage of the rows to push")
+    parser.add_argument(
+        "--optimizer", default="sgd", help="optimizer of the servers; '' for the sum alone"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--rate", help="of the link of each process, such as 1gbit")
-    parser.add_argument("--floor", action="store_true", help="measure what memory alone takes")
+    parser.add_argument("--rate", help="rate of the link of each process, such as 1gbit")
+    parser.add_argument(
+        "--floor", action="store_true", help="measure the time of memory access alone"
+    )
     parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:

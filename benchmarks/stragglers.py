@@ -35,9 +35,11 @@ GOAL = 0.97
 def main() -> None:
     """Run all ways in turns, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each way and case")
-    parser.add_argument("--wait", type=float, default=0.05, help="seconds of a step")
-    parser.add_argument("--times", type=float, default=5.0, help="as long takes a slow one")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds for each way and case")
+    parser.add_argument("--wait", type=float, default=0.05, help="seconds of computation per step")
+    parser.add_argument(
+        "--times", type=float, default=5.0, help="how many times longer a slow worker takes"
+    )
     parser.add_argument("--plot", type=Path, help="draw accuracy over time")
     flags = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}

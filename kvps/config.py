@@ -1,9 +1,8 @@
 """Settings from the environment; the only module that reads it.
 
 Settings come from flags, then ``KVPS_*`` variables, then defaults. MXNet's ``DMLC_*`` variables are
-understood too. A process that finds no sign of a cluster starts an embedded one; one that finds
-half a description of a cluster is told what is missing, since a silent guess would train the
-wrong thing.
+understood too. A process without a configured cluster starts an embedded cluster. An incomplete configuration
+is an error that names the missing part, because a silent guess would train the wrong thing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
     *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
 )
-"""What describes one process's place in one cluster, and misleads a process of another."""
+"""Variables that describe the place of one process in one cluster, and would mislead another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class Cluster:
     role: str = "worker"
     rank: int | None = None
     incarnation: int = 0
-    """Of the seat that a guardian holds for this process; 0 where there is none."""
+    """The incarnation of the seat that a guardian holds for this process; 0 without a guardian."""
     job: bytes = bytes(16)
-    """Of that seat."""
+    """The job of that seat."""
     workers: int | None = None
     servers: int | None = None
 
@@ -125,7 +124,9 @@ def as_whole(name: str, given: str) -> int:
     """
     value = as_number(name, given)
     if value != int(value) or value < 0:
-        raise ConfigError(f"{name}={value:g} is not a whole number from 0 on; correct or unset it")
+        raise ConfigError(
+            f"{name}={value:g} is not a whole number of 0 or more; correct or unset it"
+        )
     return int(value)
 
 
@@ -142,7 +143,7 @@ def as_bytes(name: str, given: str) -> int:
     except ValueError:
         count = 0.0
     if not 1 <= count < 2**63:
-        raise ConfigError(f"{name}={given!r} is no number of bytes; write it as 512M or 2G")
+        raise ConfigError(f"{name}={given!r} is not a number of bytes; write it as 512M or 2G")
     return int(count)
 
 
@@ -179,7 +180,7 @@ def port_of(name: str, address: str) -> int:
     except ValueError:
         port = None
     if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path:
-        raise ConfigError(f"{name}={address!r} is no address; write it as tcp://HOST:PORT")
+        raise ConfigError(f"{name}={address!r} is not an address; write it as tcp://HOST:PORT")
     return port
 
 
@@ -205,10 +206,11 @@ def demand_loopback(bind: str, is_allowed: bool) -> None:
     """
     if not is_allowed and not is_loopback(bind):
         raise ConfigError(
-            f"{bind} can be reached from other machines, and nothing here checks who sends: "
-            "whoever reaches it can change the model. Make keys by 'kvps keygen DIR' and give --keys DIR "
-            "(KVPS_KEYS), or bind to tcp://127.0.0.1:PORT; or, in a network that you trust, say --insecure "
-            "(KVPS_INSECURE=1)"
+            f"other machines can reach {bind}, and without keys any process that reaches it "
+            "can change the model. Make keys with 'kvps keygen DIR' and give --keys DIR (KVPS_KEYS), or "
+            "bind to tcp://127.0.0.1:PORT. In a network that you trust, you can give --insecure "
+            "(KVPS_INSECURE=1) "
+            "instead"
         )
 
 
@@ -228,10 +230,10 @@ def server_bind(scheduler: str, is_allowed: bool) -> str:
     if is_allowed:
         return "tcp://0.0.0.0:0"
     raise ConfigError(
-        f"the scheduler at {scheduler} may be on another machine, and a server listens on "
-        "loopback unless told otherwise: workers would not reach it. Give --keys DIR (KVPS_KEYS), as "
-        "'kvps keygen' makes it, or say --bind tcp://0.0.0.0:0 --insecure (KVPS_INSECURE=1) in a network "
-        "that you trust, or --bind tcp://127.0.0.1:0 if all workers are on this machine"
+        f"the scheduler at {scheduler} may be on another machine, and a server without keys "
+        "listens on loopback, where other machines cannot reach it. Give --keys DIR (KVPS_KEYS) with "
+        "keys from 'kvps keygen'; or --bind tcp://0.0.0.0:0 --insecure (KVPS_INSECURE=1) in a network "
+        "that you trust; or --bind tcp://127.0.0.1:0 if all workers are on this machine"
     )
 
 
@@ -304,7 +306,9 @@ def checkpoint_every_s(given: str | None, env: Mapping[str, str] | None = None) 
     found = number(name, 0.0, env=env) if given is None else as_number(name, given)
     assert found is not None
     if found < 0:
-        raise ConfigError(f"{name}={found:g}: use a number of seconds, or 0 for only when asked")
+        raise ConfigError(
+            f"{name}={found:g}: use a number of seconds, or 0 to write checkpoints only on kv.checkpoint()"
+        )
     return found
 
 
@@ -317,7 +321,7 @@ def join_max_s(env: Mapping[str, str] | None = None) -> float:
     limit_s = number("KVPS_JOIN_TIMEOUT", JOIN_MAX_S, env=env)
     assert limit_s is not None
     if limit_s <= 0:
-        raise ConfigError(f"KVPS_JOIN_TIMEOUT={limit_s:g}: use a number of seconds over 0")
+        raise ConfigError(f"KVPS_JOIN_TIMEOUT={limit_s:g}: use a number of seconds above 0")
     return limit_s
 
 
@@ -331,7 +335,7 @@ def silence_max_s(given: str | None = None, env: Mapping[str, str] | None = None
     limit_s = SILENCE_MAX_S if given is None else as_number(name, given)
     if limit_s < SILENT_AFTER_S:
         raise ConfigError(
-            f"{name}={limit_s:g}: members say something each second, and one may be late; "
+            f"{name}={limit_s:g}: members send a beat each second, and a beat may be late; "
             f"use {SILENT_AFTER_S:g} seconds or more"
         )
     return limit_s
@@ -355,7 +359,7 @@ def as_seconds(name: str, given: str) -> float:
     """
     seconds = as_number(name, given)
     if seconds <= 0:
-        raise ConfigError(f"{name}={seconds:g}: use a number of seconds over 0")
+        raise ConfigError(f"{name}={seconds:g}: use a number of seconds above 0")
     return seconds
 
 
@@ -424,12 +428,12 @@ def world(env: Mapping[str, str] | None = None) -> World | None:
         present = [name for name in _WORLD if name not in missing]
         raise ConfigError(
             f"{', '.join(present)} is set but {', '.join(missing)} is not, and allreduce needs all of "
-            "them; start the script by kvps-launch, torchrun, or one kvps-worker for each rank"
+            "them; start the script with kvps-launch, torchrun, or a kvps-worker for each rank"
         )
     if cluster(env) is not None:
         raise ConfigError(
-            f"a cluster is described, but not who its ranks are: {', '.join(_WORLD)} are not set; "
-            "for allreduce start the script by kvps-launch, or by a kvps-worker for each rank"
+            f"a cluster is configured, but its ranks are not: {', '.join(_WORLD)} are not set; "
+            "for allreduce, start the script with kvps-launch, or with a kvps-worker for each rank"
         )
     return None
 
@@ -441,7 +445,9 @@ def _job(env: Mapping[str, str] | None) -> bytes:
     except ValueError:
         job = b"?"
     if len(job) not in (0, 16):
-        raise ConfigError(f"KVPS_JOB={given!r} is no name of a job; unset it (kvps-worker sets it)")
+        raise ConfigError(
+            f"KVPS_JOB={given!r} is not the name of a job; unset it (kvps-worker sets it)"
+        )
     return job or bytes(16)
 
 
@@ -484,5 +490,5 @@ def bigarray_bound(given: int | None, default: int) -> int:
             given = whole(name)
     bound = default if given is None else given
     if type(bound) is not int or bound < 1:
-        raise ConfigError(f"bigarray_bound={bound!r}: use a whole number of elements from 1 on")
+        raise ConfigError(f"bigarray_bound={bound!r}: use a whole number of elements, 1 or more")
     return bound

@@ -18,17 +18,17 @@ Device: TypeAlias = "str | int | torch.device"
 def split_and_load(
     batch: Any, devices: Device | Sequence[Device], batch_axis: int = 0, even_split: bool = True
 ) -> list[torch.Tensor]:
-    """Cut a batch into one slice per device, and put each there.
+    """Split a batch into one slice per device, and move each slice to its device.
 
     Args:
-        batch: a tensor or a numpy array. A slice shares its memory where it stays on its device.
-        devices: one device or a list of them; for one, nothing is cut.
+        batch: a tensor or a numpy array. A slice that stays on its device shares the memory of the batch.
+        devices: a device or a list of devices; for a single device, the batch is not split.
         batch_axis: the axis of the examples.
-        even_split: refuse a batch that the devices cannot share equally; else the first
-            ``size % n`` slices get one example more.
+        even_split: refuse a batch that the devices cannot share equally; otherwise the first ``size % n``
+            slices get one more example.
 
     Raises:
-        Mismatch: (a ValueError) if the batch cannot be cut like that.
+        Mismatch: (a ValueError) if the batch cannot be split like that.
 
     Example:
         >>> import torch, kvps
@@ -52,8 +52,8 @@ def split_and_load(
     if even_split and size % count:
         raise Mismatch(
             f"a batch of {size} cannot be split evenly over {count} devices; use a batch size that "
-            f"is a multiple of {count} (drop_last=True in the DataLoader leaves out the smaller "
-            "last one), or even_split=False"
+            f"is a multiple of {count} (drop_last=True in the DataLoader skips the smaller last "
+            "batch), or even_split=False"
         )
     slices = torch.tensor_split(tensor, count, dim=batch_axis)
     return [one.to(device) for one, device in zip(slices, targets, strict=True)]
@@ -68,17 +68,17 @@ def data_sampler(
 ) -> DistributedSampler[T]:
     """Return a sampler that gives this worker its share of ``dataset``, for a DataLoader.
 
-    All workers get equally many examples, so that every round gets a push of each of them: the
-    last ones are repeated to fill up, or left out with ``drop_last``. Call
-    ``sampler.set_epoch(epoch)`` before each epoch, or every epoch has the same order.
+    All workers get equally many examples, so that every worker pushes in every round: examples are repeated
+    to fill up the last round, or skipped with ``drop_last``. Call ``sampler.set_epoch(epoch)`` before each
+    epoch; otherwise every epoch has the same order.
 
     Args:
-        dataset: one that knows its length.
+        dataset: a dataset with a length.
         kv: a store: its ``rank`` and ``num_workers`` decide.
         shuffle: draw the examples in an order that ``seed`` and the epoch decide, the same for
             all workers.
         seed: give the same on every worker.
-        drop_last: leave out what cannot be shared equally.
+        drop_last: skip the examples that cannot be divided equally.
 
     Raises:
         ConfigError: for a dataset without a length.
@@ -89,7 +89,7 @@ def data_sampler(
     """
     if not isinstance(dataset, Sized):
         raise ConfigError(
-            f"{type(dataset).__name__} has no length, so it cannot be shared out; let each worker "
+            f"{type(dataset).__name__} has no length, so it cannot be divided; let each worker "
             "read its own part, by kv.rank and kv.num_workers"
         )
     return DistributedSampler(

@@ -3,19 +3,19 @@
 The tree::
 
     KvpsError
-    ├── ConfigError              what you asked for cannot be (fix the program or the flags)
+    ├── ConfigError              an invalid request (fix the program or the flags)
     ├── Timeout                  (also TimeoutError) not yet; nothing was cancelled
     ├── WorkerLost               a worker ended without leaving, and the round needs it
     ├── ServerLost               a server ended; its part of the model is gone
     ├── SchedulerLost            the scheduler does not answer
-    ├── Fenced                   another process holds this rank now; stop
-    ├── EpochChanged             the servers returned to an earlier cut
-    ├── KeyNotFound              (also KeyError) nobody initialised that key
+    ├── Fenced                   another process has this rank now; stop
+    ├── EpochChanged             the servers rolled back to an earlier cut
+    ├── KeyNotFound              (also KeyError) the key was never initialised
     ├── Mismatch                 (also ValueError) two sides disagree about one thing
-    ├── NonFinite                NaN or infinity where a number is due
-    ├── Unauthorized             the peer may not do that
+    ├── NonFinite                NaN or infinity instead of a finite number
+    ├── Unauthorized             the peer does not have that permission
     ├── ProtocolError            bytes or messages that no correct peer sends
-    ├── Overload                 a limit is reached; the thing was refused, not lost
+    ├── Overload                 a limit is reached; the request was refused, not lost
     └── StorageError             a file could not be written or read
 
 Each class has a number, :attr:`KvpsError.code`, by which it travels between processes: an error
@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class KvpsError(Exception):
-    """The root of the tree; raised itself only where no class below says more."""
+    """The root of the tree; raised itself only if no subclass is more specific."""
 
     code: ClassVar[int] = 1
 
@@ -38,7 +38,7 @@ class KvpsError(Exception):
 
 
 class ConfigError(KvpsError):
-    """The request is wrong in itself: an unknown name, a bad value, half a configuration."""
+    """The request itself is invalid: an unknown name, a bad value, an incomplete configuration."""
 
     code = 2
 
@@ -78,7 +78,7 @@ class EpochChanged(KvpsError):
 
     Attributes:
         before: key -> version that this worker had seen.
-        after: key -> version that the servers hold now; a key that they do not hold is not in it.
+        after: key -> version that the servers hold now; keys that they do not hold are absent.
         has_optimizer: the servers have the optimizer that was set last.
     """
 
@@ -106,19 +106,19 @@ class KeyNotFound(KvpsError, KeyError):
 
 
 class Mismatch(KvpsError, ValueError):
-    """Two declarations of one thing differ: shape, dtype, type of store, optimizer."""
+    """Two declarations of the same object differ: shape, dtype, type of store, optimizer."""
 
     code = 10
 
 
 class NonFinite(KvpsError):
-    """NaN or infinity where a finite number is due."""
+    """NaN or infinity instead of a finite number."""
 
     code = 11
 
 
 class Unauthorized(KvpsError):
-    """The peer is known, and may not do this."""
+    """The peer is known, but does not have this permission."""
 
     code = 12
 
@@ -161,25 +161,25 @@ BY_CODE: dict[int, type[KvpsError]] = {
         StorageError,
     )
 }
-"""The class of each number; numbers are for ever (docs/protocol.md, Errors)."""
+"""The class of each number; numbers never change (docs/protocol.md, Errors)."""
 
 
 def unforeseen(me: str, error: Exception) -> KvpsError:
-    """Return what a peer is told whose packet led to ``error``: itself, unless nobody foresaw it."""
+    """Return the answer to a peer whose packet caused ``error``: the error itself, unless it was unexpected."""
     if isinstance(error, KvpsError):
         return error
     return KvpsError(
-        f"{me} failed at this ({type(error).__name__}); its log has the traceback. It goes on without; "
-        "please report this as a bug of kvps, unless the packet was none of kvps"
+        f"{me} could not process this packet ({type(error).__name__}), and ignores it; its log has "
+        "the traceback. If kvps sent the packet, please report this as a bug"
     )
 
 
 def from_code(code: int, text: str) -> KvpsError:
-    """Return the error that a peer described, ready to be raised here."""
+    """Return the error that a peer described, to be raised here."""
     return BY_CODE.get(code, KvpsError)(text)
 
 
 REFUSED = (ConfigError, KeyNotFound, Mismatch, ProtocolError, Overload, StorageError)
-"""What a call fails with that was answered, and the answer is no: nobody was lost, or late."""
+"""The errors of a call that a peer refused: no member was lost or late."""
 
 __all__ = ["BY_CODE", "REFUSED", "from_code", *sorted(cls.__name__ for cls in BY_CODE.values())]

@@ -18,7 +18,7 @@ from kvps.dtypes import BY_NAME, DTYPES, DType, Spec
 from kvps.errors import Mismatch
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
-"""What a user may give: a torch tensor on any device, or a numpy array."""
+"""A value from the user: a torch tensor on any device, or a numpy array."""
 
 TORCH: dict[str, torch.dtype] = {dtype.name: getattr(torch, dtype.name) for dtype in DTYPES}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}

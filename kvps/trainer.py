@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-A :class:`Trainer` gives each parameter one key, the parameter's name, and does each step in one
-call of the store for all of them. Where the optimizer runs decides what travels::
+A :class:`Trainer` gives each parameter a key, the parameter's name, and makes each step with one call of the
+store for all parameters. Where the optimizer runs decides what travels::
 
     update_on_kvstore=True    gradients -> (sum, optimizer: in the store) -> weights
     update_on_kvstore=False   gradients -> (sum: in the store) -> sums -> optimizer: here
@@ -14,14 +14,14 @@ travel as they are. A step of another batch size scales its gradients by the rat
 before it pushes them. So batch sizes may change, and differ between workers.
 
 With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.sync.gradient_sync`), and
-``step()`` waits for what is still under way. With the optimizer in the store they leave before
-``step(batch_size)`` has been called: they are scaled for the size of the step before, or that which was
-given as ``trainer.batch_size``.
+``step()`` waits for those that are still in flight. With the optimizer in the store they leave before
+``step(batch_size)`` has been called: they are scaled for the batch size of the step before, or for
+``trainer.batch_size`` if that was set.
 
 Sparse gradients, of an ``Embedding(sparse=True)``, are pushed as rows to a store that has the optimizer,
-which then updates these rows alone. Here, and in the sums that come back here, they are sparse again.
+which then updates only these rows. With the optimizer here, the gradients and their sums are sparse again.
 
-What a return of the servers to a checkpoint does to a step is in :mod:`kvps.torch.sync.parameter_sync`.
+For the effect of a rollback on a step see :mod:`kvps.torch.sync.parameter_sync`.
 """
 
 from __future__ import annotations
@@ -60,44 +60,42 @@ Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
 LEVELS = 8
-"""The number of priorities that parameters get, by their order."""
+"""The number of priorities of parameters, in their order."""
 BATCH_KEY = "kvps.batch_size"
-"""The key by which rank 0 tells its first batch size."""
+"""The key of rank 0's first batch size."""
 
 
 class Trainer:
     """Applies an optimizer to parameters, with gradients summed over all workers.
 
-    Every worker makes its Trainer with the same arguments. At once all parameters, and the buffers
-    of a module, take rank 0's values. Buffers (running means, ...) are on their own from then on,
-    as are parameters with ``requires_grad=False``. With the update in the store, the weights are
-    the store's: load a checkpoint into the model before the Trainer is made, since what is written
-    to a parameter later is overwritten by the next step (through ``.data``, with sparse gradients: where a
-    row is updated).
+    Every worker creates its Trainer with the same arguments. This sets all parameters, and the buffers of a
+    module, to rank 0's values. Buffers (running means, ...) and parameters with ``requires_grad=False`` are
+    not synchronised afterwards. With the update in the store, the store has the weights: load a checkpoint
+    into the model before you create the Trainer, because the next step overwrites later writes to a parameter
+    (writes through ``.data``, with sparse gradients: only in updated rows).
 
     Args:
-        params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter under
-            two names is one.
+        params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter with two names
+            counts once.
         optimizer: a name (``"sgd"``, ``"adam"``, ...) or a torch optimizer over these parameters.
-            For servers its class and numbers are read off once; its groups may differ in ``lr``
-            and ``weight_decay``. With ``update_on_kvstore=False`` it is used itself.
+            Servers use its class and hyper-parameters, which are read once; its groups may differ in ``lr``
+            and ``weight_decay``. With ``update_on_kvstore=False`` the optimizer itself is used.
         optimizer_params: hyper-parameters for a name, such as ``{"lr": 0.1, "momentum": 0.9}``,
             also ``lr_mult`` and ``wd_mult``, by parameter name.
         kvstore: the name of a store, which is then the Trainer's own; a store, which then serves
             nothing else; or None to train alone.
-        compression_params: have gradients travel as fewer bytes, as by
-            :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit",
-            "threshold": 0.5}``. Keys are the names of parameters, which the patterns of ``rules``
-            match. What is compressed is the gradient before it is divided by ``batch_size``.
+        compression_params: compress gradients, as :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``,
+            or ``{"type": "2bit", "threshold": 0.5}``. Keys are the names of parameters, which the patterns of
+            ``rules`` match. Gradients are compressed before they are divided by ``batch_size``.
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
-            else False. It must be True for dist_async and dist_ssp. A sparse gradient travels as
-            rows, and what comes back are the rows that anybody's have updated, or their sum.
-        overlap: let gradients leave as soon as backward makes them. One backward pass makes up a step
-            then, nothing may change a gradient in between, and with the optimizer in the store
-            ``.grad`` is None behind :meth:`step`.
+            else False. It must be True for dist_async and dist_ssp. A sparse gradient travels as rows, and
+            the result is the rows that any worker has updated, or their sum.
+        overlap: push gradients as soon as backward computes them. Then a step has one backward pass, nothing
+            may change a gradient in between, and with the optimizer in the store ``.grad`` is None after
+            :meth:`step`.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
         Mismatch: (a ValueError) if ``update_on_kvstore`` does not fit the store, or rank 0 has
             other parameters.
 
@@ -150,12 +148,12 @@ class Trainer:
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
         self.batch_size: float | None = None
-        """For which size of batch gradients are scaled that leave during backward (``overlap``)."""
+        """The batch size for which gradients are scaled that are pushed during backward (``overlap``)."""
         self._exchange: GradientSync | None = None
         if overlap and kv is not None:
             if not isinstance(kv, KVStore):
                 raise ConfigError(
-                    f"overlap=True needs a store of kvps, and {kv.type!r} is a plug-in"
+                    f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in"
                 )
             self._exchange = GradientSync(self._model, before=self._scale, brings_weights=on_store)
             self._exchange.is_held = on_store  # until a batch size is known
@@ -166,11 +164,11 @@ class Trainer:
         """Sum the gradients over workers, divide by ``batch_size``, and update the parameters.
 
         Args:
-            batch_size: how many examples the *sum* is over: the size of the batch of all workers
-                together for losses that add up, or the number of workers for losses that are means.
-                In dist_async and dist_ssp each worker's gradients count alone.
-            ignore_stale_grad: a parameter without a gradient on this worker counts as one with
-                gradient 0 (so momentum and weight decay go on); else it is an error.
+            batch_size: the number of examples in the *sum*: the batch size of all workers together for summed
+                losses, or the number of workers for mean losses. In dist_async and dist_ssp, the gradients of
+                each worker count by themselves.
+            ignore_stale_grad: take a missing gradient of a parameter on this worker as 0 (so momentum and
+                weight decay continue); otherwise it is an error.
 
         Raises:
             ConfigError: if a parameter has no gradient; nothing was pushed.
@@ -195,13 +193,13 @@ class Trainer:
         self._pushpull(names, gradients, [self._params[name].detach() for name in names])
 
     def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
-        """Make a step whose gradients may have left."""
+        """Make a step whose gradients may have been pushed already."""
         if exchange.values and batch != self.batch_size:
             exchange.discard()
             raise ConfigError(
-                f"batch_size={batch:g}, and gradients have left that were scaled for "
-                f"{self.batch_size:g}: the servers have made this step with these. Set "
-                f"trainer.batch_size = {batch:g} before backward(), or make the Trainer without overlap"
+                f"batch_size={batch:g}, but gradients were already pushed with the scale "
+                f"of {self.batch_size:g}, and the servers used them in this step. Set "
+                f"trainer.batch_size = {batch:g} before backward(), or create the Trainer without overlap"
             )
         self.batch_size = batch
         try:
@@ -221,7 +219,7 @@ class Trainer:
         exchange.bring_weights()
 
     def _scale(self) -> None:
-        """Scale gradients that are about to leave for the batch that they are of."""
+        """Scale gradients for their batch before they are pushed."""
         if self._local is None and self._exchange is not None:
             assert self.batch_size is not None
             self._exchange.scale = self._agreed_batch(self.batch_size) / self.batch_size
@@ -248,7 +246,7 @@ class Trainer:
         self._model.survive(lambda: self._sum_up(names), is_step=True)
 
     def _sum_up(self, names: list[str]) -> None:
-        """Put the sums over all workers in place of gradients; sparse ones travel as rows, if they can."""
+        """Replace gradients with their sums over all workers; sparse gradients travel as rows, if possible."""
         gradients = {name: _gradient(self._params[name]) for name in names}
         waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
         dense = {
@@ -269,7 +267,8 @@ class Trainer:
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
 
-        In between, gradients may be looked at and changed (clipped, say), alike on all workers.
+        Between the two halves you may read and change gradients (clip them, for example), in the same way on
+        all workers.
 
         Raises:
             ConfigError: with update_on_kvstore=True; or as :meth:`step`.
@@ -285,13 +284,13 @@ class Trainer:
             local.step(present, 1.0 / batch)
 
     def join(self) -> None:
-        """Let the others go on without this worker, which has run out of batches, until all have.
+        """Let the other workers continue without this worker, which has run out of batches, until all have.
 
-        Behind it every worker has the weights, and the optimizer's state, of the one that came last,
-        and the next step is of the same round everywhere.
+        Afterwards every worker has the weights and the optimizer's state of the worker that joined last, and
+        the next step belongs to the same round everywhere.
 
         Raises:
-            ConfigError: if the store is no dist store.
+            ConfigError: if the store is not a dist store.
 
         Example:
             >>> for x, y in loader:  # others may have more of them  # doctest: +SKIP
@@ -301,7 +300,7 @@ class Trainer:
         if self._kv is None:
             return
         if not isinstance(self._kv, KVStore):
-            raise ConfigError(f"join() needs a store of kvps, and {self._kv.type!r} is a plug-in")
+            raise ConfigError(f"join() needs a store of kvps, but {self._kv.type!r} is a plug-in")
         if self._exchange is not None:
             self._exchange.discard()
         self._model.survive(self._join)
@@ -328,7 +327,7 @@ class Trainer:
         return self._model.hyper.number("lr")
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate from the next step on; every worker calls, rank 0's counts.
+        """Set the learning rate from the next step on; every worker calls, rank 0's call counts.
 
         The rates of other groups keep their ratio to it.
 
@@ -343,8 +342,8 @@ class Trainer:
     def save_states(self, path: str) -> None:
         """Write the optimizer's states (momenta, step counts) to a safetensors file.
 
-        One worker's call is enough: all have, or see, the same states. With compression each calls:
-        what it owes of its gradients is its own, and goes beside, to ``PATH.rests-RANK``.
+        A call by one worker is enough, because all have the same states. With compression every worker calls:
+        its residuals are its own, and are written to ``PATH.rests-RANK``.
 
         Raises:
             StorageError: if it cannot be written.
@@ -356,12 +355,12 @@ class Trainer:
         self._model.survive(lambda: residual_state.save(self._kv, path))
 
     def load_states(self, path: str) -> None:
-        """Put back what :meth:`save_states` wrote; every worker calls.
+        """Load the file of :meth:`save_states`; every worker calls.
 
-        A worker whose rank has no file beside ``path`` owes nothing of its gradients.
+        The residuals of a worker start at zero if its rank has no file beside ``path``.
 
         Raises:
-            StorageError: if it cannot be read. Mismatch: if it is of another optimizer or model.
+            StorageError: if it cannot be read. Mismatch: if it belongs to another optimizer or model.
         """
         if self._local is not None:
             self._local.load(path)
@@ -372,7 +371,7 @@ class Trainer:
     # --- small things -------------------------------------------------------------------------------
 
     def _agreed_batch(self, batch: float) -> float:
-        """Return the batch size by which the store's optimizer divides: rank 0's first one."""
+        """Return the batch size by which the store's optimizer divides: rank 0's first batch size."""
         if self._batch is not None:
             return self._batch
         if not isinstance(self._kv, KVStore):
@@ -390,7 +389,7 @@ class Trainer:
         return self._batch
 
     def _with_gradients(self, ignore_stale_grad: bool) -> list[str]:
-        """Return the names of what is trained."""
+        """Return the names of the trained parameters."""
         names = self._model.trained
         if ignore_stale_grad:
             return names
@@ -398,8 +397,8 @@ class Trainer:
         if stale:
             raise ConfigError(
                 f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no backward() has "
-                "reached it since zero_grad(). Set requires_grad_(False) on what is not trained, "
-                "or give ignore_stale_grad=True, which counts such a gradient as 0"
+                "reached it since zero_grad(). Set requires_grad_(False) on parameters that are not "
+                "trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
             )
         return names
 
@@ -429,7 +428,7 @@ class Trainer:
     def _begin_tables(
         self, names: list[str], values: list[torch.Tensor], levels: list[int]
     ) -> dict[str, Callable[[], torch.Tensor]]:
-        """Let gradients leave that have rows, if they can as such; return what waits for each."""
+        """Push sparse gradients as rows, if possible; return a wait for each."""
         if self._tables is None:
             return {}
         return {
@@ -441,7 +440,7 @@ class Trainer:
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
             raise ConfigError(
-                f"{call}() is half a step, and the store does both halves; call step(), or make "
+                f"{call}() is half a step, but the store does both halves; call step(), or create "
                 "the Trainer with update_on_kvstore=False"
             )
         return self._local
@@ -463,8 +462,8 @@ def _checked(
         )
     if options:
         raise ConfigError(
-            "optimizer_params go with the name of an optimizer; give a torch optimizer its "
-            "numbers when you make it"
+            "optimizer_params needs the name of an optimizer; a torch optimizer gets its "
+            "hyper-parameters when you create it"
         )
     check_groups(optimizer, params)
     return None
@@ -478,7 +477,7 @@ def _gradient(param: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_unless_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a store takes it."""
+    """Return a gradient in the form that a store takes."""
     return gradient.to_dense() if gradient.is_sparse and not has_rows(gradient) else gradient
 
 

@@ -11,8 +11,8 @@ from kvps.runtime.signals import stopped_by_signals
 
 NAME = "python -m benchmarks.compare"
 WHAT = """\
-Measures what kvps bench does, and more: beside MXNet and Ray where there are interpreters that have
-them, while one quantity grows, and on links of a set rate. Run it in the root of a clone."""
+Extends kvps bench: compares with MXNet and Ray if there are interpreters that have them, sweeps one
+quantity, and measures on links of a set rate. Run it in the root of a clone."""
 MORE = f"""\
 examples:
   {NAME} --mxnet mx/bin/python --json bench.json --plot plots
@@ -23,8 +23,8 @@ examples:
   {NAME} --network 8@1x4 --systems kvps gloo    8 workers on one host
   {NAME} --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"
 
-systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; by name only 'kvps apart'.
-  docs/benchmarks.md tells what each does, and how to make an environment for MXNet
+systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; 'kvps apart' only if --systems names it.
+  docs/benchmarks.md explains each, and how to make an environment for MXNet
 sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
 
 {bench.TIMES}
@@ -46,12 +46,20 @@ def parser() -> flags.Parser:
     found.usage = "%(prog)s [flags]"
     bench.add_flags(found)
     add = found.add_argument
-    add("--mxnet", metavar="PYTHON", help="an interpreter that has MXNet (this one, if it has)")
-    add("--ray", metavar="PYTHON", help="an interpreter that has Ray (this one, if it has)")
-    add("--sweep", metavar="AXIS", help="let workers, servers, bytes or keys grow")
-    add("--at", metavar="VALUE", nargs="+", help="at these values of the sweep only")
-    add("--network", metavar="WxS", help="on hosts of their own; W@HxS: the workers on H hosts")
-    add("--rate", metavar="RATE", help="of each host's link, both ways (400mbit)")
+    add(
+        "--mxnet",
+        metavar="PYTHON",
+        help="an interpreter with MXNet (this interpreter, if it has MXNet)",
+    )
+    add("--ray", metavar="PYTHON", help="an interpreter with Ray (this interpreter, if it has Ray)")
+    add("--sweep", metavar="AXIS", help="the quantity to sweep: workers, servers, bytes or keys")
+    add("--at", metavar="VALUE", nargs="+", help="only these values of the sweep")
+    add(
+        "--network",
+        metavar="WxS",
+        help="each process on its own host; W@HxS: the workers on H hosts",
+    )
+    add("--rate", metavar="RATE", help="rate of each host's link, both ways (400mbit)")
     add("--plot", metavar="DIR", help="draw the figures as PNG into DIR; needs matplotlib")
     return found
 

@@ -82,19 +82,19 @@ def _demand_fitting(parsed: argparse.Namespace) -> None:
     """
     given = {name for name, value in vars(parsed).items() if value}
     for first, second, why in (
-        ("sweep", "network", "measure the one, then the other"),
-        ("network", "workers", "the layout says how many: 4x4 is 4 workers, 4 servers"),
-        ("network", "servers", "the layout says how many: 4x4 is 4 workers, 4 servers"),
+        ("sweep", "network", "measure one after the other"),
+        ("network", "workers", "the layout has the numbers: 4x4 is 4 workers, 4 servers"),
+        ("network", "servers", "the layout has the numbers: 4x4 is 4 workers, 4 servers"),
     ):
         if {first, second} <= given:
-            raise ConfigError(f"--{first} and --{second} do not go together; {why}")
+            raise ConfigError(f"--{first} and --{second} cannot be combined; {why}")
     for flag, owner in (("at", "sweep"), ("rate", "network")):
         if flag in given and owner not in given:
             raise ConfigError(f"--{flag} belongs to --{owner}, which is not given")
     if parsed.sweep in given:
-        raise ConfigError(f"--sweep {parsed.sweep} and --{parsed.sweep} do not go together")
+        raise ConfigError(f"--sweep {parsed.sweep} and --{parsed.sweep} cannot be combined")
     if parsed.sweep in SIZED and "workloads" in given:
-        raise ConfigError(f"--sweep {parsed.sweep} brings its own workload; leave out --workloads")
+        raise ConfigError(f"--sweep {parsed.sweep} has its own workload; omit --workloads")
 
 
 def _cases(parsed: argparse.Namespace, sweep: Sweep | None, hosts: Hosts | None) -> list[Case]:

@@ -18,12 +18,16 @@ _MORE = (
     System(
         "kvps apart",
         "kvps",
-        "as kvps, workers of one host push for themselves (with --network)",
+        "as kvps, but the workers of a host push separately (with --network)",
         env={"KVPS_HOST_AGGREGATION": "0"},
     ),
     System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
     System("mxnet sgd", "mxnet", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
-    System("ray", "ray", "Ray's actors: servers sum what workers put into the object store"),
+    System(
+        "ray",
+        "ray",
+        "Ray's actors: servers sum the gradients that workers put into the object store",
+    ),
 )
 SYSTEMS = {**systems.SYSTEMS, **{system.name: system for system in _MORE}}
 NETWORKED = (
@@ -47,7 +51,7 @@ def chosen(names: Sequence[str] | None, interpreters: Collection[str]) -> list[S
         ConfigError: if one that is named cannot be measured.
     """
     lacking = {
-        system.name: f"say which Python has it: --{system.kind} PATH/python (docs/benchmarks.md)"
+        system.name: f"give a Python that has it: --{system.kind} PATH/python (docs/benchmarks.md)"
         for system in SYSTEMS.values()
         if system.kind in PEERS and system.kind not in interpreters
     }
@@ -89,7 +93,7 @@ def version_of(peer: str, python: str) -> str:
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
         raise ConfigError(
-            f"--{peer}={python}: it cannot import {peer}: {said[-1]}; docs/benchmarks.md tells how "
+            f"--{peer}={python}: it cannot import {peer}: {said[-1]}; docs/benchmarks.md explains how "
             "to make an environment that can"
         )
     return ended.stdout.strip().splitlines()[-1]

@@ -41,8 +41,8 @@ def trial_of(workers: list[list[float]], expected: int, name: str) -> Trial:
     """
     if len(workers) != expected:
         raise KvpsError(
-            f"{name}: {len(workers)} of {expected} workers said how long their rounds took; run "
-            "it by itself with --systems, and look for what else uses this machine's memory"
+            f"{name}: {len(workers)} of {expected} workers reported the times of their rounds; "
+            "run this system alone with --systems, and check which other processes use memory"
         )
     return Trial(slowest(workers))
 

@@ -91,5 +91,5 @@ def file_of(text: str | None) -> Path | None:
     """
     path = Path(text) if text else None
     if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-        raise ConfigError(f"--json={text!r}: name a file in a folder that exists")
+        raise ConfigError(f"--json={text!r}: name a file in an existing directory")
     return path

@@ -143,7 +143,9 @@ class Group:
         self._turn_until(lambda: not any(one.is_measured for one in self._children), self._limit_s)
         if any(one.is_measured for one in self._children):
             names = ", ".join(one.name for one in self._children)
-            raise KvpsError(f"after {self._limit_s:g} s still running: {names}; use fewer rounds")
+            raise KvpsError(
+                f"after {self._limit_s:g} s still running: {names}; measure fewer rounds"
+            )
         with suppress(KvpsError):  # what a server says when all workers are gone is not news
             self._turn_until(lambda: not self._children, SERVERS_MAX_S)
         return [times for output in self._outputs for times in times_in(output)]
@@ -171,7 +173,7 @@ class Group:
         if code:
             said = "\n".join((words.strip() or output.strip()).splitlines()[-WORDS:])
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise KvpsError(f"{child.name} {how}; its last words:\n{said}")
+            raise KvpsError(f"{child.name} {how}; its last output:\n{said}")
         self._outputs.append(output)
 
     def _forget(self, child: _Child) -> None:

@@ -153,7 +153,7 @@ def demand(period: Row, rows: Sequence[Row], where: str, most: float = ERROR_MAX
     for part, values in _along(period, _joined(rows)):
         error = float(np.max(np.abs(part - values)))
         if not error <= most:  # not: NaN is wrong as well
-            raise ValueError(f"{where}: a result is {error:g} off; at most {most:g} is right")
+            raise ValueError(f"{where}: a result is {error:g} off; the limit is {most:g}")
 
 
 def _as_it_is(residual: Row) -> Row:

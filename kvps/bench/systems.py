@@ -39,7 +39,7 @@ _ALL = (
     System(
         "kvps tcp",
         "kvps",
-        "as kvps, through sockets, in clear text as gloo's",
+        "as kvps, through sockets, without encryption, as gloo",
         env={"KVPS_TRANSPORT": "tcp", "KVPS_INSECURE": "1"},
     ),
     System(

@@ -16,9 +16,7 @@ def headline(machine: Mapping[str, object]) -> str:
         f"{machine['python']}, torch {machine['torch']}, kvps {machine['kvps']}"
     )
     if float(str(machine["load"])) > 0.5 * int(str(machine["cores"])):
-        line += (
-            f"\nThe machine is busy (load {machine['load']}): ratios are worth something, times not"
-        )
+        line += f"\nThe machine is busy (load {machine['load']}): trust the ratios, not the times"
     return line
 
 

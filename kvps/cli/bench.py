@@ -14,30 +14,30 @@ from kvps.runtime.signals import stopped_by_signals
 
 NAME = "kvps bench"
 WHAT = """\
-Measures kvps beside torch's gloo on this machine. Both push and pull the same arrays, in turns: A, B,
+Compares kvps with torch's gloo on this machine. Both push and pull the same arrays, in turns: A, B,
 A, B. Every number of every result is checked, outside of the timing."""
 COMPARE = "python -m benchmarks.compare"
 """The command of the repository that measures more."""
 TIMES = """\
-A time is that of one push and pull of all arrays, as the slowest worker sees it: the median of the
-rounds of a trial, then of the trials. Times of one call compare with each other; machines drift, so
-times of two days do not. Leave the machine alone meanwhile."""
+A time is that of a push and pull of all arrays, as the slowest worker sees it: the median of the rounds
+of a trial, then of the trials. Compare times of the same call only, because the speed of a machine
+changes from day to day. Run nothing else on the machine during a measurement."""
 MORE = f"""\
 examples:
   kvps bench                                      the whole table: 2 workers, 2 servers
-  kvps bench --workloads small --rounds 2 --repeat 1   a minute's look
+  kvps bench --workloads small --rounds 2 --repeat 1   a quick try, in a minute
   kvps bench --systems kvps "kvps sgd" gloo --workloads transformer
   kvps bench --systems kvps gloo --workloads keys:10000 --workers 4 --json bench.json
 
 workloads: resnet50 (161 arrays, 102 MB), big (one array of 64 MiB), small (1,000 of 1 KiB),
   transformer (148 arrays, 498 MB), bytes:N (one array of N bytes), keys:N (N arrays of 64 numbers)
-systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; by name only what
-  keys cost: 'kvps no keys', 'kvps tcp keys'; and compressed both ways: 'kvps fp16', 'kvps int8',
-  'kvps 2bit', 'kvps 1bit'
+systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; only if --systems names
+  them, the cost of keys: 'kvps no keys', 'kvps tcp keys'; and compressed both ways: 'kvps fp16',
+  'kvps int8', 'kvps 2bit', 'kvps 1bit'
 
 {TIMES}
 
-In a clone of the repository, {COMPARE} measures MXNet and Ray too, sweeps
+In a clone of the repository, {COMPARE} also measures MXNet and Ray, sweeps,
 and links of a set rate, and draws plots.
 
 {flags.EXIT_CODES}
@@ -68,13 +68,13 @@ def parser() -> flags.Parser:
 def add_flags(parser: flags.Parser) -> None:
     """Add the flags that :data:`COMPARE` has, too."""
     add = parser.add_argument
-    add("--workloads", metavar="W", nargs="+", help="what to push (resnet50 big small)")
-    add("--systems", metavar="S", nargs="+", help="which rows to measure (all that there are)")
-    add("--workers", metavar="N", help="how many workers (2)")
-    add("--servers", metavar="S", help="how many servers (2)")
-    add("--rounds", metavar="R", default="10", help="measured rounds of one trial (10)")
+    add("--workloads", metavar="W", nargs="+", help="the arrays to push (resnet50 big small)")
+    add("--systems", metavar="S", nargs="+", help="the rows of the table to measure (see below)")
+    add("--workers", metavar="N", help="number of workers (2)")
+    add("--servers", metavar="S", help="number of servers (2)")
+    add("--rounds", metavar="R", default="10", help="measured rounds per trial (10)")
     add("--repeat", metavar="K", default="3", help="trials of each system, in turns (3)")
-    add("--no-limits", action="store_true", help="do not measure what the machine can do at best")
+    add("--no-limits", action="store_true", help="do not measure the limits of the machine")
     add("--json", metavar="FILE", help="write all figures to FILE")
 
 
@@ -88,7 +88,7 @@ def demand_own(parsed: argparse.Namespace, argv: Sequence[str]) -> None:
     moved += [repr(name) for name in parsed.systems or () if name in MOVED_SYSTEMS]
     if moved:
         raise ConfigError(
-            f"{moved[0]} is not measured by an installed kvps. In a clone of the repository "
+            f"{moved[0]} is not part of kvps bench. In a clone of the repository "
             f"(docs/benchmarks.md) run: {COMPARE} {shlex.join(argv)}"
         )
 

@@ -1,4 +1,4 @@
-"""``kvps checkpoint``: looks at what servers wrote to the disk, and takes a model out of it."""
+"""``kvps checkpoint``: lists and verifies checkpoints, and exports a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvps.errors import ConfigError
 
 NAME = "kvps checkpoint"
 WHAT = """\
-Looks at checkpoints that servers wrote (kvps-server --checkpoint-dir DIR). No cluster is needed, and
-one that runs is not disturbed: complete checkpoints are only read."""
+Reads the checkpoints that servers wrote (kvps-server --checkpoint-dir DIR). No cluster is needed, and a
+running cluster is not disturbed: complete checkpoints are only read."""
 ACTIONS = {
-    "list": "show which checkpoints there are, and which of them are complete",
-    "verify": "read them whole and compare every file with its SHA-256",
+    "list": "list the checkpoints, and show which are complete",
+    "verify": "read checkpoints completely and compare every file with its SHA-256",
     "export": "write the weights of one store to a safetensors file, for model.load_state_dict",
 }
 ENVIRONMENT = f"""\
@@ -26,15 +26,15 @@ environment, where the flag or DIR is not given:
   KVPS_CHECKPOINT_DIR  KVPS_LOG_LEVEL
 """
 FOLDERS = """\
-DIR is the directory that the servers share. Where each server has one of its own, give them all:
+DIR is the directory that the servers share. If each server has its own directory, give all of them:
 kvps checkpoint {action} a/ckpt b/ckpt{rest}"""
 MORE = f"""\
 actions:
 {"".join(f"  {name:<7} {what}{chr(10)}" for name, what in ACTIONS.items())}
 examples:
   kvps checkpoint list /ckpt
-  kvps checkpoint verify /ckpt                     all of them; exit code 1 if one is damaged
-  kvps checkpoint export /ckpt model.safetensors   the newest complete one
+  kvps checkpoint verify /ckpt                     all checkpoints; exit code 1 if any is damaged
+  kvps checkpoint export /ckpt model.safetensors   the newest complete checkpoint
   kvps checkpoint export --help
 
 {FOLDERS.format(action="list", rest="")}
@@ -46,17 +46,17 @@ examples:
   kvps checkpoint list /ckpt
   KVPS_CHECKPOINT_DIR=/ckpt kvps checkpoint list
 
-A checkpoint that is not complete is being written, was given up, or has lost a file; the last column
-says which. Servers keep the two newest complete ones, and all that have a tag.
+An incomplete checkpoint is being written, was abandoned, or has lost a file; see the last column. Servers
+keep the two newest complete checkpoints, and all complete checkpoints with a tag.
 """,
     "verify": """\
 examples:
-  kvps checkpoint verify /ckpt             all of them
-  kvps checkpoint verify /ckpt --cut 12    one
+  kvps checkpoint verify /ckpt             all checkpoints
+  kvps checkpoint verify /ckpt --cut 12    checkpoint number 12
   kvps checkpoint verify /ckpt --tag best
 
-The exit code is 0 if all are good, and 1 if one is damaged or there is none. One that is still being
-written is told of, and no damage, unless --cut asks for it.
+The exit code is 0 if all are good, and 1 if any is damaged or if there are none. A checkpoint that is still
+being written is reported, but does not count as damaged unless --cut names it.
 """,
     "export": """\
 examples:
@@ -64,9 +64,9 @@ examples:
   kvps checkpoint export /ckpt best.safetensors --tag best --store default
   python -c 'import torch, safetensors.torch as s; model.load_state_dict(s.load_file("best.safetensors"))'
 
-Tensors have the names and shapes of the keys. What a model has and the store has not (such as the
-running means of BatchNorm, where only parameters were pushed) needs load_state_dict(strict=False).
-The file is written aside and renamed: one of that name is replaced whole, or kept.
+Tensors have the names and shapes of the keys. If the model has entries that the store does not have (such as
+the running means of BatchNorm, if only parameters were pushed), use load_state_dict(strict=False).
+The file is written under another name and renamed: an existing file is replaced completely, or kept.
 """,
 }
 
@@ -103,14 +103,23 @@ def _parser(action: str) -> flags.Parser:
     )
     parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
     add = parser.add_argument
-    add("folders", metavar="DIR", nargs="*", help="where checkpoints lie; KVPS_CHECKPOINT_DIR")
+    add(
+        "folders",
+        metavar="DIR",
+        nargs="*",
+        help="the directory of checkpoints; KVPS_CHECKPOINT_DIR",
+    )
     if action == "export":
         add("file", metavar="FILE", help="the file to write")
-        add("--store", metavar="NAME", help="which store, if there are several")
+        add("--store", metavar="NAME", help="the store, if there are several")
     parser.set_defaults(cut=None, tag=None)
     if action != "list":
         add("--cut", metavar="N", help="the checkpoint with this number")
-        add("--tag", metavar="T", help="the newest with this tag; to verify: all with this tag")
+        add(
+            "--tag",
+            metavar="T",
+            help="the newest checkpoint with this tag; verify: all with this tag",
+        )
     return parser
 
 
@@ -126,7 +135,7 @@ def _folders(given: Sequence[str]) -> list[str]:
         raise ConfigError("no directory: give DIR, or set KVPS_CHECKPOINT_DIR")
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ConfigError(f"{folder} is no directory that is there")
+            raise ConfigError(f"{folder} is not an existing directory")
     return folders
 
 
@@ -134,9 +143,9 @@ def _refuse(argv: Sequence[str]) -> NoReturn:
     """Help, or say what is wrong, where no action stands first."""
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s ACTION [DIR ...] [flags]"
-    parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help="what to do")
+    parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help="the action")
     parsed, _ = parser.parse_known_args(argv)
-    parser.error(f"{argv[0]} stands before the action: write {NAME} {parsed.action} {argv[0]} ...")
+    parser.error(f"{argv[0]} comes before the action: write {NAME} {parsed.action} {argv[0]} ...")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``kvps evict``: ends a live member of a job, so that its rank can be taken by another."""
+"""``kvps evict``: ends a live member of a job, so that another process can take its rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NAME = "kvps evict"
 TIMEOUT_S = 5.0
 ROLES = {"worker": Role.WORKER, "server": Role.SERVER}
 WHAT = """\
-Ends a live member of a job: its key opens nothing any more, and what it says is refused. Its rank is lost, as if
-its process had ended, and waits for a replacement. It needs the key of the role admin."""
+Ends a live member of a job: its key becomes invalid, and its messages are refused. Its rank is lost, as if its
+process had ended, and waits for a replacement. This command needs the key of the role admin."""
 MORE = f"""\
 example:
   kvps evict worker 3 --scheduler tcp://10.0.0.1:9091 --keys keys
 
-A process that listens ends by itself. One that does not is refused; stop it where it runs. Whoever has the key of
-its role may take the seat again: give that role another key first, if the process is not to come back
-(kvps keygen --rotate, --retire).
+The evicted process ends when it gets the message. If it does not, stop it on its host; its messages are refused in
+any case. A process with the key of that role may take the rank again. To prevent this, give the role another key
+first (kvps keygen --rotate, --retire).
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.add_argument("role", metavar="ROLE", choices=ROLES, help="worker or server")
-    parser.add_argument("rank", metavar="R", help="which of them")
+    parser.add_argument("rank", metavar="R", help="the rank of the member")
     flags.add_scheduler(parser)
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        help=f"wait so long for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
     )
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)

@@ -21,15 +21,17 @@ from kvps.runtime.keys import load_if_any
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
-INSECURE = "allow --bind to an address that other machines reach, though there are no --keys; KVPS_INSECURE=1"
-NEEDLESS = "taken by every command, and ignored by this one: no other machine can reach it"
+INSECURE = (
+    "allow --bind to an address that other machines can reach, without --keys; KVPS_INSECURE=1"
+)
+NEEDLESS = "no effect here: no other machine can reach this command; every command accepts it"
 EXIT_CODES = """\
 exit codes:
   0   done
-  75  temporary, start it again: no scheduler there, or it fell silent
-  78  wrong configuration, do not start it again: a bad flag, a busy port, keys that are
-      refused, a seat whose holder lives (one that may have ended is waited for)
-  1   anything else
+  75  temporary, start it again: the scheduler did not answer, or became silent
+  78  wrong configuration, do not start it again: a bad flag, a port in use, keys that are
+      refused, a rank whose process is alive
+  1   any other error
 """
 
 
@@ -50,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--log-level",
             metavar="LEVEL",
-            help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: silence when all is well)",
+            help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: no output unless something is wrong)",
         )
         self.add_argument(
             "--insecure",
@@ -60,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--keys",
             metavar="DIR",
-            help="a folder of keys, as 'kvps keygen' makes it, or a file with the keys of this process; "
+            help="a directory of keys from 'kvps keygen', or a file with the keys of this process; "
             "KVPS_KEYS (none)",
         )
         self.add_argument("--version", action="version", version=f"{name} {__version__}")
@@ -84,8 +86,8 @@ def add_grace(parser: Parser) -> None:
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
-        help="let COMMAND leave behind the round that it is in when it gets SIGTERM, and give it "
-        "so long for that; KVPS_GRACE",
+        help="after SIGTERM, let COMMAND finish its current round and leave; kill it after this "
+        "time; KVPS_GRACE",
     )
 
 
@@ -142,7 +144,7 @@ def split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list
     at = given.index("--") if "--" in given else len(given)
     parsed, command = parser.parse_args(given[:at]), given[at + 1 :]
     if not command:
-        parser.error("no command: put it behind --, as in '-- python train.py'")
+        parser.error("no command: put it after --, as in '-- python train.py'")
     return parsed, command
 
 

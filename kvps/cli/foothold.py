@@ -1,4 +1,4 @@
-"""A foothold for ``kvps-launch``: the port and the private folder with which a scheduler starts again.
+"""A foothold for ``kvps-launch``: the port and the private directory that let it restart the scheduler.
 
 The scheduler keeps in the folder what a restart must know, and removes it when the job is over. So
 what lies there tells a scheduler that was killed from one that has nothing more to do.
@@ -30,8 +30,8 @@ class Foothold:
             self._folder = tempfile.mkdtemp(prefix=PREFIX)  # nobody else can read it
         except OSError as error:
             raise ConfigError(
-                f"cannot make a folder for the scheduler's state ({error}), which --max-restarts "
-                "needs: make room, or set TMPDIR to a folder that can be written"
+                f"cannot create the directory for the scheduler's state ({error}), which "
+                "--max-restarts needs: free space, or set TMPDIR to a writable directory"
             ) from error
         leash.hold_folder(self._folder)
         # Bound and not listened on, so that nobody else gets the port while there is no scheduler.
@@ -46,7 +46,7 @@ class Foothold:
 
     @property
     def flags(self) -> list[str]:
-        """What the scheduler is told."""
+        """Return the flags of the scheduler."""
         return ["--bind", self.bind, "--state", self._folder]
 
     def has_job(self, code: int) -> bool:

@@ -1,4 +1,4 @@
-"""Requests of commands to a scheduler whose job they are no part of: made, and waited for."""
+"""Requests to a scheduler by commands that are not members of its job."""
 
 from __future__ import annotations
 

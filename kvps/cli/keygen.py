@@ -1,4 +1,4 @@
-"""``kvps keygen``: makes the keys of a cluster, gives a role another one, and retires old ones."""
+"""``kvps keygen``: makes the keys of a cluster, rotates the key of a role, and retires old keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvps.runtime.keys import PUBLIC, generate, retire, rotate, write
 
 NAME = "kvps keygen"
 WHAT = """\
-Makes a key for each role, in a folder: ROLE.key, which is secret, and public/ROLE.pub. A process that is
+Makes a key for each role, in a directory: ROLE.key, which is secret, and public/ROLE.pub. A process that is
 started with --keys DIR needs its own ROLE.key there, and public/scheduler.pub; the scheduler needs
 scheduler.key and all of public/."""
 MORE = f"""\
@@ -21,17 +21,17 @@ examples:
   kvps status --scheduler tcp://10.0.0.1:9091 --keys keys
 
 another key for a role, while the cluster runs:
-  kvps keygen keys --rotate worker    worker.key is new; both keys open the door
-  kvps keygen keys --retire           once all start with the new one: the old opens it no more
-The scheduler reads public/ when it starts, and at SIGHUP. Members that run are not affected: each has a key of
-its own. kvps evict ends one.
+  kvps keygen keys --rotate worker    worker.key is new; the scheduler accepts both keys
+  kvps keygen keys --retire           when all processes have the new key: refuse the old key
+The scheduler reads public/ when it starts, and at SIGHUP. Running members are not affected: each has its own
+key. To end a member, use kvps evict.
 
 roles:
-  scheduler   is the cluster: whoever has this key can pose as it
-  server      takes the seat of a server, and is given a share of the model
+  scheduler   runs the cluster: any process with this key can pose as the scheduler
+  server      takes the seat of a server, and gets a share of the model
   worker      takes the seat of a worker: reads and changes the model
-  look        sees who is there (kvps status)
-  admin       as look, and ends members (kvps evict)
+  look        lists the members (kvps status)
+  admin       lists members and ends them (kvps evict)
 
 {flags.EXIT_CODES}
 """
@@ -45,17 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.add_argument(
-        "folder", metavar="DIR", help="the folder of keys; it is made if it is not there"
+        "folder", metavar="DIR", help="the directory of keys; created if it does not exist"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--rotate",
         metavar="ROLE",
         choices=ROLES,
-        help="give this role another key, beside the old one",
+        help="make another key for this role; the old key stays valid",
     )
     what.add_argument(
-        "--retire", action="store_true", help=f"remove from {PUBLIC}/ what no key here belongs to"
+        "--retire",
+        action="store_true",
+        help=f"remove the keys in {PUBLIC}/ without a secret key here",
     )
     parsed = parser.parse_args(argv)
     folder = Path(parsed.folder)

@@ -12,8 +12,8 @@ the launch stands::
       │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
-The others of a failed worker are given time, since they learn of it from the scheduler and have
-something to say about it themselves. The reports come along one pipe, so they tell who failed
+The others of a failed worker are given time, since they learn of it from the scheduler and have something to
+say about it themselves. The reports come along one pipe, so they tell which worker failed
 first: a worker that fails because another did is later.
 """
 
@@ -50,14 +50,14 @@ log = logging.getLogger("kvps")
 OTHERS_MAX_S = 10.0
 """How long the other workers may take to end when one has failed."""
 STOP_MAX_S = 10.0
-"""How long anybody may take to end who is asked to; over what kvps-worker gives its command."""
+"""Seconds that a process may take to end when it is asked to; more than kvps-worker gives its command."""
 DONE_MAX_S = 10.0
 """How long servers and scheduler may take to end when every worker has."""
 LATE_MAX_S = 1.0
 """How long servers may take when the scheduler has: one that still runs came after the job."""
 OWN_DESCRIPTORS = 20
 """Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
-KEYLESS = "make no keys: whoever is on this machine may join the job; KVPS_INSECURE=1"
+KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
 worker is a kvps-worker that runs COMMAND."""
@@ -67,34 +67,35 @@ example:
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
   kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
 
-Each line that a process prints is shown behind its role and rank: [worker 0]. In its environment
-COMMAND finds KVPS_SCHEDULER, KVPS_RANK, and what torchrun would set: RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where they are not set, OMP_NUM_THREADS
-becomes the number of cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
+Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
+has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. If they are not set, OMP_NUM_THREADS becomes the number of
+cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
 
-If a worker fails (its COMMAND ends with anything but 0), it is started again with the same rank
-as often as --max-restarts allows; after that the others get WorkerLost and everything ends. So is
-a server, with --checkpoint-dir: all servers return to the last checkpoint, and workers go on. So is
-the scheduler, which keeps what it must know in a folder of its own below TMPDIR; nobody waits for it.
-Ctrl-C and SIGTERM are passed to each COMMAND, and end everything; a second Ctrl-C kills at once.
-With --grace SECONDS a COMMAND that gets SIGTERM ends behind the round that it is in. So does one
-whose kvps-worker alone gets it, and the others go on without it.
+If a worker fails (its COMMAND ends with an exit code other than 0), it is started again with the same
+rank, as often as --max-restarts allows. After that, the others get WorkerLost and the job ends. With
+--checkpoint-dir, a server that fails is started again, too: all servers return to the last checkpoint,
+and workers continue. The scheduler is also started again. It keeps its state in a directory below
+TMPDIR, and the others do not wait for it.
+Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
+--grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
+SIGTERM, its COMMAND ends like this, and the others continue without it.
 
-The job has keys of its own, in memory: no other process can join it, or look. --keys DIR gives it others,
---insecure none. kvps status of such a job needs --keys, which --log-level info shows.
+The job has its own keys, in memory: no other process can join or inspect it. --keys DIR replaces these keys,
+and --insecure turns keys off. kvps status needs --keys for such a job; --log-level info shows the directory.
 
 exit codes:
   0    every worker ended with 0
   78   wrong configuration
   128 + N   ended by signal N
-  any other: that of the first worker that failed; else that of a server or of the scheduler
+  any other: the exit code of the first worker that failed, or else of a server or the scheduler
 
 environment, where the flag is not given:
-  KVPS_GRACE, KVPS_LOG_LEVEL; of the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
-  KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (values travel by tcp, shm or what works),
-  KVPS_HOST_AGGREGATION (0 lets each worker of a host push for itself), KVPS_CHUNK_BYTES,
-  KVPS_CHECKSUM (0 sends packets without checksums), KVPS_SILENCE_MAX (12: a process that says
-  nothing for so many seconds is lost) and KVPS_DROP_GRACE (1: so is one whose connection breaks)
+  KVPS_GRACE, KVPS_LOG_LEVEL; for the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_PLUGIN,
+  KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
+  KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
+  KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a
+  process is lost) and KVPS_DROP_GRACE (1: the same after its connection breaks)
 """
 
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What is to be started."""
+    """The processes to start, and their settings."""
 
     workers: int
     servers: int
@@ -127,35 +128,35 @@ class LaunchPlan:
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
-    parser.add_argument("-n", "--workers", metavar="N", required=True, help="how many workers")
+    parser.add_argument("-n", "--workers", metavar="N", required=True, help="number of workers")
     parser.add_argument(
         "-s",
         "--servers",
         metavar="S",
-        help="how many servers (N); 0 for a script that uses none, as with the store allreduce",
+        help="number of servers (N); 0 for a script without servers, as with the allreduce store",
     )
     parser.add_argument(
         "--launcher",
         choices=["local"],
         default="local",
-        help="where the processes run: local is this machine",
+        help="where the processes run; local: on this machine",
     )
     parser.add_argument(
         "--max-restarts",
         metavar="K",
         default="0",
-        help="how often each worker, and the scheduler, is started again when it fails, and each "
-        "server if there are checkpoints (0)",
+        help="how often to start a failed worker or scheduler again, and a failed server if there "
+        "are checkpoints (0)",
     )
     parser.add_argument(
         "--checkpoint-dir",
         metavar="DIR",
-        help="where servers write checkpoints, and find the last one; KVPS_CHECKPOINT_DIR (none)",
+        help="where servers write and read checkpoints; KVPS_CHECKPOINT_DIR (none)",
     )
     parser.add_argument(
         "--checkpoint-every",
         metavar="SECONDS",
-        help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
+        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
     )
     flags.add_grace(parser)
     parser.add_argument(
@@ -226,18 +227,18 @@ class Child:
     role: str
     rank: int
     number: int
-    """Of its colour."""
+    """The number of its colour."""
     process: subprocess.Popen[bytes]
     life: int = 0
     """How often it was started again."""
     is_told: bool = False
     """A worker's end was reported, or seen."""
     streams: dict[int, LineBuffer] = field(default_factory=dict)
-    """What it prints, by file descriptor: first stdout, then stderr."""
+    """Its output by file descriptor: first stdout, then stderr."""
 
     @property
     def name(self) -> str:
-        """What stands before its lines."""
+        """The prefix of its lines."""
         return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
@@ -266,11 +267,11 @@ class Launch:
         self._next_at: float | None = None
         """When the next stage begins."""
         self._worker_code = 0
-        """Of the first worker that failed for good."""
+        """The exit code of the first worker that failed permanently."""
         self._other_code = 0
-        """Of the first signal, or of the first server or scheduler that failed."""
+        """The exit code for the first signal, or of the first server or scheduler that failed."""
         self._keys: KeyMemory | None = None
-        """Of this job, where it has keys of its own."""
+        """The keys that were made for this job, if any."""
         if plan.keys is None and not plan.is_keyless:
             self._keys = KeyMemory(generate())
         self._scheduler = ""

@@ -1,4 +1,4 @@
-"""``kvps``: the commands that a person calls by hand, each in a file of its own.
+"""``kvps``: the commands for people, each in its own file.
 
 ``kvps NAME`` is ``main()`` of ``kvps/cli/NAME.py``; a command is added by that file and a line
 here. Only the file of the command that is called is loaded.
@@ -15,13 +15,13 @@ from kvps.cli import flags
 
 NAME = "kvps"
 COMMANDS = {
-    "status": "show who is in a job, how they stand, and which rounds wait for whom",
-    "keygen": "make the keys of a cluster, give a role another, retire old ones",
-    "evict": "end a live member of a job, so that another can take its rank",
-    "bench": "measure kvps beside its peers: this machine, a sweep, or links of a set rate",
-    "checkpoint": "list and verify what servers wrote to the disk; export a model from it",
+    "status": "show the members of a job, their states, and the ranks that open rounds wait for",
+    "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
+    "evict": "end a live member of a job, so that another process can take its rank",
+    "bench": "compare the speed of kvps and torch's gloo on this machine",
+    "checkpoint": "list and verify the checkpoints of servers; export a model",
 }
-WHAT = "Looks after clusters of kvps. The processes of a cluster have commands of their own."
+WHAT = "Tools for kvps clusters. The processes of a cluster have their own commands."
 MORE = f"""\
 commands:
 {"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
@@ -31,9 +31,9 @@ examples:
   kvps bench --help
   kvps checkpoint list /ckpt
 
-a cluster is started with:
-  kvps-launch      all of it, on this machine
-  kvps-scheduler, kvps-server, kvps-worker   one process each, on many
+to start a cluster:
+  kvps-launch      the whole cluster, on this machine
+  kvps-scheduler, kvps-server, kvps-worker   a single process each, on any machine
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -58,9 +58,9 @@ def _refuse(argv: Sequence[str]) -> NoReturn:
     """Help, or say what is wrong, where no command stands first."""
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s COMMAND [flags]"
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="what to do")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="the command to run")
     parsed = parser.parse_args(argv)
-    parser.error(f"{argv[0]} stands before the command: write kvps {parsed.command} {argv[0]} ...")
+    parser.error(f"{argv[0]} comes before the command: write kvps {parsed.command} {argv[0]} ...")
 
 
 if __name__ == "__main__":

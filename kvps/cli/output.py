@@ -35,7 +35,7 @@ class LineBuffer:
 
     @property
     def unfinished(self) -> bytes:
-        """What a terminal would show of the line that has no end yet."""
+        """The visible part of the line that has no end yet."""
         return shown(self._rest)
 
     def end(self) -> list[bytes]:

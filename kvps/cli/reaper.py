@@ -20,7 +20,7 @@ import time
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 REMOVE_MAX_S = 2.0
-"""How long it is tried to remove a folder: who has just been killed may still write there."""
+"""Seconds of attempts to remove a directory: a process that was just killed may still write there."""
 AGAIN_S = 0.05
 
 

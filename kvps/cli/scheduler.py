@@ -1,4 +1,4 @@
-"""``kvps-scheduler``: forms the cluster and tells everybody who is in it."""
+"""``kvps-scheduler``: forms the cluster, and tells every process the members."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ example, a cluster on one machine by hand (kvps-launch does all of it):
   kvps-worker -- python train.py &
   kvps-worker -- python train.py
 
-It ends by itself when the job does: with 0 if every worker left, 1 if any was lost for good.
+It ends when the job ends: with 0 if every worker left, with 1 if any was lost permanently.
 SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
   KVPS_DROP_GRACE, KVPS_KEYS, KVPS_INSECURE, KVPS_LOG_LEVEL
-  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
+  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
 
@@ -43,34 +43,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
-    parser.add_argument("--workers", metavar="N", help="how many workers; KVPS_WORKERS")
-    parser.add_argument("--servers", metavar="S", help="how many servers; KVPS_SERVERS")
+    parser.add_argument("--workers", metavar="N", help="number of workers; KVPS_WORKERS")
+    parser.add_argument("--servers", metavar="S", help="number of servers; KVPS_SERVERS")
     parser.add_argument(
         "--bind",
         metavar="tcp://HOST:PORT",
-        help=f"where to listen, port 0 for a free one; KVPS_BIND ({config.DEFAULT_SCHEDULER})",
+        help=f"address to listen at; port 0: any free port; KVPS_BIND ({config.DEFAULT_SCHEDULER})",
     )
     parser.add_argument(
         "--state",
         metavar="DIR",
-        help="keep what a restart must know in DIR: started again with the same DIR and --bind, "
-        "it picks its cluster up; KVPS_STATE",
+        help="directory of saved state: a scheduler that is started again with the same DIR and "
+        "--bind continues its job; KVPS_STATE",
     )
     parser.add_argument(
         "--keep-alive",
         action="store_true",
-        help="begin another job, with the same servers, when one is over; KVPS_KEEP_ALIVE=1",
+        help="when a job is over, begin another with the same servers; KVPS_KEEP_ALIVE=1",
     )
     parser.add_argument(
         "--silence-max",
         metavar="SECONDS",
-        help="a member that says nothing for so long is lost, 3 or more; KVPS_SILENCE_MAX (12)",
+        help="silence after which a member is lost, 3 or more; KVPS_SILENCE_MAX (12)",
     )
     parser.add_argument(
         "--drop-grace",
         metavar="SECONDS",
-        help="so is one whose connection breaks, and that is not back in this time: its process "
-        "ended; KVPS_DROP_GRACE (1)",
+        help="time for a member to reconnect after its connection breaks, before it is lost; "
+        "KVPS_DROP_GRACE (1)",
     )
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str]) -> int:
     workers = flags.setting(parsed, "workers", config.as_whole, found.workers if found else None)
     servers = flags.setting(parsed, "servers", config.as_whole, found.servers if found else None)
     if workers is None or servers is None:
-        raise ConfigError("say how many members to wait for: --workers N --servers S")
+        raise ConfigError("the number of members is missing: give --workers N --servers S")
     default = config.DEFAULT_SCHEDULER if found is None else config.scheduler_bind(found.scheduler)
     return run_scheduler(
         workers,
@@ -103,7 +103,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _folder(name: str, given: str) -> str:
     if Path(given).exists() and not Path(given).is_dir():
-        raise ConfigError(f"{name}={given!r} is no folder")
+        raise ConfigError(f"{name}={given!r} is not a directory")
     return given
 
 

@@ -1,4 +1,4 @@
-"""``kvps-server``: holds a part of every model, adds gradients up and updates weights."""
+"""``kvps-server``: holds a part of every model, sums gradients and updates weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvps.errors import ConfigError
 
 NAME = "kvps-server"
 WHAT = """\
-Holds a share of all keys: adds up what workers push, runs the optimizer, and answers pulls."""
+Holds a share of all keys: sums the pushes of workers, runs the optimizer, and answers pulls."""
 MORE = f"""\
 example, two servers of one cluster:
   kvps-scheduler --workers 2 --servers 2 &
   kvps-server --scheduler tcp://127.0.0.1:9091 &
   kvps-server --scheduler tcp://127.0.0.1:9091 --memory-limit 2G &
 
-It waits up to 60 s (KVPS_JOIN_TIMEOUT) for the scheduler, and ends by itself when the job does:
-with 0 if every worker left, 1 if any was lost for good. SIGTERM and SIGINT end it, and its part
-of the model with it, but for what the last checkpoint has.
+It waits up to 60 s (KVPS_JOIN_TIMEOUT) for the scheduler. It ends when the job ends: with 0 if every
+worker left, with 1 if any was lost permanently. SIGTERM and SIGINT end it. Its part of the model is
+then lost, except for the last checkpoint.
 
-With --checkpoint-dir the servers write what they hold, all at one moment, while training goes on.
-A server that was lost and is started again (with its --rank, and a --checkpoint-dir that holds
-what it wrote) returns to the last checkpoint, and so do all others; workers get EpochChanged.
+With --checkpoint-dir, all servers save the values of one moment while training continues. If a server is
+lost, start it again with its --rank and the --checkpoint-dir that has its files. It then returns to the
+last checkpoint, all other servers do the same, and workers get EpochChanged.
 
 A plug-in is a Python module, on PYTHONPATH or in this folder, that calls
 kvps.core.optim.torch_rules.register(...) when it is imported.
@@ -32,11 +32,11 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
-  KVPS_PLUGIN (one or more, by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
+  KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
   KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_LOG_LEVEL
-  KVPS_SILENCE_MAX: seconds without a word from the scheduler after which it counts as lost (12)
-  KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or what works (auto)
-  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
+  KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
+  KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or auto (shm where it works)
+  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 
@@ -52,22 +52,22 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--bind",
         metavar="tcp://HOST:PORT",
-        help="where to listen for workers, port 0 for a free one; KVPS_BIND (tcp://127.0.0.1:0)",
+        help="address to listen at; port 0: any free port; KVPS_BIND (tcp://127.0.0.1:0)",
     )
     parser.add_argument(
         "--advertise",
         metavar="HOST",
-        help="the address that workers are told, if --bind is tcp://0.0.0.0:...; KVPS_ADVERTISE "
-        "(this machine's, as the scheduler sees it)",
+        help="the address that workers connect to, if --bind is tcp://0.0.0.0:...; KVPS_ADVERTISE "
+        "(the address of this machine that the scheduler sees)",
     )
-    parser.add_argument("--rank", metavar="R", help="which server to be; KVPS_RANK (any)")
+    parser.add_argument("--rank", metavar="R", help="the rank of this server; KVPS_RANK (any)")
     parser.add_argument(
-        "--threads", metavar="T", help="threads that compute; KVPS_THREADS (as torch decides)"
+        "--threads", metavar="T", help="number of compute threads; KVPS_THREADS (torch's default)"
     )
     parser.add_argument(
         "--memory-limit",
         metavar="BYTES",
-        help="refuse keys and optimizers that would take more, as 512M or 2G; KVPS_MEMORY_LIMIT (80 %% of memory)",
+        help="refuse keys and optimizers beyond this limit, such as 512M or 2G; KVPS_MEMORY_LIMIT (80 %% of memory)",
     )
     parser.add_argument(
         "--plugin",
@@ -78,13 +78,13 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--checkpoint-dir",
         metavar="DIR",
-        help="write checkpoints here, and return to the last one when a server was lost; all "
-        "servers may share it; KVPS_CHECKPOINT_DIR (none)",
+        help="write checkpoints here, and return to the last checkpoint after a server was lost; all "
+        "servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
     )
     parser.add_argument(
         "--checkpoint-every",
         metavar="SECONDS",
-        help="how often; 0 for only when kv.checkpoint() asks; KVPS_CHECKPOINT_EVERY (0)",
+        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
     )
     return parser
 

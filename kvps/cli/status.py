@@ -1,4 +1,4 @@
-"""``kvps status``: one screen of how a job stands, as its scheduler sees it."""
+"""``kvps status``: one screen with the state of a job, as its scheduler sees it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TIMEOUT_S = 5.0
 KEY_SHOWN = 40
 """Characters of a key that a line shows."""
 WHAT = """\
-Shows who is in a job and how they stand, and the oldest round of each store that waits, for which ranks
-and since when. It takes no seat, and disturbs nobody."""
+Shows the members of a job and their states, and the oldest open round of each store: its age, and the ranks
+that it waits for. It takes no seat in the job, and does not disturb it."""
 MORE = f"""\
 examples:
   kvps status --scheduler tcp://10.0.0.1:9091
   watch kvps status
   kvps status --json | jq '.rounds[0].missing'
 
-Rounds are shown that have been open for some seconds. What a worker does is told from its calls:
-'alive, but no progress for 42 s' may compute for long or hang, 'hangs' has a process that stands still.
+Only rounds that have been open for some seconds are shown. The state of a worker comes from its calls:
+'alive, but no progress for 42 s' may be a long computation or a hang; 'hangs' is a process that stands still.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -46,7 +46,7 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        help=f"wait so long for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
     )
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
@@ -63,7 +63,7 @@ def screen(job: bytes, seen: Seen) -> str:
     """Return what a person is shown."""
     lines = [f"job {job.hex()[:8]} is {seen.phase}: {seen.reason}", ""]
     lines += _table(
-        ("member", "state", "incarnation", "where", "heard", "how it stands"),
+        ("member", "state", "incarnation", "where", "heard", "status"),
         [_member(one) for one in seen.members],
     )
     presence = {one.rank: one.presence for one in seen.members if one.role == Role.WORKER}

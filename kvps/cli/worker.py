@@ -1,4 +1,4 @@
-"""``kvps-worker``: runs a training command as one worker, and says how it ended."""
+"""``kvps-worker``: runs a training command as a worker, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ EXIT_NOT_STARTED = 126
 OWN_DESCRIPTORS = 6
 """Beside those of its transport: the leash (2), the port that it keeps (1), a process's start (3)."""
 WHAT = """\
-Runs COMMAND as one worker of a cluster: takes a seat, waits until all workers are there, starts
-COMMAND, and tells the others how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a
-worker, too; with kvps-worker the others learn at once when it crashes."""
+Runs COMMAND as a worker of a cluster: joins the job, waits until all workers have joined, starts
+COMMAND, and reports how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a worker,
+too; with kvps-worker, the other workers learn at once that it crashed."""
 MORE = f"""\
 example:
   kvps-worker --scheduler tcp://127.0.0.1:9091 -- python train.py --epochs 3
 
-COMMAND finds in its environment, besides KVPS_SCHEDULER, what torchrun would set: RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+The environment of COMMAND has KVPS_SCHEDULER and the variables that torchrun sets: RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-If COMMAND ends with 0, this worker leaves, and the job goes on without it. If it ends otherwise,
-the worker is lost: rounds wait for a replacement of its rank (start this again with --rank R), or
-with --no-replacement the others get WorkerLost at once.
+If COMMAND ends with 0, this worker leaves, and the job continues without it. If it ends with any other
+exit code, the worker is lost: rounds wait for a replacement of its rank (start this command again with
+--rank R). With --no-replacement, the others get WorkerLost at once.
 
-SIGTERM and SIGINT are passed on; what does not end in 5 s is killed. With --grace SECONDS a
-COMMAND in Python that gets SIGTERM ends with 0 behind the round that it is in, and the others go
-on without it; it is killed when it takes longer. COMMAND runs in a process group of its own, which
-ends with it, and with this process, whatever happens to either.
+SIGTERM and SIGINT go to COMMAND, which is killed if it does not end in 5 s. With --grace SECONDS, a
+COMMAND in Python that gets SIGTERM ends with 0 after its current round, and the others continue without
+it; it is killed if this takes longer. COMMAND runs in its own process group. The group ends when COMMAND
+or this process ends, for whatever reason.
 
-The exit code is that of COMMAND, 128 + N if signal N killed it. Before COMMAND starts:
+The exit code is that of COMMAND, or 128 + N if signal N killed it. Before COMMAND starts:
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_KEYS, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler),
   KVPS_LOG_LEVEL,
-  KVPS_SILENCE_MAX (12 s without a word from the scheduler, and it counts as lost)
-  KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or what works (auto)
-  KVPS_HOST_AGGREGATION, for COMMAND: 0 lets each worker of a host push for itself
-  KVPS_CHUNK_BYTES, for COMMAND: how much travels at once (384 KiB between hosts)
-  KVPS_CHECKSUM=0: send packets without checksums, where the network has better ones
+  KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
+  KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
+  KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
+  KVPS_CHUNK_BYTES, for COMMAND: bytes of a chunk (384 KiB between hosts)
+  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 
@@ -77,11 +77,11 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
     flags.add_scheduler(parser)
-    parser.add_argument("--rank", metavar="R", help="which worker to be; KVPS_RANK (any)")
+    parser.add_argument("--rank", metavar="R", help="the rank of this worker; KVPS_RANK (any)")
     parser.add_argument(
         "--no-replacement",
         action="store_true",
-        help="nobody will replace this worker if COMMAND fails",
+        help="if COMMAND fails, do not wait for a replacement of this worker",
     )
     flags.add_grace(parser)
     # Where kvps-launch wants to hear how COMMAND ended, before the scheduler hears it.
@@ -135,7 +135,7 @@ def demand_command(command: Sequence[str]) -> None:
         ConfigError: if there is no such program.
     """
     if which(command[0]) is None:
-        raise ConfigError(f"there is no program {command[0]!r}; check the command behind --")
+        raise ConfigError(f"there is no program {command[0]!r}; check the command after --")
 
 
 @contextmanager
@@ -181,7 +181,7 @@ class Shell(NullListener):
         self._command = command
         self._report_fd = report_fd
         self._env = env
-        """What COMMAND finds in its environment, besides its place in the cluster."""
+        """The environment of COMMAND, besides its place in the cluster."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:

@@ -242,7 +242,9 @@ def _read_topk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None
     count = kept(code, len(out))
     indices = _typed(octets[: 4 * count], torch.int32).long()
     if indices[0] < 0 or indices[-1] >= len(out) or not bool((indices.diff() > 0).all()):
-        raise ProtocolError(f"topk names elements out of order, or beyond the {len(out)} there are")
+        raise ProtocolError(
+            f"topk names elements out of order, or beyond the {len(out)} of the key"
+        )
     out.zero_()
     out[indices] = _typed(octets[4 * count :], torch.float32)
 

@@ -119,7 +119,7 @@ def _setting(params: Mapping[str, object]) -> KeyCompression | None:
         return None if code is None else KeyCompression(code, _code(dict(pull)), min_bytes)
     if not isinstance(pull, bool):
         raise ConfigError(
-            f"compression pull={pull!r:.40}: use True, False, or a dict with a type of its own"
+            f"compression pull={pull!r:.40}: use True, False, or a dict with its own type"
         )
     return None if code is None else KeyCompression(code, code if pull else None, min_bytes)
 
@@ -145,14 +145,14 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
     if "threshold" in takes:
         number = _float("threshold", params.get("threshold", THRESHOLD))
         if not fits(CodecSpec(codec, number)):
-            over = "" if fits(CodecSpec(codec, 0.0)) else " over 0"
+            over = "" if fits(CodecSpec(codec, 0.0)) else " above 0"
             raise ConfigError(
-                f"compression threshold={number}: {kind} needs one{over} that float32 can hold"
+                f"compression threshold={number}: {kind} needs a number{over} that float32 can hold"
             )
     if "ratio" in takes:
         number = _float("ratio", params.get("ratio", RATIO))
         if not 0 < number <= 1:
-            raise ConfigError(f"compression ratio={number}: use one over 0 and up to 1")
+            raise ConfigError(f"compression ratio={number}: use a number above 0 and up to 1")
     seed = params.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise ConfigError(f"compression seed={seed!r:.40}: use an integer from 0 to 2^62-1")

@@ -43,16 +43,16 @@ class CodecSpec(NamedTuple):
     number: float = 0.0
     """The threshold of ``1bit`` and ``2bit``, the ratio of ``topk`` and ``randomk``; else 0."""
     scale: float = 1.0
-    """By which ``1bit`` and ``2bit`` are multiplied, thresholds included: 1 for gradients."""
+    """The factor of ``1bit`` and ``2bit``, thresholds included: 1 for gradients."""
     seed: int = 0
-    """From which the indices of ``randomk`` follow; else 0."""
+    """The seed of the indices of ``randomk``; else 0."""
 
 
 class Codec(NamedTuple):
-    """What differs between codecs, but for the arithmetic (:data:`kvps.compression.codecs.ARITHMETIC`)."""
+    """The properties of a codec, without its arithmetic (:data:`kvps.compression.codecs.ARITHMETIC`)."""
 
     name: str
-    """By which users ask for it."""
+    """The name that users give it."""
     size: Callable[[CodecSpec, int], int]
     """Return the bytes of so many elements."""
     takes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def check(code: CodecSpec) -> CodecSpec:
     if not fits(code):
         raise ProtocolError(f"{codec.name} with number {code.number} and scale {code.scale}")
     if "ratio" in codec.takes and not 0 < code.number <= 1:
-        raise ProtocolError(f"{codec.name} has a ratio over 0 and up to 1, not {code.number}")
+        raise ProtocolError(f"{codec.name} needs a ratio above 0 and up to 1, not {code.number}")
     return code
 
 

@@ -1,10 +1,10 @@
 """Effects: what a core may ask of the world, and the methods through which the world calls a core.
 
-A core never does anything itself. Whoever calls a door takes all of its effects, in order, before the
-next door is called, and a door is through when they have been taken. The scheduler and the server have
-done their work before they return the first effect: their state never depends on who iterates over
-what. The worker makes each effect as it is taken, so that a chunk is on the wire while the next is
-being copied. A test collects effects into a list and compares.
+A core never does anything itself. The caller of a method takes all of its effects, in order, before it calls
+another; the method has finished when they have been taken. The scheduler and the server have done their work
+before they return the first effect: their state never depends on the iteration. The worker makes each effect
+as it is taken, so that a chunk is on the wire while the next is being copied. A test collects effects into a
+list and compares.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Core(Protocol):
 
         Args:
             route: the way along which it came.
-            envelope: who says it.
+            envelope: the identity of its sender.
             kind: the class of its message, which the sender's role may send.
 
         Returns:
@@ -147,7 +147,7 @@ class Core(Protocol):
         """A peer said something."""
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """What a peer said was refused by its envelope (a KvpsError), or led to an error that nobody foresaw.
+        """A packet was refused by its envelope (a KvpsError), or caused an unexpected error.
 
         Raises:
             Exception: ``error``, if this process cannot go on.

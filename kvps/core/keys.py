@@ -1,10 +1,10 @@
-"""Keys: whom a connection's public key names, and whether the connection may be made.
+"""Keys: the process that a connection's public key identifies, and whether the connection is allowed.
 
-Two kinds of keys open connections. *Role keys* come from files, and open the door: with one, a process may ask
-the scheduler for a seat of that role, or look. *Session keys* are made in memory, one for each life of a seat;
-with one, a process speaks as that member and as nobody else. The scheduler learns them by ENROL, and tells all
-servers by VIEW. Processes of one host and one user connect without keys, through a *near door*, and are known by
-their user, who could read their memory anyway.
+Two kinds of keys open connections. *Role keys* come from files, and open the door: with one, a process may
+ask the scheduler for a seat of that role, or look. *Session keys* are made in memory, one for each life of a
+seat; with one, a process speaks as that member and as nobody else. The scheduler learns them by ENROL, and
+tells all servers by VIEW. Processes of one host and one user connect without keys, through a *near door*, and
+are identified by their user, which could read their memory anyway.
 
 A name of a connection is what libzmq calls its User-Id: ``role:worker``, ``worker:3:17`` (role, rank and
 incarnation), or ``user:1000``.
@@ -25,14 +25,14 @@ from kvps.protocol.permissions import Place
 ROLES = ("scheduler", "server", "worker", "admin", "look")
 """The roles that have key files."""
 KEY_CHARACTERS = 40
-"""Of a public or secret key, in Z85."""
+"""Length of a public or secret key, in Z85."""
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({Enrol, Hello}),
     "server": frozenset({Enrol, Hello}),
     "admin": frozenset({Evict, Look}),
     "look": frozenset({Look}),
 }
-"""What may be said by a role key."""
+"""The messages that a role key permits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Refusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoleKey:
-    """What a public key of a role opens."""
+    """The role that a public key opens."""
 
     role: str
     until: float | None = None
@@ -63,8 +63,8 @@ class RoleKey:
 def near_door(public_key: str) -> str:
     """Return where the holder of a session key listens to processes of its own user on its own host.
 
-    It is a name in the kernel and no file. Nobody can take it before the process does who does not know the key,
-    which only members are told.
+    It is a name in the kernel and no file. No process without the key can take it first, and only members
+    know the key.
 
     Example:
         >>> near_door("k" * 40)
@@ -85,7 +85,7 @@ class Keyring:
     Args:
         user: the number of the user that this process runs as.
         roles: by public key, what it opens here.
-        learns: session keys may become known later than those who have them come.
+        learns: a session key may become known after its process connects.
     """
 
     user: int
@@ -118,7 +118,7 @@ class Keyring:
 
 
 def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message]) -> None:
-    """Check that who speaks is whom the connection names.
+    """Check that the sender is the process that the connection names.
 
     Args:
         name: of the connection.
@@ -132,7 +132,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
     what, _, who = name.partition(":")
     if what == "user":
         if place is Place.SCHEDULER:
-            raise Unauthorized("a scheduler takes no connections without keys")
+            raise Unauthorized("a scheduler with keys accepts no connections without keys")
         return
     if what != "role":
         if name != name_of(envelope.node, envelope.incarnation):
@@ -140,17 +140,19 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}"
             )
         if kind in (Enrol, Evict):
-            raise Unauthorized(f"the session key of {name} may not say {kind.__name__}")
+            raise Unauthorized(f"the session key of {name} may not send {kind.__name__}")
         return
     if place is not Place.SCHEDULER or kind not in _BY_ROLE.get(who, ()):
         raise Unauthorized(
-            f"the key of the role {who} may not say {kind.__name__} to {place.value}"
+            f"the key of the role {who} may not send {kind.__name__} to {place.value}"
         )
     asks_for_seat = kind in (Enrol, Hello)
     if asks_for_seat and str(envelope.role) != who:
-        raise Unauthorized(f"the key of the role {who} asks for the seat of a {envelope.role}")
+        raise Unauthorized(f"the key of the role {who} asked for the seat of a {envelope.role}")
     if asks_for_seat and envelope.incarnation:
-        raise Unauthorized(f"the key of the role {who} speaks for the holder of a seat")
+        raise Unauthorized(
+            f"the key of the role {who} was used to speak for a member that has a seat"
+        )
 
 
 def is_key(text: str) -> bool:

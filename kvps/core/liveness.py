@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SILENT_AFTER_S = 3.0
-"""Members beat once a second; one that said nothing for so long is called silent."""
+"""Seconds without a beat after which a member is called silent; members beat once a second."""
 SILENCE_MAX_S = 12.0
-"""One that said nothing for so long is taken for lost, unless the operator decided otherwise."""
+"""Seconds without a beat after which a member counts as lost, unless the operator set another limit."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 HANGS_AFTER_S = 10.0
-"""One who lives, and did nothing for so long while others wait for it, may hang."""
+"""Seconds without a call after which a live rank that others wait for may hang."""
 
 
 def quiet_in_words(quiet_s: float, what: str) -> str:
@@ -32,7 +32,7 @@ def quiet_in_words(quiet_s: float, what: str) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """What the beats of a member tell about its script."""
+    """The progress of a member's script, from its beats."""
 
     calls: int
     moved_at: float
@@ -57,14 +57,14 @@ class Progress:
         if self.is_quiet == was_quiet:
             return ""
         if self.is_quiet:
-            return f"lives, but has called nothing for {now - self.moved_at:.0f} s"
+            return f"alive, but has made no call for {now - self.moved_at:.0f} s"
         return "calls again"
 
     def words(self, now: float) -> str:
         """Say how the script of a member that beats stands."""
         quiet_s = now - self.moved_at
         if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
-            return f"hangs: its kvps-worker lives, its process is silent for {now - self.heard_at:.0f} s"
+            return f"hangs: its kvps-worker is alive, its process has been silent for {now - self.heard_at:.0f} s"
         if self.waits_in:
-            return f"alive, waits in {self.waits_in} for {quiet_s:.0f} s"
-        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has called nothing yet"
+            return f"alive, has waited in {self.waits_in} for {quiet_s:.0f} s"
+        return quiet_in_words(quiet_s, "call") if self.calls else "alive, has made no call yet"

@@ -1,9 +1,9 @@
 """A member's side of the membership protocol: HELLO, beats, views, leaving.
 
-A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest
-view, and says LEAVE when it ends, until that is heard. The server core and the worker core each own
-one of these and read its view. A member that has to wait is told so; one that hears nothing for
-60 s gives up as *temporary*: the scheduler may only be late.
+A member says HELLO until it is welcomed, beats once a second from then on, remembers the newest view, and
+says LEAVE when it ends, until that is heard. The server core and the worker core each own one of these and
+read its view. A member that has to wait is told so. A member that hears nothing for 60 s gives up with a
+*temporary* error, because the scheduler may only be late.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Quorum:
     lost: frozenset[int]
     """Lost: it did not leave, so its gradient is missing until a replacement brings it."""
     away: frozenset[int] = frozenset()
-    """Of a store: those that have joined, as they have run out of batches."""
+    """The ranks of a store that have joined, because they have run out of batches."""
 
     def required(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that a round of a store with this policy waits for."""
@@ -78,7 +78,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process knows of itself before it joins."""
+    """The identity of a process before it joins."""
 
     role: Role
     scheduler: str
@@ -88,22 +88,22 @@ class Identity:
     software: str
     rank: int | None = None
     incarnation: int = 0
-    """Of the seat that a guardian already holds for this process; 0 for a seat of its own."""
+    """The incarnation of the seat that a guardian already holds for this process; 0 for a seat of its own."""
     endpoint: str = ""
     guardian: bool = False
     master: str = ""
     silence_max_s: float = SILENCE_MAX_S
     """The scheduler is taken for lost when it said nothing for so long."""
     job: bytes = bytes(16)
-    """Of that seat; zeros where there is none."""
+    """The job of that seat; zeros without a guardian."""
     join_max_s: float = JOIN_MAX_S
-    """How long to say HELLO to a scheduler that says nothing."""
+    """Seconds of HELLOs to a scheduler that does not answer."""
     machine: int = 0
-    """As HELLO has it."""
+    """As in HELLO."""
     public_key: str = ""
-    """By which it will speak as a member; empty without keys."""
+    """The session key of the member; empty without keys."""
     command_key: str = ""
-    """By which the command will speak that it runs as a guardian."""
+    """The session key of the command that it runs as a guardian."""
     is_enrolled: bool = False
     """A guardian has enrolled that key for the seat that it holds."""
 
@@ -144,7 +144,7 @@ class MembershipClient:
         """The call that it waits in."""
         self.heard_at = now
         self._leave: Leave | None = None
-        """What was said, until it is known to have been heard."""
+        """The LEAVE that was sent, until it is acknowledged."""
         self._next_beat = now
         self._rang_at = now
 

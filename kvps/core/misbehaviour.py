@@ -1,8 +1,8 @@
-"""Misbehaving connections: those along which many packets were refused, and that are not heard for a while.
+"""Misbehaving connections: many of their packets were refused, and they are ignored for a while.
 
-A packet that is refused costs its receiver little, and its sender less. So whoever sends a hundred of them in
-ten seconds is not heard for the ten seconds after; what is then said along the connection is dropped unread,
-and an honest peer sends it again.
+A packet that is refused costs its receiver little, and its sender less. So a connection that carries a
+hundred of them in ten seconds is ignored for the next ten seconds: its packets are dropped unread, and an
+honest peer sends them again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Record:
 
 
 class Misbehaviour:
-    """What was refused along each connection."""
+    """The refused packets of each connection."""
 
     def __init__(self) -> None:
         self._records: dict[Route, _Record] = {}

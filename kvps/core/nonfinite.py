@@ -13,7 +13,7 @@ import torch
 from kvps.phrases import some_of
 
 ACTIONS = ("apply", "skip", "error")
-"""What becomes of an update whose gradient is not finite."""
+"""The policies for an update whose gradient is not finite."""
 RANKS_MAX = 20
 """Maximum ranks that a text names."""
 
@@ -38,7 +38,7 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Flaw(NamedTuple):
-    """What is not finite in a gradient."""
+    """The values of a gradient that are not finite."""
 
     values: int
     """Number of values that are not finite."""
@@ -55,8 +55,8 @@ def describe(key: str, flaw: Flaw) -> str:
 
 def _source(ranks: Sequence[int]) -> str:
     if not ranks:
-        return "every push is finite, their sum is not"
+        return "every push is finite, but their sum is not"
     if len(ranks) == 1:
         return f"from rank {ranks[0]}"
     named = some_of([str(rank) for rank in ranks], RANKS_MAX)
-    return f"from ranks among {named}, or from their sum"
+    return f"from some of ranks {named}, or from their sum"

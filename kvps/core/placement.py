@@ -34,8 +34,8 @@ PAGES_MIN = 32
 JUDGE = 0
 """The rank of the server that says when a join is over."""
 EMBEDDING = "kvps.embedding:"
-"""What the keys of embedding tables begin with, and no other's: each has one element on every server,
-which says how many rows of the table are there."""
+"""The prefix of the keys of embedding tables: each has one element on every server, the number of the table's
+rows there."""
 
 
 class Part(NamedTuple):

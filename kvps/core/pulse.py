@@ -14,11 +14,11 @@ from typing import NamedTuple
 MANY = 4096
 """Bytes that are under way, from which on it counts that some arrive: no heartbeat is as large."""
 STILL_S = 5.0
-"""Whoever looks so seldom stood still itself, and asked for nothing."""
+"""Seconds between two looks after which this process itself was stopped, and could not ask for a sign of life."""
 
 
 class Moved(NamedTuple):
-    """What the kernel has counted of a connection."""
+    """The kernel's counters of a connection."""
 
     received: int
     """Bytes that came."""

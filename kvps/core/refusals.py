@@ -1,8 +1,8 @@
 """Refusals of collective calls: what one rank was refused, kept as the answer for all.
 
-Where the k-th call of one rank meets the k-th of another, and one of them cannot be done, those who wait
-for it are answered by the same error, and so is whoever comes later. A call that is made again after that
-has the same number, and is the next *attempt*: each rank counts what it was refused.
+Where the k-th call of one rank meets the k-th of another, and one of them cannot be done, the ranks that wait
+for it get the same error, and so does a rank that arrives later. A call that is made again after that has the
+same number, and is the next *attempt*: each rank counts what it was refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT_MAX = 4096
 
 
 class Attempt(NamedTuple):
-    """Which call of its kind it is, and how often it was refused before."""
+    """The number of a call of its kind, and how often it was refused before."""
 
     number: int
     refused: int
@@ -64,7 +64,7 @@ class Refusals:
 
 
 class Attempts:
-    """What this rank was refused of the calls of one store that all ranks make."""
+    """The collective calls of one store that were refused for this rank."""
 
     def __init__(self) -> None:
         self._refused: dict[Hashable, Attempt] = {}

@@ -178,8 +178,8 @@ def add_rows(out: Tensor, ids: Tensor, rows: Tensor) -> None:
 def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (distinct ids in order, the index of each one's row, the rows).
 
-    Rows of one number are summed, half types in float32, and rounded once. Where every number is there
-    once, ``rows`` are returned as they are: who copies them puts them in order by that.
+    Rows of one number are summed, half types in float32, and rounded once. Where every number is there once,
+    ``rows`` are returned as they are: the caller's copy puts them in order.
 
     Args:
         ids: int64 [k], on the CPU, in any order, repeats allowed.

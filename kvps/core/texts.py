@@ -30,7 +30,7 @@ def demand_printable(what: str, text: str) -> None:
         ProtocolError: naming ``what`` it is.
     """
     if not text.isprintable():
-        raise ProtocolError(f"{what} {text!r:.60} holds what cannot be printed")
+        raise ProtocolError(f"{what} {text!r:.60} has characters that cannot be printed")
 
 
 def demand_address(what: str, text: str) -> None:
@@ -43,4 +43,4 @@ def demand_address(what: str, text: str) -> None:
     host, _, port = place.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= PORT_MAX
     if scheme != "tcp" or not host or not is_port or any(one in host for one in " /?#@;,"):
-        raise ProtocolError(f"{what} {text!r:.60} is no address; it reads tcp://HOST:PORT")
+        raise ProtocolError(f"{what} {text!r:.60} is not an address; write it as tcp://HOST:PORT")

@@ -19,19 +19,19 @@ if sys.platform == "linux":
 
 CAN_COUNT = sys.platform == "linux"
 _INFO = struct.Struct("@120xQQ")
-"""Of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
+"""Layout of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
 
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """What is known of a connection that was opened here."""
+    """The state of a connection that was opened here."""
 
     events: zmq.Socket[bytes]
     silence_s: float
     up: int | None = None
     """Its descriptor, while it is connected."""
     pulse: Pulse | None = None
-    """What has moved along it, since it was first looked at."""
+    """Its pulse, since the first look."""
     connected_at: float = -math.inf
 
 

@@ -1,4 +1,4 @@
-"""File descriptors: whether there are enough, before libzmq finds that there are not and aborts the process.
+"""File descriptors: a check that there are enough, because libzmq aborts the process if there are not.
 
 Each role counts what it needs before it opens anything. A soft limit that is too low is raised, as
 far as the hard limit allows; where that is too low as well, the error says how many are missing.
@@ -27,7 +27,7 @@ SPARE = 8
 """For a moment: a module or a library that is loaded, a file that is written, memory that is mapped."""
 
 LEAST = TRANSPORT + LISTENING + WATCHING + CONNECTION + SPARE
-"""Of a process with one transport, before it knows how large its job is."""
+"""Descriptors of a process with one transport, before it knows the size of its job."""
 
 
 def of_scheduler(workers: int, servers: int) -> int:
@@ -62,7 +62,7 @@ def demand(who: str, count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
         return
     raise ConfigError(
-        f"{who} needs {count} file descriptors beside the {there} that are open, and this process may have "
+        f"{who} needs {count} file descriptors besides the {there} that are open, and this process may have "
         f"{hard} in all: raise the limit to {need} or more (ulimit -n {need}; LimitNOFILE= in systemd, "
         "--ulimit nofile= in docker), and start it again"
     )

@@ -1,4 +1,4 @@
-"""The way of frames into a process: judged by their envelope, decoded, and counted where they are refused.
+"""The path of frames into a process: checked by their envelope, decoded, and counted if they are refused.
 
 Nothing of a body is decoded before it is known that its sender may say such a message there
 (:mod:`kvps.protocol.permissions`), and that the core would hear it (:meth:`~kvps.core.effects.Core.admit`).
@@ -44,7 +44,7 @@ class _Unheard(Exception):
 
 
 class Doorman:
-    """Who lets packets into a process.
+    """Decides which packets a process accepts.
 
     Args:
         role: what the process is.
@@ -57,7 +57,7 @@ class Doorman:
         were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
         self.porter: Porter | None = None
-        """Who has let in the connections that others opened to us; None if nobody has asked for their keys."""
+        """The authority that let in the connections that others opened to us; None where keys are not checked."""
         self._place = permissions.LISTENING[role]
         self._misbehaviour = Misbehaviour()
         self._clock = clock
@@ -105,7 +105,7 @@ class Doorman:
         self.counts[why] += 1
         if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
             log.warning(
-                "%d packets along one connection (from %s) were refused within %.0f s: it is not heard for "
+                "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
                 "%.0f s",
                 *(REFUSED_MAX, whence(route, frames), WITHIN_S, IGNORED_S),
             )

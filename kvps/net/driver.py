@@ -1,8 +1,8 @@
 """The one loop that every process runs: packets, calls and the time in, effects out.
 
-One thread runs the loop and owns the core and the sockets. Whoever else wants something of the
-core puts a function into the :class:`Inbox`, which wakes the loop; there are no locks around the
-rules, because nobody else ever enters them.
+One thread runs the loop and owns the core and the sockets. Any other thread that needs the core puts a
+function into the :class:`Inbox`, which wakes the loop; there are no locks around the rules, because no other
+thread ever enters them.
 
 What a peer sends ends no process. An error that nobody foresaw, raised while its packet is served or while
 something is done because of it, is logged with its traceback, told to the core, and left behind. An error
@@ -52,25 +52,25 @@ handler runs when that returns, and so does what the handler has put into the in
 BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log; and an error that was logged before."""
 KINDS_MAX = 100
-"""How many errors are told apart; a further one is logged like one that was seen before."""
+"""Number of kinds of errors that are distinguished; further kinds are logged as one."""
 
 
 class Disconnected:
-    """What a transport reports in place of a packet when a connection broke."""
+    """A broken connection, which a transport reports in place of a packet."""
 
 
 DROPPED = Disconnected()
 
 
 class Demanded(ConfigError):
-    """The operator of this process demands what cannot be: that ends it, whoever it was that showed it.
+    """The operator of this process demands something impossible, which ends the process, whichever peer revealed it.
 
     From :func:`drive` it comes as the ConfigError that it is.
     """
 
 
 class Unserved(Exception):
-    """What a transport raises when it failed at a packet that could be decoded; its cause says how."""
+    """A transport failed at a packet that could be decoded; see the cause."""
 
     def __init__(self, route: Route, envelope: Envelope) -> None:
         super().__init__(f"a packet of {envelope.node}")
@@ -79,7 +79,7 @@ class Unserved(Exception):
 
 
 class Refused(Exception):
-    """What a transport raises in place of a packet that was refused by its envelope; its cause says why."""
+    """A packet was refused by its envelope; see the cause."""
 
     def __init__(self, route: Route, envelope: Envelope) -> None:
         super().__init__(f"a packet of {envelope.node}")
@@ -130,7 +130,7 @@ class Transport(Protocol):
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
             Unserved: in place of one at which something failed that nobody foresaw; as above.
-            Refused: in place of one whose sender is to be told why it was not heard; as above.
+            Refused: in place of a packet whose sender gets the reason of the refusal; as above.
         """
 
     def wake(self) -> None:
@@ -173,7 +173,7 @@ class NullListener:
 
 
 class Inbox(Generic[C]):
-    """What other threads want of a core, in the order in which they asked."""
+    """The requests of other threads to a core, in their order."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -191,7 +191,7 @@ class Inbox(Generic[C]):
 
 
 class Net:
-    """What peers have caused and nobody foresaw: each kind is logged whole once, and then counted."""
+    """A safety net for unexpected errors that peers cause: each kind is logged completely once, and then counted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
@@ -217,13 +217,14 @@ class Net:
             log.warning("%s: %s", what, error)
         elif is_new:
             log.error(
-                "%s failed, and this process goes on without: please report this as a bug",
+                "%s failed, and this process continues without it; please report this as a bug",
                 what,
                 exc_info=error,
             )
         else:
             log.error(
-                "%s failed again (%r), %d times in all, and %d of this kind since the last such line",
+                "%s failed again (%r), %d times in all, and %d times like this since the last "
+                "line of this kind",
                 *(what, error, self.count, unsaid + 1),
             )
 
@@ -265,9 +266,9 @@ def drive(
             return next(arrivals, None)
         except ProtocolError as error:
             if clock() >= quiet_until:
-                more = f", and {unsaid} more since the last such line" if unsaid else ""
+                more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
                 quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
-                log.warning("dropped what is no packet%s: %s", more, error)
+                log.warning("dropped a message that is not a packet%s: %s", more, error)
             else:
                 unsaid += 1
             return None

@@ -1,4 +1,4 @@
-"""Bytes that a connection has sent and nobody has taken out yet, and their bounds.
+"""Bytes that a connection has sent and this process has not read yet, and their limits.
 
 libzmq reads a message part by part and shows it when its last part is there. No option of it bounds what
 lies there until then: its water marks count whole messages, and its size limit holds for each part alone. So
@@ -62,18 +62,18 @@ class Limits:
     known: int
     """From then on."""
     crowd: int
-    """Of all connections together out of which nothing was taken that is a packet."""
+    """The limit of all connections together that have not sent a packet yet."""
 
 
 CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
-"""What may lie in a scheduler of one connection: it has the heads of a few packets to hear."""
+"""The limits of a scheduler, which receives only the heads of a few packets."""
 
 
 def data_limits() -> Limits:
     """Return what may lie in a server or worker of one connection to it.
 
-    One packet may have 2 GiB of rows. Whoever is heard for the first time along a new connection, and
-    has that much to say, has to begin with a smaller packet; a probe for what was lost is one.
+    One packet may have 2 GiB of rows. A peer that sends this much along a new connection has to begin with a
+    smaller packet, such as a probe for what was lost.
     """
     known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
     return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
@@ -99,10 +99,10 @@ class _Connection:
 
 
 class Inflow:
-    """What lies here of each connection to one listening port.
+    """The unread bytes of each connection to one listening port.
 
     Args:
-        limits: how much may.
+        limits: the largest amounts.
         clock: seconds.
     """
 
@@ -134,7 +134,7 @@ class Inflow:
             one.taken += octets
 
     def know(self, fd: int) -> None:
-        """What was taken out was a packet."""
+        """A packet was received along a connection."""
         one = self._connections.get(fd)
         if one is not None:
             one.is_known = True
@@ -164,12 +164,12 @@ class Inflow:
         for fd, limit in self._excessive(rests):
             self._close(
                 fd,
-                f"it has sent {rests[fd]:.0f} octets that make no whole message yet, and {limit} is the most",
+                f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}",
             )
             del self._connections[fd]
             self._give_back_until = began + GIVE_BACK_S
         for fd in self._idle(began):
-            self._close(fd, f"it has said nothing, as have more than {IDLE_MAX} others")
+            self._close(fd, f"it has sent nothing, like more than {IDLE_MAX} others")
             del self._connections[fd]
         if self._give_back_at <= began < self._give_back_until:
             give_back()
@@ -226,11 +226,13 @@ class Inflow:
             self._unsaid += 1
             return
         more = (
-            f" ({self._unsaid} more were closed since the last such line)" if self._unsaid else ""
+            f" ({self._unsaid} more were closed since the last line of this kind)"
+            if self._unsaid
+            else ""
         )
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
-            "closed the connection from %s: %s%s. If it is a member of the job, it comes back by itself",
+            "closed the connection from %s: %s%s. If it is a member of the job, it reconnects",
             *(whence, why, more),
         )
 

@@ -17,9 +17,9 @@ from pathlib import Path
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _ANSWERS_MAX_S = 0.2
-"""Longest wait for a process that is behind with those who connect."""
+"""Longest wait for a process with a backlog of connections."""
 _CREDENTIALS = struct.Struct("@iii")
-"""Of ``struct ucred``: process, user and group of who listens."""
+"""Format of ``struct ucred``: process, user and group of the listener."""
 
 
 def machine() -> int:

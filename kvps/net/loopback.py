@@ -65,7 +65,7 @@ class MemoryTransport:
         self._network.ends[endpoint] = self
 
     def trust(self, keys: dict[str, str]) -> None:
-        """Everybody is who he says."""
+        """Every sender is accepted."""
 
     def connect(
         self,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of version 2 and of version 1, as a container sees its own."""
+"""Files of cgroup version 2 and version 1, as seen in a container."""
 
 
 SHARE = 0.8
@@ -43,7 +43,7 @@ def memory_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 class Limits(NamedTuple):
-    """What stays in the heap."""
+    """The limits under which freed memory stays in the heap."""
 
     map_from_bytes: int
     """Blocks from this size on are mapped, and given back when they are freed."""

@@ -1,4 +1,4 @@
-"""Bytes that leave a process: held until they have, and no more of them than a peer reads.
+"""Bytes that leave a process: held until they are sent, and no more than the peer reads.
 
 libzmq queues what a peer does not read, and its water marks count messages. Values that lie in the server's own
 buffers cost nothing there but their hold, and are released as soon as they have left, whatever other peers do.
@@ -28,7 +28,7 @@ class _Leaving(NamedTuple):
 
 
 class Outflow:
-    """What was sent and has not left yet, by way."""
+    """The sent messages that have not left yet, by connection."""
 
     def __init__(self) -> None:
         self._leaving: dict[Route, deque[_Leaving]] = {}

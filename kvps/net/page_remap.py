@@ -49,9 +49,9 @@ class PageRemapper:
     def __init__(self, mappings: Callable[[], Iterable[Mapping]]) -> None:
         self._mappings = mappings
         self._kept: dict[tuple[RemappedPart, ...], object] = {}
-        """What holds the pages of each arrangement."""
+        """The holder of the pages of each arrangement."""
         self._nonces: set[int] = set()
-        """Whose pages they may be."""
+        """The segments whose pages may be mapped."""
 
     def beside(self, ranges: Sequence[tuple[int, int]], keep: object) -> Block | None:
         """Return what lies in ``ranges`` as one block, for reading; None if that cannot be.

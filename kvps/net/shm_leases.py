@@ -1,8 +1,7 @@
 """Leases of memory between two processes, given and taken.
 
-Whoever sends a reference to its memory in place of bytes gives a *lease*, by number, and keeps the
-memory as it is until the lease is returned. Whoever receives it returns it when nothing refers to
-those bytes any more.
+A process that sends a reference to its memory instead of bytes gives a numbered *lease*, and does not change
+the memory until the lease is returned. The receiver returns it when nothing refers to those bytes any more.
 
 A RELEASE does not list what is returned but what is *not*: of all leases below a number, it names
 those that are still held. So one that is lost does no harm, the next says the same and more; and a
@@ -22,7 +21,7 @@ NAMED_MAX = 4096
 
 
 class Lent:
-    """What one peer may be reading here."""
+    """The memory of this process that one peer may be reading."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -72,7 +71,7 @@ class Lease:
 
 
 class Borrowed:
-    """What is read here of one peer's memory."""
+    """The memory of one peer that this process reads."""
 
     def __init__(self) -> None:
         self._top = 0

@@ -1,15 +1,15 @@
-"""Memory that processes of one host share: where it lies, who may use which part, who may read it.
+"""Memory that processes of one host share: its place, the owner of each part, and the processes that may read it.
 
 Every process has at most one *segment*: a file without a name (``memfd_create``), as large as the
 machine's memory and empty, of which parts are backed before they are used (``posix_fallocate``:
 where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
 directory, so nothing is left behind by a kill.
 
-Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody:
-the file must be one of ours and of our user, of the size that was said, sealed against shrinking
-(a file that shrank under its reader would kill the reader), and begin with the *nonce* that was
-said, a random number. Once its owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). Who cannot do all that, on another host, in another container or as another
-user, gets frames instead.
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody: the file
+must be one of ours and of our user, of the size that was said, sealed against shrinking (a file that shrank
+under its reader would kill the reader), and begin with the *nonce* that was said, a random number. Once its
+owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that cannot do
+all this, on another host, in another container or as another user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
 more; blocks that are read by others are kept alive by :mod:`kvps.net.shm_leases`. What was given back
@@ -40,7 +40,7 @@ NONCE_BYTES = 8
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: of no use to other modules
 _SEAL_FUTURE_WRITE = 0x0010
-"""Whoever maps the file from now on may only read it; the mapping that there is stays as it is."""
+"""New mappings of the file are read-only; the existing mapping does not change."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 
 
@@ -66,7 +66,7 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """The bytes of a slot, or of a loan; a view of them refers to the whole."""
 
     keep: object
-    """What must live as long as these bytes are referred to."""
+    """An object that must live as long as these bytes are referred to."""
 
 
 class Segment:
@@ -94,13 +94,15 @@ class Segment:
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         except (OSError, ValueError) as error:
             self.close()
-            raise Unshared(f"no segment of {self.size_bytes} bytes: {error}") from error
+            raise Unshared(
+                f"cannot create a segment of {self.size_bytes} bytes: {error}"
+            ) from error
         self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self.is_read = False
         """Somebody has mapped it, or is about to."""
         self.readers: set[str | bytes] = set()
-        """Along which routes there is one who has."""
+        """The routes of processes that have mapped it."""
         self._used = self._backed = PAGE_BYTES
         self._freed: deque[tuple[int, int]] = deque()
         """Given back, by whatever thread dropped the last reference."""
@@ -143,7 +145,7 @@ class Segment:
         return offset if 0 <= offset <= self.size_bytes - frame.nbytes else None
 
     def close(self) -> None:
-        """Let nobody find it any more; those who have mapped it keep what they have."""
+        """Make it impossible to find; processes that have mapped it keep their mapping."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -217,7 +219,7 @@ class Mapping:
         self._path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
             if not os.readlink(self._path).startswith(f"/memfd:{NAME} "):
-                raise Unshared(f"{self._path} is no memory of kvps: another host or container?")
+                raise Unshared(f"{self._path} is not memory of kvps: another host or container?")
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise Unshared(
@@ -236,7 +238,7 @@ class Mapping:
         if status.st_uid != os.geteuid():
             raise Unshared(f"its memory is user {status.st_uid}'s, not user {os.geteuid()}'s")
         if status.st_size != self.offer.size or seals & _SEALS != _SEALS:
-            raise Unshared("its memory is not of the size that was said, or may shrink")
+            raise Unshared("its memory does not have the announced size, or could shrink")
         self._inode = status.st_dev, status.st_ino
         self._map = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
         if int.from_bytes(self._map[:NONCE_BYTES], "big") != self.offer.nonce:
@@ -258,7 +260,7 @@ class Mapping:
         """
         if not PAGE_BYTES <= offset <= self.offer.size - size_bytes:
             raise ProtocolError(
-                f"bytes {offset} to {offset + size_bytes} are not in a segment of {self.offer.size}"
+                f"bytes {offset} to {offset + size_bytes} are outside a segment of {self.offer.size}"
             )
         block = Block((size_bytes,), np.uint8, self._whole, offset)  # type: ignore[arg-type]  # a ctypes array is a buffer
         block.keep = (self, keep)

@@ -1,14 +1,14 @@
 """Payload through shared memory where both ends are on one host; a transport around another.
 
-A core sends packets with payload and knows nothing of this. Where a payload lies in this process's
-segment and the peer has mapped that, loans of it travel in place of its bytes; where a packet comes
-with loans, its payload is read where it lies. So whoever wants to send without a copy only has to
-let its values lie in the segment.
+A core sends packets with payload and knows nothing of this. Where a payload lies in this process's segment
+and the peer has mapped that, loans of it travel in place of its bytes; where a packet comes with loans, its
+payload is read where it lies. So a caller that wants to send without a copy only has to put its values into
+the segment.
 
-Who opens a data connection offers its segment after every WELCOME; the other end maps it, offers
-its own, and says that it has mapped. Only who could map the other's memory lends to it: so each can
-see that the other has ended, and take back what it lent. Until then, and where that fails, payload
-travels in frames.
+The end that opens a data connection offers its segment after every WELCOME; the other end maps it, offers its
+own, and reports that it has mapped. A process lends only to a peer whose memory it could map: so each can see
+that the other has ended, and take back what it lent. Until then, and where that fails, payload travels in
+frames.
 
 A peer is a process, known by the nonce of its segment: it may come back along another connection,
 or with another incarnation, and still holds what it held.
@@ -74,7 +74,7 @@ class SharingTransport:
         Args:
             inner: carries the packets.
             segment: where payload lies that others may read; None shares nothing.
-            why_not: where it is None, the reason, for those who offer their memory.
+            why_not: where it is None, the reason, for peers that offer their memory.
             insist: sharing that fails is an error, and not a warning.
             clock: seconds.
         """
@@ -181,7 +181,7 @@ class SharingTransport:
 
     @property
     def mappings(self) -> list[Mapping]:
-        """What is mapped here of others."""
+        """The mapped memory of peers."""
         return [one.mapping for one in self._peers.values()]
 
     def wake(self) -> None:
@@ -234,7 +234,7 @@ class SharingTransport:
             raise ProtocolError(f"{who} lends one packet's payload by several leases")
         lease = peer.taken.take(number)
         if lease is None:
-            raise ProtocolError(f"lease {number} of {who} was given back already")
+            raise ProtocolError(f"lease {number} of {who} was already returned")
         payload = [peer.mapping.read(one.offset, one.size, lease).data for one in packet.loans]
         return replace(packet, payload=tuple(payload))
 
@@ -294,7 +294,7 @@ class SharingTransport:
                     self._segment.readers.add(route)
 
     def _part(self, route: Route) -> None:
-        """Nobody who shares memory is at the end of ``route`` any more."""
+        """The peer that shared memory along ``route`` is gone."""
         peer = self._by_route.pop(route, None)
         if peer is not None and self._segment is not None:
             self._segment.readers.discard(route)
@@ -309,12 +309,12 @@ class SharingTransport:
         """Map what is offered, offer our own, and say that we have.
 
         Raises:
-            ProtocolError: if it comes from one who is no member.
+            ProtocolError: if its sender is not a member.
             Demanded: if it cannot be mapped and has to be.
         """
         is_ours, life = route in self._near, (envelope.job, envelope.rank, envelope.incarnation)
         if not is_ours and life not in self._welcomed:
-            raise ProtocolError(f"{envelope.node} offers memory and was not welcomed")
+            raise ProtocolError(f"{envelope.node} offers memory before it was welcomed")
         if self._segment is None:
             self._say(route, Taken(message.nonce, False, self._why_not))
             return
@@ -328,7 +328,7 @@ class SharingTransport:
                 return
             self._peers[message.nonce] = peer
         elif peer.mapping.offer != message:
-            raise ProtocolError(f"{envelope.node} offers the same memory in another way")
+            raise ProtocolError(f"{envelope.node} offers the same memory again, differently")
         self._by_identity[_identity(envelope)] = peer
         self._meet(route, envelope)
         if not is_ours:
@@ -347,7 +347,7 @@ class SharingTransport:
         peer = self._by_route.get(route)
         if not message.mapped:
             why = shown(message.reason)
-            self._complain(f"{envelope.node} cannot read ours: {why}", route in self._near)
+            self._complain(f"{envelope.node} cannot read our memory: {why}", route in self._near)
         elif peer is not None:
             peer.reads_ours = self._segment.is_read = True
             self._segment.readers.add(route)
@@ -375,7 +375,7 @@ class SharingTransport:
     # --- giving back -----------------------------------------------------------------------------
 
     def _return(self, least: int) -> None:
-        """Tell those of whom at least so many leases were given back."""
+        """Release the leases of peers of which at least so many were given back."""
         for peer in self._peers.values():
             if peer.taken.returned >= least and self._by_route.get(peer.route) is peer:
                 message = peer.taken.release()
@@ -383,7 +383,7 @@ class SharingTransport:
                     self._say(peer.route, message)
 
     def _sweep(self) -> None:
-        """Forget those who have ended: they read nothing, and their memory is of no use."""
+        """Forget peers that have ended: they read nothing, and their memory is of no use."""
         now = self._clock()
         if now < self._swept_at + SWEEP_EVERY_S:
             return
@@ -401,7 +401,7 @@ class SharingTransport:
 
 def _insisting(reason: str) -> Demanded:
     return Demanded(
-        f"KVPS_TRANSPORT=shm, and memory cannot be shared: {reason}. Run all processes on one host "
+        f"KVPS_TRANSPORT=shm, but memory cannot be shared: {reason}. Run all processes on one host "
         "as one user, or set KVPS_TRANSPORT=auto"
     )
 

@@ -1,4 +1,4 @@
-"""The keys of a transport: those it opens connections by, and ZeroMQ's question whose to take (ZAP, RFC 27).
+"""The keys of a transport: its own keys, and the check of peers' keys for ZeroMQ (ZAP, RFC 27).
 
 libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
 process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where
@@ -27,12 +27,12 @@ from kvps.protocol.envelope import Role
 log = logging.getLogger("kvps")
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvps"
-"""With a domain, libzmq demands its present protocol: it takes no frames from one who greets it by none."""
+"""With a domain, libzmq demands its present protocol: it refuses peers that send none."""
 WAITING_MAX = 256
 WAITS_MAX_S = 0.8
 """How many questions wait for a key to become known, and how long: less than a handshake may take."""
 TELL_EVERY_S = 10.0
-"""How often the log tells of one who was refused."""
+"""Seconds between two lines of log about refused connections."""
 LIBZMQ_LEAST = (4, 3, 4)
 """Before it, peers without a key could overrun libzmq's memory or stop it."""
 
@@ -54,7 +54,7 @@ class Keys:
     scheduler: tuple[str, ...] = ()
     """The scheduler's public keys: one, or two while it is given another."""
     role: KeyPair | None = None
-    """Of this process's role; None in a command whose guardian has enrolled its session key."""
+    """The key pair of this process's role; None in a command whose guardian has enrolled its session key."""
     session: KeyPair = field(default_factory=lambda: new_pair())
     """Made for this process, by which it speaks as a member."""
     opens: Mapping[str, RoleKey] = field(default_factory=dict)
@@ -100,11 +100,11 @@ class _Question(NamedTuple):
 
 
 class Porter:
-    """Who answers libzmq's questions for one context.
+    """Answers libzmq's authentication requests for one context.
 
     Args:
         context: whose.
-        ring: what is known of those who come.
+        ring: the known public keys.
         clock: seconds.
     """
 
@@ -185,7 +185,9 @@ class Porter:
             self._unsaid += 1
             return
         more = (
-            f" ({self._unsaid} more were refused since the last such line)" if self._unsaid else ""
+            f" ({self._unsaid} more were refused since the last line of this kind)"
+            if self._unsaid
+            else ""
         )
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
@@ -204,7 +206,7 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""What libzmq tells of a connection that was opened here."""
+"""The events of libzmq for a connection that was opened here."""
 OTHER_MECHANISM = 0x11000002
 """Its value of a handshake that failed since one end has keys and the other has none."""
 FAILURES_MAX, AT_ONCE_S = 3, 0.5
@@ -214,7 +216,7 @@ DATA_HANDSHAKE_MS = 1000
 
 
 class Handshakes:
-    """The connections that a process opens: by which key, and what it means when one is not served.
+    """The connections that a process opens: their keys, and the meaning of a refused connection.
 
     Args:
         keys: of the process; None if it has none.
@@ -258,8 +260,10 @@ class Handshakes:
         """
         if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
             return False, (
-                f"the scheduler at {endpoint} does not know the key of this process: the key of a role may be "
-                "retired or another job's, and a member may be replaced. Give --keys (KVPS_KEYS) the folder or "
+                f"the scheduler at {endpoint} does not know the key of this process. The key may "
+                "be retired or "
+                "belong to another job, or this member was replaced. Give --keys (KVPS_KEYS) the "
+                "directory or "
                 "file of this job"
             )
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
@@ -279,19 +283,22 @@ class Handshakes:
         if self._turn % len(self._keys.scheduler):  # it may have been given another
             return True, ""
         return False, (
-            f"who listens at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). Check "
-            "the address, and that both have the keys of one 'kvps keygen'"
+            f"the process at {endpoint} is not the scheduler whose public key is in --keys "
+            "(KVPS_KEYS). Check "
+            "the address, and that both have keys from the same 'kvps keygen'"
         )
 
     def _unlike(self, endpoint: str) -> str:
         if self._keys is not None:
             return (
-                f"this process has keys, and the scheduler at {endpoint} has none: start that with --keys DIR, "
-                "or this without"
+                f"this process has keys, and the scheduler at {endpoint} has none: start the "
+                "scheduler with --keys DIR, "
+                "or this process without"
             )
         return (
-            f"the scheduler at {endpoint} has keys, and this process has none: give it --keys DIR (KVPS_KEYS), "
-            "as 'kvps keygen' made it"
+            f"the scheduler at {endpoint} has keys, and this process has none: give this process "
+            "--keys DIR (KVPS_KEYS) with "
+            "the keys of that cluster"
         )
 
 
@@ -301,7 +308,7 @@ GREETS_MAX_S = 0.2
 
 
 def greeting_of(endpoint: str) -> bytes:
-    """Return the mechanism by which who listens there greets; a relay whose target is away says nothing."""
+    """Return the mechanism in the greeting of the listener; a relay without its target sends none."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (

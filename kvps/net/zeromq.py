@@ -1,4 +1,4 @@
-"""Packets over ZeroMQ: one ROUTER for those who come to us, one DEALER for each we go to.
+"""Packets over ZeroMQ: a ROUTER for incoming connections, a DEALER for each outgoing connection.
 
 What libzmq does not promise is not relied on here: a send that succeeded says nothing (only an
 answer does), a routing id is an address (identity is in the envelope), and a queue is bounded by
@@ -6,11 +6,12 @@ the windows of the protocol, not by a water mark. What it does know first is tha
 broke: with ``watch`` the events of the ROUTER's monitor are turned into drops, told apart by the
 file descriptor that libzmq names on every message.
 
-A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed (:mod:`kvps.net.zap`).
-A connection that looks open and carries nothing is closed and opened again by the one who opened it: libzmq's
-heartbeats have something to carry, and whether bytes move is asked of the kernel (:mod:`kvps.core.pulse`), since
-libzmq sees no frame before its last byte, and no heartbeat behind one. Its peer does not judge, since a process
-that stands still is not lost for that. What libzmq gives up for good is opened again, too.
+A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed
+(:mod:`kvps.net.zap`). A connection that looks open and carries nothing is closed and opened again by the end
+that opened it: libzmq's heartbeats have something to carry, and whether bytes move is asked of the kernel
+(:mod:`kvps.core.pulse`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its
+peer does not judge, since a process that stands still is not lost for that. What libzmq gives up for good is
+opened again, too.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ BATCH = 64
 SURPLUS_BATCH = 4096
 """And so many frames of a message that has too many for a packet: they are dropped one by one."""
 SURPLUS_MAX = 1 << 16
-"""Of more frames than that, what they took is given back: libzmq has 64 bytes for each."""
+"""The most frames of such a message whose memory is left in the heap: libzmq has 64 bytes for each."""
 QUEUE_MAX = {True: 1000, False: 16384}
-"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process.
-Who reads none of its answers is sent no more; it asks again what it misses."""
+"""Messages that wait to leave along one connection that was opened to a scheduler, and to another process. A
+peer that does not read its answers gets no more; it asks again for the answers that it missed."""
 SEAL_OCTETS = 33
-"""What CURVE adds to each frame."""
+"""Bytes that CURVE adds to each frame."""
 CONTROL_BYTES_MAX = 1 << 20
 """Bytes of the longest frame that a scheduler takes: no packet to it has a payload."""
 _OPTIONS: tuple[tuple[int, int], ...] = (
@@ -131,7 +132,7 @@ class ZmqTransport:
         self._watches: dict[str, Watch] = {}
         self._events_of: dict[zmq.Socket[bytes], str] = {}
         self._refusals: deque[tuple[Route, Packet]] = deque()
-        """What is heard in place of an answer, where no connection is made."""
+        """Packets that stand in for an answer where no connection is made."""
         self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
@@ -205,7 +206,7 @@ class ZmqTransport:
         self._poller.register(router, zmq.POLLIN)
 
     def _asked_by(self, one: zmq.Socket[bytes]) -> Porter:
-        """Have libzmq ask for each connection of a socket whether it may be made; return who answers."""
+        """Have libzmq ask for each connection of a socket whether it is allowed; return the object that answers."""
         one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         one.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self._porter is None:
@@ -271,7 +272,7 @@ class ZmqTransport:
             self._forget(name, dealer)
             dealer.close(0)
             raise ConfigError(
-                f"{endpoint!r} is no address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
+                f"{endpoint!r} is not an address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
         self._openings[name] = opening
         self._dealers[name] = dealer
@@ -280,7 +281,7 @@ class ZmqTransport:
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody, or who is there does not read."""
+        """Send, or drop if there is no peer, or if the peer does not read."""
         copied_bytes = 0
         if hold is None and packet.payload and isinstance(route, bytes):
             copied_bytes = sum([frame.nbytes for frame in packet.payload])
@@ -377,7 +378,7 @@ class ZmqTransport:
             yield route, packet
 
     def _frames(self, one: zmq.Socket[bytes], before: int) -> list[zmq.Frame] | None:
-        """Return the frames of the next message; None while one is dropped that has too many.
+        """Return the frames of the next message; None while a message with too many is dropped.
 
         Args:
             one: where from.
@@ -385,7 +386,7 @@ class ZmqTransport:
 
         Raises:
             zmq.Again: if there is no message.
-            ProtocolError: at the beginning of one that has too many frames.
+            ProtocolError: at the start of a message that has too many frames.
         """
         if one in self._surplus:
             if not self._drop_surplus(one):

@@ -29,7 +29,7 @@ class Halted(Message):
     numbers: dict[str, int]
     """By synchronous store, how many pushes of a key were made."""
     stands: bool = True
-    """False in one who is in the middle of a step, and may need others to come along."""
+    """False for a worker in the middle of a step, which may need the pushes of others."""
 
 
 @tag(82)
@@ -176,7 +176,7 @@ class Checkpoint(Message):
     store: str
     tag: str
     number: int
-    """Of this call, as with barriers."""
+    """The number of this call, as with barriers."""
 
 
 @tag(95)
@@ -195,7 +195,7 @@ class Revive(Message):
 
     store: str
     tag: str
-    """Of the cuts asked for; empty for any."""
+    """The tag of the requested cuts; empty for any."""
     cut: int
     """0 asks which there are."""
 

@@ -1,12 +1,12 @@
 """Envelopes, packets, and the registry of message tags.
 
-Every message travels in a :class:`Packet` whose :class:`Envelope` says who speaks: identity is in the
+Every message travels in a :class:`Packet` whose :class:`Envelope` names the sender: identity is in the
 payload, and a ZeroMQ routing id is only an address.
 
-A message is declared once, in a file of this package, with its tag, its fields and the bytes that must
-follow it; :mod:`kvps.protocol.wire` turns it into frames and back by reading that declaration. A tag is for
-ever. A new field goes to the end of its class and has a default, so that older bytes still decode.
-docs/protocol.md says for each message who sends it, when it is legal and how it is answered.
+A message is declared once, in a file of this package, with its tag, its fields and the bytes that must follow
+it; :mod:`kvps.protocol.wire` turns it into frames and back by reading that declaration. A tag is for ever. A
+new field goes to the end of its class and has a default, so that older bytes still decode. docs/protocol.md
+states the sender of each message, when it is legal and how it is answered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT_MAX = 4096
 
 
 class Role(enum.IntEnum):
-    """What a process does in a cluster."""
+    """The role of a process in a cluster."""
 
     SCHEDULER = 0
     SERVER = 1
@@ -56,16 +56,16 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Who speaks, in which job and view, and which of its requests this is."""
+    """The sender, its job and view, and the number of this request."""
 
     job: bytes
-    """16 octets that name the job; zeros in a HELLO from one who does not know it yet."""
+    """16 octets that name the job; zeros in a HELLO from a process that does not know it yet."""
     view: int
     """Number of the newest view that the sender has seen."""
     role: Role
     rank: int
     incarnation: int
-    """Which life of that rank: issued by the scheduler, it only grows."""
+    """The number of one process's life in that rank; the scheduler issues it, and it only grows."""
     seq: int
     """Number of this request among the sender's requests to this receiver; 0 asks no answer."""
 
@@ -76,7 +76,7 @@ class Envelope:
 
 
 class Message:
-    """What every message class has: a tag, and the sizes of the frames that must follow."""
+    """The base of messages: each class has a tag, and the sizes of the frames that must follow."""
 
     TAG: ClassVar[int] = 0
     __slots__ = ()
@@ -90,7 +90,7 @@ class Loan(NamedTuple):
     """Bytes in the sender's segment, in place of a payload frame."""
 
     nonce: int
-    """Which segment."""
+    """The nonce of the segment."""
     lease: int
     """To be returned by a RELEASE; one for all loans of a packet."""
     offset: int

@@ -33,13 +33,13 @@ class Hello(Message):
     master: str = ""
     """HOST:PORT that this worker offers as torch's rendezvous, used if it gets rank 0."""
     machine: int = 0
-    """Equal for those who share loopback, and perhaps memory; 0 for one who does not know."""
+    """Equal for processes that share loopback, and perhaps memory; 0 if unknown."""
 
 
 @tag(2)
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Scheduler or server to the one who said HELLO: this is your seat."""
+    """Scheduler or server to the sender of HELLO: this is your seat."""
 
     rank: int
     incarnation: int
@@ -68,7 +68,7 @@ class Member(NamedTuple):
 @tag(3)
 @dataclass(frozen=True, slots=True)
 class View(Message):
-    """Scheduler to all members: who holds which seat. Its number grows with every change."""
+    """Scheduler to all members: the holder of each seat. Its number grows with every change."""
 
     number: int
     phase: str
@@ -142,7 +142,7 @@ class Released(Message):
 
     seq: int
     number: int | None = None
-    """Of the barrier; None for one that this worker's predecessor has behind it."""
+    """The number of the barrier; None for a barrier that this worker's predecessor has passed."""
 
 
 @tag(9)
@@ -249,7 +249,7 @@ class HistoryIs(Message):
     rate_calls: int
     rate_after: int
     lr: float
-    """What the last RATE set."""
+    """The learning rate of the last RATE."""
     joins: int
     """How many are over."""
     joined: bool
@@ -309,7 +309,7 @@ class Look(Message):
 
 
 class Sight(NamedTuple):
-    """One seat, as the scheduler shows it to one who looks."""
+    """A seat, as the scheduler shows it in answer to LOOK."""
 
     role: int
     rank: int
@@ -355,7 +355,7 @@ class Enrol(Message):
 @tag(112)
 @dataclass(frozen=True, slots=True)
 class Evict(Message):
-    """Operator to a scheduler with keys: whoever holds this seat is to end."""
+    """Operator to a scheduler with keys: evict the holder of this seat."""
 
     role: int
     rank: int
@@ -378,6 +378,6 @@ class Alive(Message):
     """Member's answer to CHALLENGE."""
 
     number: int
-    """Of the challenge."""
+    """The number of the challenge."""
     guardian: bool = False
     """The sender holds the seat for a command that it runs."""

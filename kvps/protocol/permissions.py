@@ -1,4 +1,4 @@
-"""The permissions of senders: which messages each receiver takes from whom, and how long their heads may be.
+"""The permissions of senders: the messages that each receiver accepts from each role, and the longest heads.
 
 They are checked by the envelope and the tag, before a body is decoded: what nobody may send costs its
 receiver no more than a look at 48 octets. docs/protocol.md has the same table (section 12).
@@ -179,5 +179,5 @@ def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int
         raise ProtocolError(f"a {envelope.role} may not send {kind.__name__} to {place.value}")
     if head_bytes > HEAD_BYTES and kind not in LONG:
         raise ProtocolError(
-            f"a head of {head_bytes} octets is too long for {kind.__name__}: {HEAD_BYTES} is the most"
+            f"a head of {head_bytes} octets is too long for {kind.__name__}: the limit is {HEAD_BYTES}"
         )

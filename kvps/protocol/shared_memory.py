@@ -34,7 +34,7 @@ class Taken(Message):
 @tag(62)
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """To one who lent memory: of the leases below a number, I hold none but these."""
+    """To a process that lent memory: of the leases below a number, I hold only these."""
 
     before: int
     but: tuple[int, ...]

@@ -31,7 +31,7 @@ class Open(Message):
     bundles: bool = False
     """Workers of one machine add up their gradients before these leave it."""
     on_nonfinite: str = "apply"
-    """What becomes of an update by NaN or infinity: ``apply``, ``skip`` or ``error``."""
+    """The policy for an update with NaN or infinity: ``apply``, ``skip`` or ``error``."""
     average: bool = False
     """The sum of a round is divided by how many ranks are in it."""
 
@@ -106,7 +106,7 @@ class Found(NamedTuple):
     dtype: int
     shape: tuple[int, ...]
     call: int = 0
-    """Which call gave it its value: 0 for init, k for the k-th broadcast."""
+    """The call that gave it its value: 0 for init, k for the k-th broadcast."""
 
 
 @tag(24)
@@ -173,7 +173,7 @@ class Norms(Message):
     reply: bool
     """The receiver should answer with its own."""
     culprits: tuple[int, ...] = ()
-    """Among whose pushes the values are that are not finite."""
+    """Ranks whose pushes have the values that are not finite."""
     call: int = 0
     """The DECLARE that gave the key its place: another key may have had the name before."""
 
@@ -238,7 +238,7 @@ class Status(Message):
 
 
 class OpenRound(NamedTuple):
-    """A round that waits: some key in it, its number, who is missing, for how long."""
+    """An open round: one of its keys, its number, the missing ranks, and its age."""
 
     key: str
     number: int

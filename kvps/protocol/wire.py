@@ -177,14 +177,14 @@ def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> 
 def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
     """Return a head without its checksum, which is that of everything else."""
     if checked != 1:
-        raise ProtocolError(f"a packet is checked or not, 1 or 0, and not {checked}")
+        raise ProtocolError(f"the field checked must be 0 or 1, got {checked}")
     head, end = head[: -CHECKSUM.size], head[-CHECKSUM.size :]
     (said,), found = CHECKSUM.unpack(end), checksum([head, *payload])
     if said != found:
         size = len(head) + len(end) + sum([len(frame) for frame in payload])
         raise Damaged(
-            f"a packet of {size} octets was damaged on its way: its checksum is {found:08x}, and "
-            f"its sender computed {said:08x}. It counts as lost, and is asked for again"
+            f"a packet of {size} octets was damaged in transit: its checksum is {found:08x}, and its "
+            f"sender computed {said:08x}. It counts as lost, and will be requested again"
         )
     return head
 
@@ -451,7 +451,7 @@ def _within(entry: Entry) -> Entry:
 
 
 _FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.CodecSpec: spec.check}
-"""What else is checked of a record whose fields are right."""
+"""Further checks of a record whose fields are valid."""
 
 
 def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:

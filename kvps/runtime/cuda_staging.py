@@ -19,7 +19,7 @@ from kvps.tensors import row_of
 
 
 class PageLocks:
-    """Which ranges of this process's memory are page-locked.
+    """The page-locked ranges of this process's memory.
 
     CUDA refuses a copy whose end in memory lies in several locked ranges, or in one half. So
     :meth:`cover` makes one range of all that a block of memory meets.

@@ -57,7 +57,7 @@ class Section(NamedTuple):
 
     @property
     def public_half(self) -> Section:
-        """What others may see."""
+        """The section without its secret key."""
         return self._replace(secret="")
 
 
@@ -112,8 +112,8 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
     pinned = tuple(dict.fromkeys([one.public for one in found if one.role == "scheduler"]))
     if not pinned:
         raise ConfigError(
-            f"--keys {path} has no public key of the scheduler: put {PUBLIC}/scheduler.pub there, which "
-            "'kvps keygen' has made"
+            f"--keys {path} has no public key of the scheduler: put {PUBLIC}/scheduler.pub from "
+            "'kvps keygen' there"
         )
     session = next((one for one in found if one.role == SESSION and one.secret), None)
     if session is not None:
@@ -122,8 +122,8 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
     own = next((one for name in wanted for one in found if one.role == name and one.secret), None)
     if own is None:
         raise ConfigError(
-            f"--keys {path} has no secret key of the role {role}: put {role}.key there, which 'kvps keygen' "
-            "has made"
+            f"--keys {path} has no secret key of the role {role}: put {role}.key from 'kvps "
+            "keygen' there"
         )
     opens = {one.public: RoleKey(one.role, one.until) for one in found if one.role != "scheduler"}
     return Keys(pinned, own.pair, opens=opens if role == "scheduler" else {})
@@ -136,7 +136,7 @@ def _read(path: Path, is_public: bool = False) -> list[Section]:
             text = file.read(FILE_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read the key {path}: {error}. Make keys by 'kvps keygen DIR', and give --keys DIR"
+            f"cannot read the key {path}: {error}. Make keys with 'kvps keygen DIR', and give --keys DIR"
         ) from error
     return parse(text, str(path))
 
@@ -155,7 +155,7 @@ def parse(text: str, path: str) -> list[Section]:
         if name == "role":
             found.append({})
         if not equals or not found or name in found[-1]:
-            raise ConfigError(f"{path} is no file of keys: {line!r:.60}")
+            raise ConfigError(f"{path} is not a file of keys: {line!r:.60}")
         found[-1][name] = value
     return [_section(one, path) for one in found]
 
@@ -168,15 +168,17 @@ def _section(fields: dict[str, str], path: str) -> Section:
         until = datetime.fromisoformat(fields["until"]).timestamp() if "until" in fields else None
         if is_whole and fields.keys() <= {"role", "public", "secret", "until"}:
             return Section(role, public, secret, until)
-    raise ConfigError(f"{path} has a key of the role {role!r:.40} that is none")
+    raise ConfigError(f"{path} has a malformed key of the role {role!r:.40}")
 
 
 def _demand_own(path: Path, status: os.stat_result) -> None:
     """Refuse a file that somebody else has put there or may change; a folder may be anybody's, as a pod's is."""
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         raise ConfigError(
-            f"the key {path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}: whoever can "
-            f"change it decides who may join. It must be yours or root's, and nobody else may write to it"
+            f"the key {path} is user {status.st_uid}'s with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}: any user "
+            "that can change it decides which processes may join. It must belong to you or root, "
+            "and no other user may have write permission"
         )
 
 
@@ -187,8 +189,9 @@ def _demand_secret(path: Path, status: os.stat_result) -> None:
     open_to = stat.S_IRWXO | (0 if is_given else stat.S_IRWXG)
     if not is_ours or status.st_mode & open_to:
         raise ConfigError(
-            f"the key {path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}, so others "
-            f"can read it: chmod 600 {path}"
+            f"the key {path} is user {status.st_uid}'s with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, so other "
+            f"users can read it: chmod 600 {path}"
         )
 
 
@@ -214,8 +217,8 @@ def write(folder: Path, sections: Iterable[Section]) -> list[Path]:
                 written.append(path)
     except FileExistsError as error:
         raise ConfigError(
-            f"{error.filename} is there already: kvps keygen overwrites no key. Use another folder, or "
-            "--rotate ROLE for a new key beside it"
+            f"{error.filename} exists already, and kvps keygen overwrites no key. Use another directory, or "
+            "--rotate ROLE for another key of that role"
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot write keys to {folder}: {error}") from error
@@ -230,7 +233,7 @@ def rotate(folder: Path, role: str) -> list[Path]:
     """
     old = folder / f"{role}.key"
     if not old.exists():
-        raise ConfigError(f"{old} is not there: make keys by 'kvps keygen {folder}' first")
+        raise ConfigError(f"{old} does not exist: make keys with 'kvps keygen {folder}' first")
     (new,) = generate([role])
     try:
         public = _free(folder / PUBLIC, role)
@@ -310,5 +313,5 @@ class KeyMemory:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
-        """Give it up; who has opened it keeps it."""
+        """Close it; processes that have opened it keep it."""
         os.close(self.fd)

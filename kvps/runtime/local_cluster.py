@@ -82,12 +82,12 @@ def worker_session(
 class LocalCluster:
     """Scheduler, servers and workers in this process, as a context manager.
 
-    Each thread that calls :func:`kvps.create` inside is one of the workers; :meth:`run` starts one
-    thread per worker for you.
+    Each thread that calls :func:`kvps.create` inside is a worker; :meth:`run` starts one thread per worker
+    for you.
 
     Args:
-        workers: how many workers, from 1 on.
-        servers: how many servers, from 1 on.
+        workers: number of workers, 1 or more.
+        servers: number of servers, 1 or more.
 
     Example:
         >>> import kvps, torch
@@ -106,16 +106,16 @@ class LocalCluster:
     def __init__(self, workers: int = 1, servers: int = 1) -> None:
         for name, given in (("workers", workers), ("servers", servers)):
             if type(given) is not int or given < 1:
-                raise ConfigError(f"{name}={given!r}: use a whole number from 1 on")
+                raise ConfigError(f"{name}={given!r}: use a whole number, 1 or more")
         self.workers = workers
         self.servers = servers
         self.scheduler = ""
-        """Where the scheduler listens, once the cluster is entered."""
+        """The address of the scheduler, inside the ``with`` block."""
         self._workers: list[ThreadPoolExecutor] = []
         """A thread for each worker, since the first :meth:`run`."""
         self._has_failed = False
         self.keys = ""
-        """Where the cluster's keys are, once it is entered; empty where this system has none."""
+        """The path of the cluster's keys, inside the ``with`` block; empty if this system has none."""
         self._sections: list[Section] = []
         self._key_memory: KeyMemory | None = None
         self._threads: list[threading.Thread] = []
@@ -144,7 +144,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         if LocalCluster.current is not None:
-            raise ConfigError("a LocalCluster is entered already; leave it first")
+            raise ConfigError("a LocalCluster is already active in this process; leave it first")
         self.start()
         LocalCluster.current = self
         return self
@@ -162,7 +162,7 @@ class LocalCluster:
         """Start the scheduler and the servers.
 
         Raises:
-            ConfigError: if there are too few file descriptors for all of it.
+            ConfigError: if there are too few file descriptors for the cluster.
         """
         sizes = self.workers, self.servers
         descriptors.demand(
@@ -213,7 +213,7 @@ class LocalCluster:
         return of(self._sections, role) if self._sections else None
 
     def session(self) -> WorkerSession:
-        """Return the worker that the calling thread is, making it if it is new.
+        """Return the calling thread's worker; create it if the thread is new.
 
         Raises:
             ConfigError: if all workers are taken by other threads.
@@ -225,8 +225,8 @@ class LocalCluster:
             taken = len(self._sessions)
             if taken >= self.workers:
                 raise ConfigError(
-                    f"all {self.workers} workers of this LocalCluster are taken: each thread "
-                    "that creates a store is one; give LocalCluster(workers=...) more"
+                    f"all {self.workers} workers of this LocalCluster are taken: each thread that "
+                    "creates a store is a worker; use LocalCluster(workers=...) with more workers"
                 )
             rank = getattr(self._mine, "rank", None)
             session = worker_session(
@@ -242,15 +242,17 @@ class LocalCluster:
     def run(self, work: Callable[..., T], *args: Any) -> list[T]:
         """Call ``work(rank, *args)`` in one thread per worker; return the results by rank.
 
-        May be called again: each worker keeps its thread, its rank and its stores. After an error the
-        workers have left, and it may not.
+        May be called again: each worker keeps its thread, its rank and its stores. After an error the workers
+        have left, and it cannot be called again.
 
         Raises:
-            BaseException: the first that a worker raised; the others then end with WorkerLost.
+            BaseException: the first error of a worker; the other workers then end with WorkerLost.
             ConfigError: if a worker has raised in an earlier call.
         """
         if self._has_failed:
-            raise ConfigError("a worker of this LocalCluster has failed; enter another one")
+            raise ConfigError(
+                "a worker of this LocalCluster has failed; create another LocalCluster"
+            )
         errors: list[BaseException] = []
 
         def work_as(rank: int) -> T:
@@ -275,7 +277,7 @@ class LocalCluster:
         return [future.result() for future in futures]
 
     def leave(self) -> None:
-        """Flush and leave, as the worker that the calling thread is; rounds close without it."""
+        """Flush and leave as the calling thread's worker; rounds close without it."""
         self.endings().end(is_done=True)
         session: WorkerSession | None = getattr(self._mine, "session", None)
         if session is not None and not session.is_over:
@@ -290,7 +292,7 @@ class LocalCluster:
             session.leave(done, 0 if done else 1, reason)
 
     def close(self, done: bool = True) -> None:
-        """End the workers, and with them the job; ``done`` says that all went well."""
+        """End the workers and thereby the job; ``done`` if there was no error."""
         for worker in self._workers:
             worker.shutdown()
         for endings in self._endings:

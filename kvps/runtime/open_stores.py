@@ -35,7 +35,7 @@ class OpenStores:
 
     @property
     def names(self) -> set[str]:
-        """Of the stores that are open."""
+        """Return the names of the open stores."""
         return {one.name for one in self._open}
 
     def watch(self, store: Endable) -> None:

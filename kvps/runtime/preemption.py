@@ -1,12 +1,12 @@
 """Preemption: a worker that gets SIGTERM leaves after the round it is in.
 
 SIGTERM ends a process wherever it is; its part of a round is then missing, and the others wait for a
-replacement. A process for which :func:`leave_at_sigterm` was called goes on instead until it would
-begin another round. There its script ends by ``SystemExit(0)``: what it pushed is taken in, it leaves,
-and rounds close without it from then on. The second SIGTERM ends it wherever it is.
+replacement. A process for which :func:`leave_at_sigterm` was called continues instead until it would begin
+another round. There its script ends with ``SystemExit(0)``: its pushes are applied, it leaves, and later
+rounds close without it. A second SIGTERM ends it wherever it is.
 
-A store begins a round with the first push of a key that has been pushed in the round before; that is
-known here, without a question to anybody.
+A store begins a round with the first push of a key that has been pushed in the round before; this process
+knows that by itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class PreemptionFlag:
 
     def __init__(self) -> None:
         self.is_heeded = False
-        """SIGTERM asks, and does not end."""
+        """SIGTERM is a request to leave, and does not end the process."""
         self.is_asked = False
 
     def listen(self) -> None:
-        """Take SIGTERM for the wish that this process leaves."""
+        """Take SIGTERM as a request to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
         self.is_heeded = True
 
@@ -44,7 +44,7 @@ asked = PreemptionFlag()
 
 
 class RoundTracker:
-    """Which keys a store has pushed in the round that its user is in."""
+    """The keys that a store has pushed in its present round."""
 
     def __init__(self, store: str, wish: PreemptionFlag = asked) -> None:
         self._store = store
@@ -55,7 +55,7 @@ class RoundTracker:
         """The user is about to push these keys.
 
         Raises:
-            SystemExit: with 0, if that begins a round, and this process was asked to leave.
+            SystemExit: with 0, if this begins a round, and this process was asked to leave.
         """
         if not self._wish.is_heeded:
             return
@@ -64,23 +64,23 @@ class RoundTracker:
         begins = not self._pushed
         is_main = threading.current_thread() is threading.main_thread()  # no other ends the process
         if begins and self._wish.is_asked and is_main:
-            log.warning("store %r: leaving behind the last round, as SIGTERM asked", self._store)
+            log.warning("store %r: got SIGTERM, leaving after the last round", self._store)
             raise SystemExit(0)
         self._pushed.update(keys)
 
 
 def leave_at_sigterm() -> None:
-    """Have this process leave at SIGTERM behind the round that it is in, and the others go on.
+    """Let this process leave after its present round when it gets SIGTERM; the others continue.
 
     The script then ends with ``SystemExit(0)`` from the push that would begin the next round, so that
-    ``finally`` blocks and exit handlers run. A script that pushes no more goes on to its end. A second
-    SIGTERM ends it at once, as the first would have without this.
+    ``finally`` blocks and exit handlers run. A script that makes no more pushes runs to its end. A second
+    SIGTERM ends it at once, as the first would without this call.
 
     Under kvps-worker and kvps-launch, ``--grace SECONDS`` does this for the command;
-    ``KVPS_LEAVE_AT_SIGTERM=1`` does it for a script that runs by itself.
+    ``KVPS_LEAVE_AT_SIGTERM=1`` does it for a script without a launcher.
 
     Raises:
-        ConfigError: in another thread than the main one, where Python sets no signal handlers.
+        ConfigError: outside the main thread, where Python cannot set signal handlers.
 
     Example:
         >>> import kvps
@@ -88,14 +88,15 @@ def leave_at_sigterm() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "leave_at_sigterm() was called in a thread, and Python sets signal handlers only in the "
-            "main one; call it there, before the first store is created"
+            "leave_at_sigterm() was called outside the main thread, where Python cannot set "
+            "signal handlers; call "
+            "it in the main thread, before the first store is created"
         )
     asked.listen()
 
 
 def leave_if_wished(wished: bool) -> None:
-    """Do as the environment has it, unless the script has its own way with SIGTERM."""
+    """Follow the environment, unless the script has its own handler of SIGTERM."""
     is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if wished and is_free and threading.current_thread() is threading.main_thread():
         asked.listen()

@@ -110,8 +110,8 @@ class _Process:
         self.embedded = LocalCluster(workers=1, servers=1)
         self.embedded.start()
         log.warning(
-            "no cluster is described (KVPS_SCHEDULER is not set): this process is a cluster of one "
-            "worker and one server at %s",
+            "KVPS_SCHEDULER is not set: this process is a cluster of one worker "
+            "and one server at %s",
             self.embedded.scheduler,
         )
         atexit.register(self.end)

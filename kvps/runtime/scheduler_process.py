@@ -69,7 +69,7 @@ class StateFile(NullListener):
             os.close(self._lock)
             raise ConfigError(
                 f"--state {self._folder} is in use by {holder}: a job has one scheduler. "
-                "End that one first, or choose another folder for another job"
+                "End that scheduler first, or choose another directory for another job"
             ) from error
 
     def close(self) -> None:
@@ -80,7 +80,8 @@ class StateFile(NullListener):
         """Return the state that is there.
 
         Raises:
-            ConfigError: if somebody else has put it there, or may change it: it says who is in the job.
+            ConfigError: if somebody else has put it there, or may change it: it decides which processes are
+            in the job.
             StorageError: if it cannot be read.
         """
         try:
@@ -95,8 +96,10 @@ class StateFile(NullListener):
             raise StorageError(f"cannot read --state {self._folder}: {error}") from error
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise ConfigError(
-                f"{self._path} is user {status.st_uid}'s with mode {status.st_mode & 0o7777:04o}, and whoever can "
-                "change it decides who is in the job: use a folder of your own (chmod 700), or remove that file"
+                f"{self._path} is user {status.st_uid}'s with mode {status.st_mode & 0o7777:04o}, "
+                "and any user "
+                "that can change it decides which processes are in the job: use a directory of "
+                "your own (chmod 700), or remove that file"
             )
         return state
 
@@ -118,10 +121,10 @@ class StateFile(NullListener):
     def _tell(self, failure: str) -> None:
         if failure and failure != self._failure:
             log.error(
-                "cannot save the scheduler's state (%s): %s. The job goes on, and what was saved "
-                "before stays; but a scheduler that is started again would not know what has changed "
-                "since, and the job would have to begin anew. Make room there: each change is saved "
-                "with the next",
+                "cannot save the scheduler's state (%s): %s. The job continues, and the earlier state "
+                "is kept. But a restarted scheduler would not know the changes since then, "
+                "and the job would have to start over. Free space there: the next save "
+                "includes every change",
                 self._path,
                 failure,
             )
@@ -135,7 +138,7 @@ class StateFile(NullListener):
 
 
 def _holder(lock: int) -> str:
-    """Return who holds the lock on a file that is open as ``lock``, as far as the kernel tells."""
+    """Return the holder of the lock on the file that is open as ``lock``, as far as the kernel tells."""
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -181,14 +184,14 @@ def run_scheduler(
         workers: how many the job has.
         servers: how many the job has.
         bind: where to listen.
-        keep_alive: begin another job when one is over.
-        state: a folder for what a restart must know.
-        insecure: ``bind`` may be where other machines reach it.
-        silence_max_s: a member that says nothing for so long is lost.
-        drop_grace_s: and so is one whose connection broke, and that opens no other for so long.
-        on_ready: told where it listens, once it does.
-        keys: its own, and the public ones of those who may come; None lets anybody come.
-        keys_again: reads them again, at SIGHUP.
+        keep_alive: begin another job when a job is over.
+        state: the directory of the state that a restart needs.
+        insecure: other machines may reach ``bind``.
+        silence_max_s: seconds of silence after which a member is lost.
+        drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
+        on_ready: called with its address when it listens.
+        keys: its own keys, and the public keys of processes that may connect; None admits any process.
+        keys_again: reads the keys again, at SIGHUP.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -268,11 +271,11 @@ def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) 
     try:
         keys = keys_again()
     except ConfigError as error:
-        log.error("the keys stay as they were: %s", error)
+        log.error("the keys are unchanged: %s", error)
     else:
         if keys is not None:
             transport.open_by(keys.opens)
-            log.warning("the door is opened by %d keys of roles now", len(keys.opens))
+            log.warning("the scheduler now accepts %d keys of roles", len(keys.opens))
     yield from ()
 
 
@@ -298,8 +301,8 @@ def own_host(scheduler: str, patience_s: float) -> str:
             except OSError as error:
                 if time.monotonic() >= until:
                     raise SchedulerLost(
-                        f"no way to the scheduler at {scheduler} for {patience_s:g} s: {error}. "
-                        "Check the name in --scheduler or KVPS_SCHEDULER, and start this again"
+                        f"cannot reach the scheduler at {scheduler} for {patience_s:g} s: {error}. "
+                        "Check the name in --scheduler or KVPS_SCHEDULER, and start this process again"
                     ) from error
         time.sleep(RESOLVE_EVERY_S)
 

@@ -1,7 +1,7 @@
 """The thread that carries out a server's storage orders, one after another.
 
-Orders are carried out one after another. The thread gives way to the one that serves: a checkpoint
-may take longer, and rounds should not.
+Orders are carried out one after another. The thread yields to the serving thread: a checkpoint may take
+longer, but rounds should not.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _bring(answer: Answer) -> Any:
 
 
 def carry_out(folder: str, order: AnyOrder) -> Answer | None:
-    """Do what one order says; return its answer, None for one that has none."""
+    """Carry out an order; return its answer, or None."""
     began = time.monotonic()
     match order:
         case Write(cut, image):
@@ -95,7 +95,7 @@ def carry_out(folder: str, order: AnyOrder) -> Answer | None:
             except KvpsError as error:
                 return SnapshotWritten(cut, 0, "", error)
             log.debug(
-                "wrote %d octets of checkpoint %d in %.2f s",
+                "wrote %d bytes of checkpoint %d in %.2f s",
                 *(written.size, cut, time.monotonic() - began),
             )
             return SnapshotWritten(cut, written.size, written.sha256)
@@ -123,14 +123,14 @@ def carry_out(folder: str, order: AnyOrder) -> Answer | None:
             except KvpsError as error:
                 return Loaded(None, order.for_whom, error)
             log.info(
-                "read %d octets of checkpoint %d in %.2f s",
+                "read %d bytes of checkpoint %d in %.2f s",
                 *(image.size_bytes, order.cut, time.monotonic() - began),
             )
             return Loaded(image, order.for_whom)
 
 
 def refusal(order: AnyOrder, error: KvpsError) -> Answer | None:
-    """Return the answer to an order that failed; None for one that has none."""
+    """Return the answer to a failed order, or None."""
     match order:
         case Write(cut, _):
             return SnapshotWritten(cut, 0, "", error)

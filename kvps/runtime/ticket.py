@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from kvps.errors import EpochChanged, KvpsError
 
 TIMEOUT_S = 300.0
-"""Seconds that a call waits at most, unless it is told otherwise."""
+"""Default limit of a call, in seconds."""
 
 
 class Ticket:
-    """One call's end, waited for by the thread that made it, announced by the loop's."""
+    """The end of a call: the calling thread waits for it, and the loop's thread announces it."""
 
     def __init__(self) -> None:
         self._copied = threading.Event()
         self._ended = threading.Event()
         self._uncopied: KvpsError | None = None
-        """What the call failed with before its values were copied."""
+        """The error of the call before its values were copied."""
         self.value: object = None
         self.error: KvpsError | None = None
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Ticket:
             tell()
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """Have ``tell`` called when the call is over: now if it is, else by the loop's thread.
+        """Call ``tell`` when the call is over: now if it is, else in the loop's thread.
 
         It must not block there.
         """
@@ -54,7 +54,7 @@ class Ticket:
         tell()
 
     def on_error(self, tell: Callable[[KvpsError], None]) -> None:
-        """Have ``tell`` called with what the call fails with after its values are copied."""
+        """Call ``tell`` with the error of the call, if it fails after its values are copied."""
         with self._lock:
             self._on_error = tell
             self._tell()
@@ -95,7 +95,7 @@ class Ticket:
 
 
 def finished(value: object = None) -> Ticket:
-    """Return the ticket of a call that is over, and returned ``value``."""
+    """Return the ticket of a finished call that returned ``value``."""
     ticket = Ticket()
     ticket.end(value, None)
     return ticket
@@ -125,14 +125,14 @@ class Handle:
         return self._ticket.is_over and all(one.is_over for one in self._before)
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """Have ``tell`` called when :meth:`wait` would return at once: now, or by the loop's thread.
+        """Call ``tell`` when :meth:`wait` would return at once: now, or in the loop's thread.
 
         It must not block there.
         """
         self._ticket.when_over(tell)
 
     def wait(self) -> object:
-        """Wait until the call is done; return what it returns without ``async_op``.
+        """Wait until the call is done; return its result.
 
         Raises:
             KvpsError: if it failed; Timeout if its ``timeout`` passed.

@@ -1,7 +1,7 @@
 """The transport of this process's packets and values, chosen by KVPS_TRANSPORT.
 
-``auto`` shares memory with those who can open it and sends frames to the others, ``shm`` insists
-on it, ``tcp`` sends frames to all.
+``auto`` shares memory with peers that can open it and sends frames to the others, ``shm`` insists on it,
+``tcp`` sends frames to all.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def open_transport(
         if wish == "shm":
             zmq.close(0.0)
             raise ConfigError(
-                f"KVPS_TRANSPORT=shm, and memory cannot be shared here: {error}. Set "
+                f"KVPS_TRANSPORT=shm, but memory cannot be shared here: {error}. Set "
                 "KVPS_TRANSPORT=auto"
             ) from error
         log.warning("values travel in frames, not in shared memory: %s", error)

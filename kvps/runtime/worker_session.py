@@ -150,7 +150,7 @@ class WorkerSession(NullListener):
         if os.getpid() != self.pid:
             raise ConfigError(
                 f"this store was made in process {self.pid} and is used in {os.getpid()} after a "
-                "fork; use stores only in the process that made them (DataLoader workers should "
+                "fork; use stores only in the process that created them (DataLoader workers should "
                 "return data, not push)"
             )
         number, ticket = self._ticket()

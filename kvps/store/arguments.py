@@ -107,7 +107,7 @@ def _name(key: object) -> str:
         raise ConfigError(f"a key is 1 to {KEY_MAX} printable characters, got {name[:40]!r}")
     if name.startswith(EMBEDDING):
         raise ConfigError(
-            f"key {name[:40]!r}: {EMBEDDING!r} begins the keys of embedding tables; choose another "
+            f"key {name[:40]!r}: {EMBEDDING!r} is the prefix of embedding tables; choose another "
             "name, or call embedding(...) for a table"
         )
     return name
@@ -287,7 +287,7 @@ def seconds(name: str, value: object) -> float:
         ConfigError: unless it is a number over 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ConfigError(f"{name}={value!r}: use a number of seconds over 0")
+        raise ConfigError(f"{name}={value!r}: use a number of seconds above 0")
     return float(value)
 
 
@@ -303,7 +303,9 @@ def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
         if len(priority) == len(names):
             return alike(priority)
         raise ConfigError(f"{len(names)} keys need as many priorities, got {len(priority)}")
-    raise ConfigError(f"priority={priority!r:.40}: use a whole number, or one for each key")
+    raise ConfigError(
+        f"priority={priority!r:.40}: use a whole number, or a list with one for each key"
+    )
 
 
 def version_of(min_version: int | None) -> int:
@@ -315,5 +317,5 @@ def version_of(min_version: int | None) -> int:
     if min_version is None:
         return 0
     if type(min_version) is not int or min_version < 0:
-        raise ConfigError(f"min_version={min_version!r}: use a whole number from 0 on")
+        raise ConfigError(f"min_version={min_version!r}: use a whole number, 0 or more")
     return min_version

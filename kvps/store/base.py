@@ -1,7 +1,7 @@
-"""The contract that a store fulfils, and the register of those that other packages bring.
+"""The plug-in contract of stores, and the registry of stores from other packages.
 
-It is MXNet's: a front end needs ``broadcast``, ``pushpull``, ``type``, ``rank``, ``num_workers`` and
-``is_capable``, and works with any class that has them::
+The contract is MXNet's: a front end needs ``broadcast``, ``pushpull``, ``type``, ``rank``, ``num_workers``
+and ``is_capable``, and works with any class that has them::
 
     @kvps.KVStoreBase.register
     class MyStore(kvps.KVStoreBase):

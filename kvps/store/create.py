@@ -1,6 +1,6 @@
 """Creation of stores: by name, in the cluster that the environment describes.
 
-Where nothing describes a cluster, a dist store gets an embedded one of one worker and one server,
+If the environment configures no cluster, a dist store gets an embedded cluster of one worker and one server,
 so that a script for a cluster runs unchanged on a laptop; one line of log says so.
 """
 
@@ -31,8 +31,8 @@ from kvps.store.server_store import DistStore
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
 NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES, SHARED_CHUNK_BYTES = 384 << 10, 4 << 20, 8 << 20
-"""Bytes of a chunk between hosts, where the first should soon be there; and on one host, where fewer
-messages count for more."""
+"""Bytes of a chunk: between hosts, where the first chunk should arrive early, and on one host, where fewer
+messages are cheaper."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
 RESERVED = "kvps."
@@ -57,40 +57,37 @@ def create(
 ) -> Any:
     """Return a store.
 
-    A dist store waits until the cluster is complete. In a process that MXNet's variables make a
-    server or the scheduler (``DMLC_ROLE``), it becomes that and exits when the job ends.
+    A dist store waits until the cluster is complete. In a process that MXNet's variables make a server or the
+    scheduler (``DMLC_ROLE``), it runs that role and exits when the job ends.
 
     Args:
         store: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, the last three
             also with ``_device``; ``allreduce``; or a spelling of MXNet's, or a registered
             plug-in, which gets the ``options``.
-        name: by which the workers' stores find each other; without it they are matched by the
-            order in which they are created.
+        name: identifies the store on all workers; without a name, stores are matched by the order of creation.
         timeout: seconds that a call of the store may take.
-        staleness: in ``dist_ssp``, by how many pushes of a key a rank may be ahead of the slowest
-            live one when it pulls (4).
-        on_worker_lost: what a round does that lacks a worker which ended: ``"wait"`` for a
-            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once. (Without rounds
-            only ``"fail"`` matters: it ends the calls of the store.)
-        worker_grace: seconds that ``"wait"`` waits.
-        deterministic: add in the order of ranks, so that the same inputs give the same bits.
-        bigarray_bound: elements from which a key is cut over all servers (100,000).
-        host_aggregation: in ``dist_sync``, whether workers of one host add up what they push to
-            servers on other hosts, and pull it, once for all; True unless
-            ``KVPS_HOST_AGGREGATION=0``. Without effect with ``deterministic``.
-        on_nonfinite: what becomes of a round (or, where each push is applied by itself, of a push)
-            whose sum for a key holds NaN or infinity: ``"apply"`` it like any other; ``"skip"``
-            it, so that the key and its optimizer state stay as they are, on all servers; or
-            ``"error"``, which skips it and raises :class:`~kvps.NonFinite` at every worker (or
-            at the one that pushed), once, from the pull or pushpull of the key that waits for it or
-            comes next. See :meth:`~kvps.KVStore.dropped_rounds`.
-        average: in ``dist_sync``, divide the sum of a round by how many workers are in it: ranks
-            that were lost, that left or that joined do not count.
+        staleness: in ``dist_ssp``, how many pushes of a key a rank may be ahead of the slowest live rank when
+            it pulls (4).
+        on_worker_lost: what happens to a round without the push of a worker that ended: ``"wait"`` for a
+            replacement, ``"shrink"`` and close without it, or ``"fail"`` at once. (In a store without rounds
+            only ``"fail"`` has an effect: it ends the calls of the store.)
+        worker_grace: seconds to wait with ``"wait"``.
+        deterministic: sum in rank order, so that equal inputs give equal bits.
+        bigarray_bound: number of elements from which a key is split over all servers (100,000).
+        host_aggregation: in ``dist_sync``, whether the workers of a host merge their pushes to and pulls from
+            servers on other hosts; True unless ``KVPS_HOST_AGGREGATION=0``. No effect with ``deterministic``.
+        on_nonfinite: what happens to a round (or, where each push is applied by itself, to a push) whose sum
+            for a key has NaN or infinity: ``"apply"`` applies it; ``"skip"`` drops it, so that the key and
+            its optimizer state do not change on any server; ``"error"`` drops it and raises
+            :class:`~kvps.NonFinite` once at every worker (or at the worker that pushed), from the waiting or
+            next pull or pushpull of the key. See :meth:`~kvps.KVStore.dropped_rounds`.
+        average: in ``dist_sync``, divide the sum of a round by the number of workers in it; ranks that are
+            lost, have left or have joined do not count.
 
     Raises:
-        ConfigError: for an unknown store or option, or half a description of a cluster.
+        ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.
         Mismatch: if another worker opened the store with another type or option.
-        Timeout, SchedulerLost: if the cluster does not get complete in time.
+        Timeout, SchedulerLost: if the cluster is not complete in time.
 
     Example:
         >>> import kvps
@@ -148,8 +145,8 @@ def create_own(
 
     Args:
         store: as in :func:`create`.
-        owner: which front end; the store's name is made of it and the order of creation, and no
-            store of a user can have it.
+        owner: the front end. Its name and the order of creation make the name of the store, which no store of
+            a user can have.
         average, on_worker_lost, timeout_s: as in :func:`create`.
     """
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
@@ -165,14 +162,14 @@ def create_own(
 
 
 def _ring(kind: Kind, name: str | None, prefix: str, timeout_s: float) -> AllreduceStore:
-    """Return an allreduce store, once all ranks are there."""
+    """Return an allreduce store when all ranks have created it."""
     endings = process.endings()
     meeting = places.meet(name, prefix, endings.names, timeout_s)
     return AllreduceStore(kind, meeting, endings, timeout_s)
 
 
 def _refuse_servers_options(**given: object) -> None:
-    """Refuse what only servers can do.
+    """Refuse options that need servers.
 
     Raises:
         ConfigError: for an option that is not None.
@@ -180,8 +177,8 @@ def _refuse_servers_options(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{name}={value!r} needs servers, which allreduce does without; leave it out, or "
-                "use dist_sync (staleness= belongs to dist_ssp)"
+                f"{name}={value!r} needs servers, which an allreduce store does not have; omit it, "
+                "or use dist_sync (staleness= belongs to dist_ssp)"
             )
 
 
@@ -199,14 +196,14 @@ def _opened(
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
     bound = STALENESS if staleness is None else staleness
     if type(bound) is not int or bound < 0:
-        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes from 0 on")
+        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes, 0 or more")
     if on_worker_lost not in ON_WORKER_LOST:
         raise ConfigError(
             f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
         )
     if average and kind.mode != "sync":
         raise ConfigError(
-            f"average= is an option of dist_sync, not of {kind.type}: each push is applied by itself"
+            f"average= is an option of dist_sync, not of {kind.type}: it applies each push by itself"
         )
     return Open(
         "",
@@ -224,7 +221,7 @@ def _opened(
 
 
 def _chunk_bytes(session: WorkerSession) -> int:
-    """Return how much should travel at once."""
+    """Return the size of a chunk in bytes."""
     wish = config.chunk_bytes()
     if wish is not None:
         return wish
@@ -247,7 +244,9 @@ def _checked_name(name: str) -> str:
     if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
         raise ConfigError(f"name={name!r}: use 1 to {KEY_MAX} printable characters")
     if given.startswith(RESERVED):
-        raise ConfigError(f"name={name!r}: names that begin with {RESERVED!r} are kvps's own")
+        raise ConfigError(
+            f"name={name!r}: names that begin with {RESERVED!r} are reserved for kvps"
+        )
     return given
 
 

@@ -70,7 +70,7 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a pull: where values go, and the result of the call, made of the value of its ticket."""
+    """The end of a pull: writes the values, and makes the result of the call from the value of its ticket."""
 
     sinks: calls.Sinks
     result: Callable[[Any], Any]
@@ -79,7 +79,7 @@ class Outcome:
 class KVStore(KVStoreBase, abc.ABC):
     """A store of named tensors that workers push gradients to and pull weights from.
 
-    Use :meth:`create`; the classes of the stores are not for calling.
+    Create one with :meth:`create`, not by its class.
 
     Example:
         >>> import torch, kvps
@@ -93,11 +93,11 @@ class KVStore(KVStoreBase, abc.ABC):
     CAPABILITIES: ClassVar[frozenset[str]] = frozenset({KVStoreBase.OPTIMIZER})
 
     create: ClassVar[Callable[..., Any]]
-    """Returns a store: :func:`kvps.create`. :mod:`kvps.store.create` puts it here, as it knows every kind
-    of store, and each kind knows this class."""
+    """:func:`kvps.create`, which returns a store. :mod:`kvps.store.create` sets it, because it knows every
+    kind of store, and each kind knows this class."""
 
     knows_changes: ClassVar[bool] = False
-    """Whether the rows of a table that changed can be had without the others."""
+    """Whether the store can return only the changed rows of a table."""
 
     def __init__(self, kind: Kind, name: str, timeout_s: float) -> None:
         self._kind = kind
@@ -110,7 +110,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._tables: dict[str, EmbeddingTable] = {}
         self._is_closed = False
         self._later: list[KvpsError] = []
-        """Errors of pushes whose callers have gone on; the next call raises them."""
+        """Errors of pushes whose callers did not wait; the next call raises them."""
 
     # --- what a kind of store does ------------------------------------------------------------------
 
@@ -120,11 +120,11 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
-        """Make a table, or find it; called again for one that exists, which may be gone elsewhere."""
+        """Create a table, or find it; also called for a known table, which another worker may not have."""
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Flush, and let go of what the store has."""
+        """Flush, and release the resources of the store."""
 
     @property
     @abc.abstractmethod
@@ -145,26 +145,26 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store can do ``capability``; the one there is, is ``"optimizer"``.
+        """Whether the store has ``capability``; the only one is ``"optimizer"``.
 
         Raises:
             ConfigError: for an unknown capability.
         """
         if capability not in KVStore.CAPABILITIES:
             raise ConfigError(
-                f"no capability is called {capability!r}; use one of "
+                f"there is no capability {capability!r}; use one of "
                 f"{', '.join(sorted(KVStore.CAPABILITIES))}"
             )
         return True
 
     @property
     def average(self) -> bool:
-        """Whether a round is the mean of what its workers pushed, and not the sum."""
+        """Whether a round is the mean of its pushes instead of the sum."""
         return False
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk in bytes; calls with about as much keep all links busy."""
+        """Size of a chunk in bytes; calls of about this size keep all links busy."""
         return 8 << 20
 
     @property
@@ -193,16 +193,16 @@ class KVStore(KVStoreBase, abc.ABC):
     # --- keys and values --------------------------------------------------------------------------
 
     def init(self, key: object, value: object, *, timeout: float | None = None) -> None:
-        """Give keys their first value: that of rank 0, which the others wait for.
+        """Initialise keys with the value of rank 0; the other ranks wait for it.
 
         Args:
             key: a str or int, or a list of them.
-            value: a tensor or array per key; of the other ranks only its type and shape count.
+            value: a tensor or array per key; on ranks other than 0, only its type and shape count.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
             Mismatch: if a key exists with another type or shape, here or at rank 0.
-            Timeout: if rank 0 has not given a value in time.
+            Timeout: if rank 0 does not load a value in time.
 
         Example:
             >>> import torch, kvps
@@ -229,13 +229,13 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> Handle | None:
         """Push gradients; several values of one key, one per device, are summed first.
 
-        Returns when the values are copied, so that the caller may reuse them. With ``async_op``
-        returns a handle at once; the values may be reused when its ``wait()`` has returned.
+        Returns when the values are copied, so that the caller may reuse them. With ``async_op``, returns a
+        handle at once; the values may be reused after its ``wait()``.
 
-        Of a key of two or more dimensions some rows can be pushed: as a ``torch.sparse_coo`` tensor
-        of the key's shape, or as a tuple ``(row_ids, rows)`` of whole numbers in one dimension and
-        as many rows. Rows named twice are summed. If nobody pushes more than rows, the optimizer
-        updates these and no others: their momenta and weights do not decay.
+        You can push only some rows of a key of two or more dimensions: as a ``torch.sparse_coo`` tensor of
+        the key's shape, or as a tuple ``(row_ids, rows)`` of one-dimensional whole numbers and as many rows.
+        Duplicate rows are summed. If all workers push rows, the optimizer updates only these rows: the
+        momenta and weights of the others do not decay.
 
         Args:
             key: a str or int, or a list of them.
@@ -280,7 +280,7 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> Any:
         """Return the values after this rank's own pushes; always one version, never torn.
 
-        In a synchronous store that is exactly the version after those pushes.
+        In a synchronous store, this is exactly the version after those pushes.
 
         Args:
             key: a str or int, or a list of them.
@@ -289,9 +289,9 @@ class KVStore(KVStoreBase, abc.ABC):
             priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: return a handle, whose ``wait()`` returns the result.
             min_version: wait until the key has at least this version.
-            copy: False returns the values where they are, if the servers are on this host: tensors
-                to be read only (writing to one ends the process), valid until this rank's next pull
-                of the key, and never changed while they are. Needs ``out=None``.
+            copy: False returns views of the servers' memory if the servers are on this host. The tensors are
+                read-only (writing to one ends the process), valid until this rank's next pull of the key, and
+                do not change before it. Needs ``out=None``.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
@@ -319,9 +319,9 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Push, and pull what comes of it, in one round trip; see :meth:`push`, :meth:`pull`.
+        """Push, and pull the result, in one round trip; see :meth:`push`, :meth:`pull`.
 
-        If some of the values are rows it is a push and then a pull, of whole keys.
+        If any values are rows, this is a push and then a pull of whole keys.
         """
         self._begin()
         names, is_many = self._keys.names_of(key)
@@ -340,16 +340,16 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._result(self._start(call, limit_s), wanted, async_op, pushes)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
-        """Return a tensor like the key, contents undefined, that is pushed without a copy.
+        """Return an uninitialised tensor like the key, which is pushed without a copy.
 
-        It lies in memory that the servers of this host read. A push of it copies nothing, so it
-        must not change before that push is applied: until the next pull or pushpull of the key has
-        returned. (A Timeout, or a barrier, is not enough: the servers read it when the last worker
-        has pushed.) Where no server shares memory it is an ordinary tensor.
+        It lies in memory that the servers of this host read. A push copies nothing, so do not change the
+        tensor before the push is applied: until the next pull or pushpull of the key has returned. (A Timeout
+        or a barrier is not enough, because the servers read it when the last worker has pushed.) If no server
+        shares memory, it is an ordinary tensor.
 
         Args:
-            key: a str or int, or a list of them, which gives tensors that are side by side in
-                memory where their keys are on the servers: ask for all at once.
+            key: a str or int, or a list of them. Tensors of one call lie in memory in the order of
+                their keys on the servers, so ask for all at once.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
@@ -379,9 +379,9 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Give every worker this call's value of rank 0, creating or replacing the key.
+        """Give every worker rank 0's value of this call, and create or replace the key.
 
-        The k-th call of a key pairs with the k-th on every other worker; all wait for each other.
+        The k-th call of a key matches the k-th call on every other worker; all workers wait for each other.
         """
         self._begin()
         names, is_many = names_of(key)
@@ -406,15 +406,15 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Return some rows of a key after this rank's own pushes; only they travel.
+        """Return some rows of a key after this rank's own pushes; only these rows travel.
 
-        Each row is of one version, and all of a key's are of the same.
+        All rows of a key have the same version.
 
         Args:
             key: a str or int, or a list of them, each of two or more dimensions.
-            out: None returns a new tensor. One of the key's shape: those of its rows are written that
-                are pulled. One of the shape of the rows: they are written in the order of
-                ``row_ids``. Or a list of either, one per device; for a list of keys, a list of these.
+            out: None returns a new tensor. A tensor of the key's shape: only the pulled rows are written. A
+                tensor of the rows' shape: the rows are written in the order of ``row_ids``. Or a list of
+                either, one per device; for a list of keys, a list of these.
             row_ids: numbers of rows, a tensor, an array or a list, in any order and shape, repeats
                 allowed; for a list of keys, a list of these.
             priority: keys of a higher priority travel first; a list gives each key its own.
@@ -427,7 +427,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Raises:
             KeyNotFound: for a key that was never initialised.
-            Mismatch: for a number that is no row of the key, or an output that does not fit.
+            Mismatch: for a number outside the rows of the key, or an output that does not fit.
             ConfigError: without ``row_ids``. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
 
         Example:
@@ -465,16 +465,16 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Bring ``out`` up to date, after this rank's own pushes: a pull of what changed.
+        """Bring ``out`` up to date after this rank's own pushes: a pull of the changes.
 
-        Where a table is pushed to by rows, those rows alone travel that were updated since the last
-        call, whoever pushed them. It is a pull of all of the key the first time; when ``out`` is
-        another tensor, or was written to in between; when the key was not changed by rows; when half of
-        the rows changed, or so much that the servers have forgotten it; and in ``local``, ``device`` and
-        ``allreduce`` stores. What ``out`` holds then is what :meth:`pull` would write.
+        If a table is pushed by rows, only the rows travel that any worker has updated since the last call. It
+        is a pull of the whole key the first time; when ``out`` is another tensor, or was written to in
+        between; when the key was not changed by rows; when half of the rows changed, or more than the servers
+        remember; and in ``local``, ``device`` and ``allreduce`` stores. Afterwards ``out`` has the values
+        that :meth:`pull` would write.
 
-        (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, go unseen: they stay
-        where nothing new comes.)
+        (Writes that torch does not count, through ``out.data`` or ``out.numpy()``, are not detected: they
+        stay in rows that did not change.)
 
         Args:
             key: a str or int, or a list of them.
@@ -524,15 +524,15 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Return those rows of a key that changed since the last call, after this rank's own pushes.
+        """Return the rows of a key that changed since the last call, after this rank's own pushes.
 
-        It is :meth:`refresh` for a caller that keeps no copy, or keeps it in another form than a tensor. All rows come where it is not known
-        what changed, as there. Without an optimizer a row changed whenever the sum of a round named it, or
-        that of the round before, since it is 0 again.
+        This is :meth:`refresh` for a caller that keeps no copy, or keeps it in another form than a tensor. As
+        there, all rows are returned if the changes are not known. Without an optimizer, a row changes if the
+        sum of a round names it, and also if the round before did, because it is 0 again.
 
         Args:
             key: a str or int, or a list of them, each of two or more dimensions.
-            held: the ``held`` of what the last call returned; for a list of keys, a list.
+            held: the ``held`` of the last call's result; for a list of keys, a list.
             priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: return a handle, whose ``wait()`` returns the result.
             timeout: seconds to wait, instead of the store's.
@@ -573,7 +573,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def version(self, key: object, *, timeout: float | None = None) -> Any:
         """Return the closed rounds (sync) or applied pushes (async) of a key since init.
 
-        For a list of keys a list. Waits, as pull does, for this rank's own pushes.
+        For a list of keys, returns a list. Waits for this rank's own pushes, as pull does.
         """
         self._begin()
         names, is_many = names_of(key)
@@ -585,14 +585,14 @@ class KVStore(KVStoreBase, abc.ABC):
     def resume(self, keys: object, *, timeout: float | None = None) -> int:
         """Return the lowest push number that this rank owes on any part of ``keys``.
 
-        The next pushes of these keys are numbered from it: a replacement of a lost worker calls
-        this to learn where to go on. What its predecessor got in beyond that number is
-        acknowledged and not applied again. In a fresh job it is 0.
+        The next pushes of these keys are numbered from it: a replacement of a lost worker calls this to learn
+        where to continue. Later pushes that its predecessor delivered are acknowledged and not applied again.
+        In a fresh job it is 0.
 
-        Call it behind init() and set_optimizer(), which every process makes at its beginning. Its
-        next calls of set_optimizer, set_learning_rate and barrier are then those of the others,
-        too, if each step makes them alike, and sets the rate before it pushes. Barriers that the
-        predecessor has behind it, or should have, are passed at once.
+        Call it after init() and set_optimizer(), which every process calls at its start. The next calls of
+        set_optimizer, set_learning_rate and barrier then match those of the other workers, if every step
+        makes the same calls and sets the rate before it pushes. Barriers that the predecessor has passed, or
+        should have, are passed at once.
 
         Example:
             >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
@@ -605,13 +605,13 @@ class KVStore(KVStoreBase, abc.ABC):
         return owed
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
-        """Flush, then wait until every worker stands here.
+        """Flush, then wait until every worker has called barrier().
 
-        After it every worker's earlier pushes are visible. Calls without a name are numbered per
-        store; a replacement of a lost worker passes those that were released before.
+        Afterwards every worker's earlier pushes are visible. Calls without a name are numbered per store; a
+        replacement of a lost worker passes the barriers that were released before.
 
         Raises:
-            Timeout: if others are late; WorkerLost: if one ended.
+            Timeout: if others are late; WorkerLost: if a worker ended.
         """
         self._begin()
         self._call(calls.StandAtBarrier(self._name, name), timeout)
@@ -619,16 +619,16 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @property
     def joins(self) -> int:
-        """The number of joins that are over; a replacement of a lost worker knows it after :meth:`resume`."""
+        """The number of completed joins; a replacement of a lost worker knows it after :meth:`resume`."""
         return 0
 
     def join(self, timeout: float | None = None) -> int:
-        """Say that this worker has run out of batches; return when every worker has.
+        """Declare that this worker has run out of batches; return when every worker has.
 
-        Flushes first. From then on rounds of this store close without this worker, and nobody
-        waits for its clock. When the last worker has joined all calls return, and everybody takes
-        part again: the next push of a key is of the same round on every worker. While it waits,
-        this worker cannot push; other stores go on as they are.
+        Flushes first. From then on, rounds of this store close without this worker, and no worker waits for
+        its clock. When the last worker has joined, all calls return and all workers take part again: the next
+        push of a key belongs to the same round on every worker. While it waits, this worker cannot push;
+        other stores are not affected.
 
         Args:
             timeout: seconds to wait, instead of the store's.
@@ -637,8 +637,8 @@ class KVStore(KVStoreBase, abc.ABC):
             The rank that joined last, the same on every worker: it has seen every round.
 
         Raises:
-            Timeout: naming the ranks that have not joined; call again to wait on.
-            WorkerLost: if one of those ended, and none replaces it.
+            Timeout: naming the ranks that have not joined; call again to continue waiting.
+            WorkerLost: if such a rank ended, and no replacement comes.
 
         Example:
             >>> for x, y in batches:  # other workers may have more of them  # doctest: +SKIP
@@ -653,7 +653,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return last
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
-        """Return which elements of each key lie on which server; nothing without servers.
+        """Return the server of each element range of each key; empty without servers.
 
         Example:
             >>> kv.placement()["bias"]  # doctest: +SKIP
@@ -662,7 +662,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return {}
 
     def staleness(self) -> dict[str, int]:
-        """Return for each key by how many pushes this rank is ahead of the slowest live one."""
+        """Return for each key how many pushes this rank is ahead of the slowest live rank."""
         return dict.fromkeys(self._specs, 0)
 
     def stragglers(self) -> list[Straggler]:
@@ -670,10 +670,10 @@ class KVStore(KVStoreBase, abc.ABC):
         return []
 
     def dropped_rounds(self) -> dict[str, int]:
-        """Return key -> the number of rounds that were dropped, as their sums were not finite.
+        """Return key -> the number of rounds that were dropped because their sums were not finite.
 
-        Where each push is applied by itself they are pushes. Keys without any are left out. Needs
-        a store that was created with ``on_nonfinite="skip"`` or ``"error"``; see :func:`kvps.create`.
+        Where each push is applied by itself, pushes are counted. Keys without dropped rounds are omitted.
+        Needs a store that was created with ``on_nonfinite="skip"`` or ``"error"``; see :func:`kvps.create`.
 
         Example:
             >>> kv.dropped_rounds()  # doctest: +SKIP
@@ -697,31 +697,30 @@ class KVStore(KVStoreBase, abc.ABC):
         timeout: float | None = None,
         **hyper: Any,
     ) -> EmbeddingTable:
-        """Return a table of rows by 64-bit ids, which makes a row when it is first pushed to.
+        """Return a table of rows by 64-bit ids, which creates a row at its first push.
 
-        Every worker calls, with the same arguments; the table is there as soon as one has. It has an
-        optimizer of its own, which updates the rows that a push names and leaves the others alone.
+        Every worker calls this with the same arguments; the table exists after the first call. It has its own
+        optimizer, which updates only the rows that a push names.
 
         Args:
-            name: of the table, which is none of the store's keys.
+            name: the name of the table; tables are not among the store's keys.
             dim: elements of a row.
-            init: how rows begin: ``"zeros"``, ``("normal", standard deviation)``,
-                ``("uniform", bound)``; a kind alone has 0.01 and 0.05.
-            optimizer: a name with its numbers in ``hyper`` (``lr=0.1``), or a torch optimizer; one
-                that goes element by element (no ``lars``, ``lamb``, ``dcasgd``).
-            admit: at which push an id gets its row, 1 to 255; the gradients before are dropped.
-                Ids without a row are counted in 4 MiB on each server, so that some come sooner; and
-                what counts is how often an id came lately, among some 500,000 others.
-            evict: which rows go: ``{"age": versions}`` those without a push for so long,
-                ``{"rows": n}`` the oldest where there are more than n; or both.
-            dtype: of the rows: float32, float64, or a half type, whose gradients are summed in
-                float32.
-            seed: of the first values; None takes one from the name.
+            init: initial values of rows: ``"zeros"``, ``("normal", standard deviation)`` or ``("uniform",
+                bound)``; without a number, the standard deviation is 0.01 and the bound 0.05.
+            optimizer: a name with hyper-parameters in ``hyper`` (``lr=0.1``), or a torch optimizer. It must
+                be elementwise (no ``lars``, ``lamb``, ``dcasgd``).
+            admit: the push at which an id gets its row, 1 to 255; earlier gradients are dropped. A sketch of
+                4 MiB on each server counts ids without a row, so some ids get a row sooner. Only recent
+                pushes count, among some 500,000 other ids.
+            evict: the rows to drop: ``{"age": versions}`` drops rows without a push for so many versions,
+                ``{"rows": n}`` the oldest beyond n rows; or both.
+            dtype: type of the rows: float32, float64, or a half type, whose gradients are summed in float32.
+            seed: seed of the initial values; None derives it from the name.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
-            ConfigError: naming the argument that cannot be.
-            Mismatch: if the table exists and is another.
+            ConfigError: naming the invalid argument.
+            Mismatch: if the table exists with other arguments.
 
         Example:
             >>> import kvps
@@ -741,8 +740,8 @@ class KVStore(KVStoreBase, abc.ABC):
         known = self._tables.get(name)
         if known is not None and (difference := known.recipe.difference(recipe)):
             raise Mismatch(
-                f"table {name!r} of store {self._name!r} exists with another {difference}; give the "
-                "same arguments, or the second table another name"
+                f"table {name!r} of store {self._name!r} already exists with another {difference}; give the "
+                "same arguments, or give the second table another name"
             )
         table = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, table)
@@ -752,21 +751,21 @@ class KVStore(KVStoreBase, abc.ABC):
     def set_optimizer(
         self, optimizer: str | torch.optim.Optimizer, *, timeout: float | None = None, **hyper: Any
     ) -> None:
-        """Have the store update weights by what is pushed, instead of assigning the sum.
+        """Let the store update weights with the pushed gradients, instead of assigning their sum.
 
-        Every rank may call; rank 0's counts, and the others check theirs against it. Called again
-        it changes hyper-parameters and keeps state.
+        Every rank may call; rank 0's call counts, and the other ranks compare theirs with it. A further call
+        changes hyper-parameters and keeps state.
 
         Args:
-            optimizer: a name (``"sgd"``, ``"adam"``, …) or an instance of a torch optimizer, of
-                which the class and the numbers are taken.
+            optimizer: a name (``"sgd"``, ``"adam"``, …) or an instance of a torch optimizer, whose class and
+                hyper-parameters are used.
             timeout: seconds to wait, instead of the store's.
             **hyper: hyper-parameters, such as ``lr``, ``momentum``, ``weight_decay``,
                 ``rescale_grad``, ``clip_gradient``, ``multi_precision``, ``lr_mult={key: factor}``.
 
         Raises:
             ConfigError: for an unknown optimizer or hyper-parameter, or a bad value.
-            Mismatch: if rank 0 set something else.
+            Mismatch: if rank 0 set another optimizer.
 
         Example:
             >>> import torch, kvps
@@ -789,7 +788,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
         """Set the optimizer's learning rate from the next round on.
 
-        Every rank may call; rank 0's counts.
+        Every rank may call; rank 0's call counts.
 
         Raises:
             ConfigError: without an optimizer, or for a bad value.
@@ -823,10 +822,10 @@ class KVStore(KVStoreBase, abc.ABC):
         return {key: state for key, state in states.items() if state[0]}
 
     def load_optimizer_states(self, path: str) -> None:
-        """Put back what :meth:`save_optimizer_states` wrote; every rank calls, rank 0's counts.
+        """Load the file of :meth:`save_optimizer_states`; every rank calls, rank 0's call counts.
 
         Raises:
-            Mismatch: if it is the state of another optimizer, or of other keys.
+            Mismatch: if the state belongs to another optimizer, or to other keys.
             StorageError: if the file cannot be read.
         """
         self._begin()
@@ -835,7 +834,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self.set_optimizer_states(states)
 
     def set_optimizer_states(self, states: optimizer_state.States) -> None:
-        """Put back what :meth:`optimizer_states` gave; every rank calls, rank 0's counts."""
+        """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts."""
         self._begin()
         with self._all_fail(LOAD):
             self._optimizer()
@@ -846,10 +845,11 @@ class KVStore(KVStoreBase, abc.ABC):
     # --- checkpoints --------------------------------------------------------------------------------
 
     def checkpoint(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Have everything that the store (and every other of its job) holds written; return the checkpoint's number.
+        """Write a checkpoint of all stores of the job; return its number.
 
-        Every worker calls; all pushes of all workers are in it. One with a tag is kept until
-        somebody removes it, of the others the newest two. ``kvps checkpoint list`` shows them.
+        Every worker calls; the checkpoint has all earlier pushes of all workers. A checkpoint with a tag is
+        kept until it is removed by hand; of the others, the newest two are kept. ``kvps checkpoint list``
+        shows them.
 
         Args:
             tag: a name to find it by.
@@ -858,7 +858,7 @@ class KVStore(KVStoreBase, abc.ABC):
         Raises:
             ConfigError: without a place for checkpoints (``kvps-server --checkpoint-dir``, or
                 ``KVPS_CHECKPOINT_DIR`` for a local store).
-            StorageError: if it could not be written; training can go on.
+            StorageError: if it could not be written; training can continue.
         """
         self._begin()
         cut = self._call(calls.TakeCheckpoint(self._name, tag_of(tag)), timeout)
@@ -866,15 +866,15 @@ class KVStore(KVStoreBase, abc.ABC):
         return cut
 
     def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
-        """Give the store's keys the values of a checkpoint; return the checkpoint's number.
+        """Restore the store's keys from a checkpoint; return the checkpoint's number.
 
-        Every worker calls. Keys, versions, the optimizer and its state come back, and the next
-        pushes are numbered from there, also where the number of servers has changed. Keys that the
-        checkpoint does not have keep their values. Whoever sets the learning rate later calls
-        ``set_optimizer`` in this process, too, before or after; states are kept.
+        Every worker calls. Keys, versions, the optimizer and its state are restored, and the next pushes are
+        numbered from there, even if the number of servers has changed. Keys that the checkpoint does not have
+        keep their values. To set the learning rate later, call ``set_optimizer`` in this process, too, before
+        or after; states are kept.
 
         Args:
-            tag: restore the newest with this tag; None for the newest of all.
+            tag: restore the newest checkpoint with this tag; None for the newest of all.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
@@ -892,9 +892,9 @@ class KVStore(KVStoreBase, abc.ABC):
         """Push fewer bytes: gradients are compressed from the next push on.
 
         The residual of each push is kept here and added to the next push of that key (error feedback), so
-        that nothing is lost but time. Only float32 keys of at least ``min_bytes`` are compressed. Each
-        rank chooses how its own pushes are encoded; with ``pull`` all should choose the same, and values
-        come back uncompressed where they do not.
+        that no gradient is lost, only delayed. Only float32 keys of at least ``min_bytes`` are compressed.
+        Each rank chooses the codec of its own pushes. With ``pull``, all ranks should choose the same codec;
+        otherwise values are pulled uncompressed.
 
         Args:
             compression_params: a dict, or the ``type`` alone:
@@ -913,7 +913,7 @@ class KVStore(KVStoreBase, abc.ABC):
                   parameters of the keys that match it; the first that matches decides.
 
         Raises:
-            ConfigError: naming what is unknown or out of its range, and what there is.
+            ConfigError: naming the unknown or invalid parameter, and the valid ones.
 
         Example:
             >>> import torch, kvps
@@ -931,7 +931,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._compression = rules
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """Return the residuals that compression has left of this rank's pushes, by key.
+        """Return the compression residuals of this rank's pushes, by key.
 
         To continue a training, give them to :meth:`load_compression_state`. Each is a float32 tensor on
         the CPU, in the shape of its key. (In a local store with several values of a key, those of the
@@ -945,7 +945,7 @@ class KVStore(KVStoreBase, abc.ABC):
         }
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`compression_state` gave, in place of what there is.
+        """Load the result of :meth:`compression_state`, replacing the present residuals.
 
         Raises:
             Mismatch: if a tensor does not have the shape of its key.
@@ -955,8 +955,8 @@ class KVStore(KVStoreBase, abc.ABC):
             spec = self._specs.get(key)
             if spec is not None and tuple(residual.shape) != spec.shape:
                 raise Mismatch(
-                    f"key {key!r} is {spec}, and what compression left out of it is of shape "
-                    f"{tuple(residual.shape)}; give the state of this model"
+                    f"key {key!r} is {spec}, but its residual has shape {tuple(residual.shape)}; load "
+                    f"the state of this model"
                 )
         residuals = {key: residual.float().reshape(-1) for key, residual in state.items()}
         self._call(calls.LoadResiduals(self._name, residuals))
@@ -964,7 +964,7 @@ class KVStore(KVStoreBase, abc.ABC):
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush, and end this store; closing again does nothing."""
+        """Flush, and close this store; closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._close()
@@ -991,11 +991,11 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _begin(self) -> None:
         if self._is_closed:
-            raise ConfigError(f"store {self._name!r} is closed; create another one")
+            raise ConfigError(f"store {self._name!r} is closed; create another store")
         self._raise_later()
 
     def _raise_later(self) -> None:
-        """Raise what an earlier push, whose caller had gone on, has failed with."""
+        """Raise the error of an earlier push whose caller did not wait."""
         while self._later:
             error = self._later.pop(0)
             if not isinstance(error, EpochChanged):
@@ -1008,12 +1008,12 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
 
     def _call(self, call: calls.Call, timeout: float | None = None) -> object:
-        """Make a call and wait for its end; return what it finishes with."""
+        """Make a call and wait for its end; return its result."""
         return self._start(call, self._limit(timeout)).wait()
 
     @contextmanager
     def _all_fail(self, barrier: str) -> Iterator[None]:
-        """If the block fails here, have it fail for all ranks, which meet at a barrier behind it."""
+        """If the block fails here, fail it on all ranks, which meet at a barrier after it."""
         try:
             yield
         except REFUSED as error:
@@ -1043,7 +1043,7 @@ class KVStore(KVStoreBase, abc.ABC):
         eager: bool,
         timeout: float | None,
     ) -> list[Ticket]:
-        """Push dense values in one call, and rows, if there are any, in another."""
+        """Push dense values in one call, and any rows in another."""
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         self._know(names, timeout)
         if not self._keys.have_rows(names, is_many, value):
@@ -1096,7 +1096,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return rows_of(values, self._kind.on_device)
 
     def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
-        """Return what becomes of pulled values."""
+        """Return the end of a pull: where its values go."""
         if not copy:
             if out is not None:
                 raise ConfigError(COPY_FALSE)
@@ -1116,9 +1116,9 @@ class KVStore(KVStoreBase, abc.ABC):
         priority: Numbers,
         limit_s: float,
     ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
-        """Ask for what is new; return the ticket, and what makes :class:`Fresh` of its value.
+        """Ask for the changes; return the ticket, and a function that makes :class:`Fresh` of its value.
 
-        In a store that knows of no changes that is all there is, in new tensors.
+        In a store that does not record changes, these are all rows, in new tensors.
         """
         if self.knows_changes:
             call = calls.Refresh(self._name, names, sinks, marks, priority)

@@ -277,7 +277,7 @@ class TorchOptimizer:
                 else:
                     raise StorageError(
                         f"state {title!r} of parameter {name!r} is a {type(value).__name__}, "
-                        "which is not written; use the optimizer's own state_dict()"
+                        "which cannot be saved; use the optimizer's own state_dict()"
                     )
             table[name] = {"shape": list(param.shape), "numbers": numbers}
         optimizer_state.write(

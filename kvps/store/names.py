@@ -63,11 +63,11 @@ def kind_of(name: object, plugins: tuple[str, ...] = ()) -> Kind:
         ConfigError: for any other name; the text lists the valid ones.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"the name of a store is text, got {type(name).__name__}")
+        raise ConfigError(f"the type of a store is a str, got {type(name).__name__}")
     lower = name.lower()
     kind = KINDS.get(SPELLINGS.get(lower, lower))
     if kind is None:
         raise ConfigError(
-            f"no store is called {name!r}; use one of {', '.join((*KINDS, *plugins))}"
+            f"there is no store type {name!r}; use one of {', '.join((*KINDS, *plugins))}"
         )
     return kind

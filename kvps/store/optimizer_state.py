@@ -49,8 +49,8 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
     """
     if RESERVED in tensors:
         raise StorageError(
-            f"cannot write {path}: a key is called {RESERVED!r}, and no safetensors file can be read "
-            "that has a tensor of that name; call the key something else"
+            f"cannot write {path}: a key is named {RESERVED!r}, and safetensors cannot read a "
+            "file with a tensor of that name; rename the key"
         )
     try:
         with replacing(Path(path)) as aside:  # several workers may write this file
@@ -106,7 +106,7 @@ def read(path: str, optimizer: str, table: str) -> tuple[dict[str, torch.Tensor]
         raise StorageError(f"cannot read optimizer states from {path}: {error}") from error
     if metadata.get("optimizer") != optimizer:
         raise Mismatch(
-            f"{path} holds the states of {metadata.get('optimizer')!r}, the optimizer here is "
-            f"{optimizer!r}; set that optimizer first"
+            f"{path} holds the states of {metadata.get('optimizer')!r}, but the optimizer of this store "
+            f"is {optimizer!r}; call set_optimizer() with the former first"
         )
     return tensors, entries

@@ -42,11 +42,11 @@ def compress(kv: Any, params: object, argument: str) -> None:
             "{'type': '2bit', 'threshold': 0.5}"
         )
     if kv is None:
-        raise ConfigError(f"{argument} needs a store; give kvstore='dist_sync', say")
+        raise ConfigError(f"{argument} needs a store; give one, such as kvstore='dist_sync'")
     if not hasattr(kv, "set_gradient_compression"):
         raise ConfigError(
-            f"{argument}: store {kv.type!r} is a plug-in without set_gradient_compression(); leave it "
-            "out, or use a store of kvps"
+            f"{argument}: store {kv.type!r} is a plug-in without set_gradient_compression(); omit it, "
+            "or use a store of kvps"
         )
     kv.set_gradient_compression(params)
 
@@ -100,8 +100,8 @@ def load(kv: Any, path: str) -> None:
             residuals = load_file(beside)
         except (OSError, SafetensorError) as error:
             raise StorageError(
-                f"cannot read what compression left out from {beside}: {error}. Without that file "
-                "nothing is owed, and training goes on"
+                f"cannot read the compression residuals from {beside}: {error}. Without that file, "
+                "residuals start at zero, and training continues"
             ) from error
     kv.load_compression_state(residuals)
 

@@ -1,8 +1,8 @@
 """Copies of keys that are kept up to date by the rows that changed.
 
-A copy is a tensor of the caller's, who may write to it. torch counts the writes to a tensor; where that
-number, or the memory, is another than the last call left, nothing is taken for granted, and the whole value
-is read. An array, whose writes nobody counts, is read whole each time.
+A copy is a tensor of the caller, which may write to it. torch counts the writes to a tensor. If that number
+or the memory has changed since the last call, the whole value is read. numpy does not count the writes to an
+array, so an array is read whole each time.
 """
 
 from __future__ import annotations
@@ -70,11 +70,9 @@ def marks_of(
     """
     given: Any = held if is_many and held is not None else [held] * len(names)
     if not isinstance(given, list | tuple) or len(given) != len(names):
-        raise ConfigError(
-            f"{len(names)} keys need as many held, what the last call returned for them"
-        )
+        raise ConfigError(f"{len(names)} keys need as many entries in held=, from the last call")
     if not all(one is None or isinstance(one, Holding) for one in given):
-        raise ConfigError(f"held={held!r:.60}: give what the last call returned, or None")
+        raise ConfigError(f"held={held!r:.60}: give the result of the last call, or None")
     places = targets or [()] * len(names)
     return tuple(
         [
@@ -138,7 +136,7 @@ class Copies:
 
     @torch.no_grad()
     def deliver(self, found: Sequence[Fresh]) -> Holding | list[Holding]:
-        """Write what is new; return what the copies hold now."""
+        """Write the changes; return the state of the copies."""
         held = []
         places = Counter([one.data_ptr() for some in self._targets for one in some])
         for index, fresh in enumerate(found):

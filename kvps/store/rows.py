@@ -1,4 +1,4 @@
-"""Rows of tables as users give and want them: which rows a value names, and where pulled ones go.
+"""Rows of tables as users give and want them: the rows that a value names, and the outputs of pulled rows.
 
 A *table* is a key of two or more dimensions, and a row what one index of its first dimension holds.
 Rows are given as a ``torch.sparse_coo`` tensor of the key's shape, or as a tuple ``(row_ids, rows)``:
@@ -236,7 +236,7 @@ class Pick:
             fits = tuple(target.shape) in (spec.shape, self._shape)
             if not fits or target.dtype is not TORCH[spec.dtype]:
                 raise Mismatch(
-                    f"key {name!r} is {spec}: rows are written to a tensor of that shape or of "
+                    f"key {name!r} is {spec}: the output must have that shape, or be "
                     f"{Spec(spec.dtype, self._shape)}, got {target.dtype}{list(target.shape)}"
                 )
             self._targets.append(target)

@@ -46,8 +46,8 @@ class DistStore(KVStore):
         known = session.names.setdefault(opened.store, kind.type)
         if known != kind.type:
             raise Mismatch(
-                f"store {opened.store!r} is {known} in this process and cannot be {kind.type} "
-                "too; give the second store another name="
+                f"store {opened.store!r} is {known} in this process, so it cannot be {kind.type}; "
+                "give the second store another name="
             )
         self._session = session
         self._opened = opened

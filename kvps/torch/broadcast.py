@@ -1,10 +1,11 @@
 """Broadcasts from one worker to all: parameters, optimizer state, any object made of data.
 
-Every worker calls, and the k-th call of one pairs with the k-th of every other: it sends the root's *present*
-values. So a script that loads a checkpoint on rank 0 calls these once, and all workers go on from it.
+Every worker calls, and the k-th call of a worker matches the k-th call of every other; it sends the root's
+*present* values. So a script that loads a checkpoint on rank 0 calls these once, and all workers continue
+from it.
 
-Rank 0 sends by the store's own broadcast. Of another root the *bits* are summed, as integers, to which
-all others add zeros: what arrives is exact, whatever the type.
+Rank 0 sends with the store's own broadcast. For another root, the *bits* are summed as integers, to which all
+other ranks add zeros, so the result is exact for every type.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ def broadcast_parameters(
     *,
     kvstore: str | KVStore = "dist_sync",
 ) -> None:
-    """Give every worker's tensors the root's present values, in place.
+    """Set every worker's tensors to the root's present values, in place.
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or pairs of name and tensor; of
             the same names, types and shapes on every worker.
-        root_rank: whose values.
+        root_rank: the rank that has the values.
         kvstore: a kind of store that sums, or such a store.
 
     Raises:
-        ConfigError: for something that is no tensor, or a rank that there is not.
+        ConfigError: for an object that is not a tensor, or a rank that does not exist.
         Mismatch: if the root has another type or shape. Timeout: if a worker does not call.
 
     Example:
@@ -58,19 +59,19 @@ def broadcast_optimizer_state(
     *,
     kvstore: str | KVStore = "dist_sync",
 ) -> None:
-    """Give every worker's optimizer the root's present state: momenta, step counts, and rates of groups.
+    """Set every worker's optimizer to the root's present state: momenta, step counts, and rates of groups.
 
-    States that the root has and others have not yet are made there, as when only the root has loaded a
-    checkpoint; states that the root has not are dropped.
+    States that only the root has are created on the other workers, as when only the root has loaded a
+    checkpoint; states that the root does not have are dropped.
 
     Args:
         optimizer: any torch optimizer, over the same parameters in the same order on every worker; or a
-            DistributedOptimizer, of which a state that lives in the store is everybody's already.
-        root_rank: whose state.
+            DistributedOptimizer; its states in the store are already the same for all workers.
+        root_rank: the rank that has the state.
         kvstore: a kind of store that sums, or such a store.
 
     Raises:
-        ConfigError: for a state that is not made of data.
+        ConfigError: for a state that is not plain data.
         Mismatch: if the root's optimizer has other groups or parameters.
 
     Example:
@@ -96,8 +97,8 @@ def broadcast_optimizer_state(
             optimizer.load_state_dict(state)
         except ValueError as error:
             raise Mismatch(
-                f"the optimizer of rank {root_rank} is not like that of rank {kv.rank}: {error}; "
-                "every worker makes it over the same parameters"
+                f"the optimizer of rank {root_rank} differs from the optimizer of rank {kv.rank}: {error}; "
+                "every worker must create it over the same parameters"
             ) from error
 
 
@@ -112,14 +113,13 @@ def broadcast_object(
 
     Args:
         obj: None, bool, int, float, complex, str, bytes, tensor or array, or list, tuple, dict, set of
-            those. What the other workers give does not matter. Tensors arrive on the CPU.
-        root_rank: whose object.
+            those. The objects of other workers are ignored. Tensors arrive on the CPU.
+        root_rank: the rank that has the object.
         name: pairs this call with calls of that name only.
         kvstore: a kind of store that sums, or such a store.
 
     Raises:
-        ConfigError: on every worker, if the root's object holds anything else; the text names its type
-            and place.
+        ConfigError: on every worker, if the root's object contains anything else; the text names its type and place.
 
     Example:
         >>> start = kvps.torch.broadcast_object({"epoch": 3, "seed": 7})  # doctest: +SKIP
@@ -133,7 +133,7 @@ def broadcast_object(
 
 
 def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
-    """Send what the root makes; a root that cannot make it says so, and does not let others wait."""
+    """Send the result of the root's function; if that fails, send the error, so that the others do not wait."""
     error: KvpsError | None = None
     packed = b""
     if make is not None:

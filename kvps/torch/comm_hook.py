@@ -3,13 +3,13 @@
 Theory of operation
 -------------------
 DistributedDataParallel lays gradients side by side in *buckets*, and calls a hook for each that is full,
-while backward goes on. The hook here cuts a bucket into its parameters, each of which has a key of its own
-in a store that takes means, and pushes and pulls them in one call. So what compression could not say of a
-parameter stays with that parameter, although DistributedDataParallel makes other buckets behind the first
-step; and biases, which are small, travel as they are (``min_bytes``). The mean comes back into the bucket.
+while backward goes on. The hook here cuts a bucket into its parameters, each of which has a key of its own in
+a store that computes means, and pushes and pulls them in one call. So a parameter keeps its residual,
+although DistributedDataParallel builds other buckets after the first step; and biases, which are small, are
+not compressed (``min_bytes``). The mean comes back into the bucket.
 
-The hook does not wait. The future that it returns is done by a thread of its own: what others have hung on
-it may wait for other buckets.
+The hook does not wait. A separate thread completes its future, because callbacks of the future may wait for
+other buckets.
 """
 
 # Without ``from __future__ import annotations``: torch compares a hook's annotations with the classes.
@@ -31,22 +31,22 @@ from kvps.torch.sync.parameter_sync import named, store_of
 
 OWNER = "torch.comm_hook"
 KINDS = ("dist_sync", "dist_sync_device")
-"""Stores that take means and compress."""
+"""Stores that compute means and compress."""
 
 
 class CommState:
-    """The state of :func:`comm_hook`: a store, and how it compresses. Every rank makes one alike.
+    """The state of :func:`comm_hook`: a store, and its compression. Every rank creates the same.
 
     Args:
         compression: as for :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit",
-            "threshold": 0.01}``; None for as they are.
-        kvstore: ``"dist_sync"``, ``"dist_sync_device"``, or a store of these made with ``average=True``,
-            which then serves nothing else; None for ``"dist_sync"``.
+            "threshold": 0.01}``; None for no compression.
+        kvstore: ``"dist_sync"``, ``"dist_sync_device"``, or such a store created with ``average=True``, which
+            then serves nothing else; None for ``"dist_sync"``.
         named_parameters: a module, or its ``named_parameters()``: the patterns of ``rules`` match these
-            names. None numbers the parameters, in the order in which their gradients come first.
+            names. None numbers the parameters in the order of their first gradients.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
 
     Example:
         >>> ddp = torch.nn.parallel.DistributedDataParallel(model)  # doctest: +SKIP
@@ -71,18 +71,18 @@ class CommState:
 
     @property
     def kvstore(self) -> KVStore:
-        """The store through which gradients go."""
+        """The store that averages gradients."""
         return self._kv
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what compression left out of this rank's gradients; each rank saves its own."""
+        """Return the residuals of this rank's gradients; each rank saves its own."""
         return residual_state.state_of(self._kv)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave this rank; that of another one owes nothing.
+        """Load this rank's :meth:`state_dict`; that of another rank is ignored, and residuals start at zero.
 
         Raises:
-            Mismatch: if it is of another model.
+            Mismatch: if it belongs to another model.
         """
         residual_state.put(self._kv, state_dict)
 
@@ -91,15 +91,15 @@ class CommState:
         self._kv.close()
 
     def begin(self, bucket: GradBucket) -> Handle:
-        """Let the gradients of a bucket leave; their mean comes back in their place.
+        """Push the gradients of a bucket; their mean replaces them.
 
         Raises:
-            ConfigError: for sparse ones, or parameters that have no name here.
+            ConfigError: for sparse gradients, or parameters without a name here.
         """
         buffer, params = bucket.buffer(), bucket.parameters()
         if buffer.layout is not torch.strided:
             raise ConfigError(
-                f"a gradient is {buffer.layout}, and comm_hook takes dense ones: say sparse=False in "
+                f"a gradient is {buffer.layout}, and comm_hook needs dense gradients: use sparse=False in "
                 "the Embedding"
             )
         names = [self._name_of(param) for param in params]
@@ -120,8 +120,8 @@ class CommState:
             return self._names.setdefault(param, str(len(self._names)))
         if param not in self._names:
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} has a gradient and is not among "
-                "named_parameters; give the module that DistributedDataParallel has"
+                f"a parameter of shape {tuple(param.shape)} has a gradient but is not in "
+                "named_parameters; pass the module that DistributedDataParallel wraps"
             )
         return self._names[param]
 
@@ -129,15 +129,15 @@ class CommState:
 def comm_hook(state: CommState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average a bucket over the ranks, compressed as ``state`` says.
 
-    It is for ``ddp.register_comm_hook(state, kvps.torch.comm_hook)``, in a process group of any backend
-    whose ranks are workers of a cluster, such as those of kvps-launch.
+    Register it with ``ddp.register_comm_hook(state, kvps.torch.comm_hook)``, in a process group of any
+    backend whose ranks are workers of a cluster, such as those of kvps-launch.
 
     Args:
         state: a :class:`CommState`, of this model alone.
-        bucket: what DistributedDataParallel gives.
+        bucket: a bucket of DistributedDataParallel.
 
     Returns:
-        A future of the mean, which is in the bucket's own memory. It fails with what became of the call.
+        A future of the mean, which is in the bucket's own memory. It fails with the error of the call.
 
     Raises:
         ConfigError: for sparse gradients.
@@ -161,17 +161,17 @@ def comm_hook(state: CommState, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 def _checked(kv: Any) -> KVStore:
-    """Return a store that takes means.
+    """Return a store that computes means.
 
     Raises:
         ConfigError: for any other.
     """
     if not isinstance(kv, KVStore) or kv.type not in KINDS:
-        raise ConfigError(f"kvstore: {kv!r} is none of {', '.join(KINDS)}; give one of these")
+        raise ConfigError(f"kvstore: {kv!r} is not supported; use one of {', '.join(KINDS)}")
     if kv.has_optimizer or not (kv.average or kv.num_workers == 1):
         why = "has an optimizer" if kv.has_optimizer else "adds up"
         raise ConfigError(
-            f"kvstore: store {kv.name!r} {why}, and the hook needs means: make it with average=True and "
+            f"kvstore: store {kv.name!r} {why}, and the hook needs means: create it with average=True and "
             "without an optimizer, or give the name of a store"
         )
     return kv

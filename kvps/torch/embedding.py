@@ -1,9 +1,9 @@
 """An embedding table of a store as a module: forward pulls rows, backward pushes their gradients.
 
-The rows of a forward are a leaf of autograd, made for it alone. When backward has accumulated its
-gradient, it is taken away from there; at the end of the pass what all forwards have gathered is pushed
-at once. So there is one push for each backward, however often the module was called before, and none
-of a forward without gradients.
+The rows of a forward are a leaf of autograd, made for it alone. When backward has accumulated the gradient of
+the leaf, the module takes it; at the end of the pass it pushes the gradients of all forwards at once. So each
+backward makes one push, however often the module was called before, and a forward without gradients makes
+none.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ OPS = ("average", "sum")
 
 
 class Embedding(torch.nn.Module):
-    """Rows of a table by their ids, as :class:`torch.nn.Embedding` has them.
+    """Rows of a table by their ids, like :class:`torch.nn.Embedding`.
 
-    It has no parameters: rows live in the store, whose optimizer moves them. So it stands in a model
-    whose other parameters a Trainer or DistributedOptimizer takes care of, and ``state_dict`` does
-    not know of it; tables are kept by checkpoints and :meth:`kvps.EmbeddingTable.export`.
-
-    Under ``torch.no_grad()``, and in ``eval()``, it only pulls. In a synchronous store every rank must
-    push as often as the others: one whose backward did not come by the module calls
-    ``table.push([], [])``.
+    It has no parameters: rows live in the store, whose optimizer updates them. A Trainer or
+    DistributedOptimizer trains the other parameters of the model. ``state_dict`` does not contain the table;
+    checkpoints and :meth:`kvps.EmbeddingTable.export` save it. Under ``torch.no_grad()``, and in ``eval()``,
+    it only pulls. In a synchronous store every rank must push equally often: if a backward did not reach the
+    module, call ``table.push([], [])``.
 
     Args:
         table: from :meth:`kvps.KVStore.embedding`.
-        padding_idx: an id whose row is 0 for ever.
-        op: ``"average"`` divides by the number of workers what a synchronous store adds up, unless
-            the store itself takes means; ``"sum"`` does not. (Without rounds each push is applied by
-            itself, and there is nothing to divide.)
+        padding_idx: an id whose row is always 0.
+        op: ``"average"`` divides the sums of a synchronous store by the number of workers, unless the store
+            itself computes means; ``"sum"`` does not. (Without rounds each push is applied by itself, and
+            there is nothing to divide.)
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for an invalid argument.
 
     Example:
         >>> import torch, kvps, kvps.torch
@@ -58,7 +56,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         if not isinstance(table, EmbeddingTable):
             raise ConfigError(
-                f"table: give what kv.embedding(...) returns, got {type(table).__name__}"
+                f"table: give the result of kv.embedding(...), got {type(table).__name__}"
             )
         if padding_idx is not None and type(padding_idx) is not int:
             raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
@@ -76,7 +74,7 @@ class Embedding(torch.nn.Module):
         """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.
 
         Raises:
-            Mismatch: if the ids are no whole numbers. Timeout, WorkerLost: as the store's pull.
+            Mismatch: if the ids are not integers. Timeout, WorkerLost: as the store's pull.
         """
         unique, place = torch.unique(ids, return_inverse=True)
         rows = self._pull(unique)
@@ -90,12 +88,12 @@ class Embedding(torch.nn.Module):
         return looked_up(place, rows)
 
     def extra_repr(self) -> str:
-        """Return what stands between the brackets of its text."""
+        """Return the text between the brackets of its ``repr``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, {self.table.dim}{padding}, op={self.op!r}"
 
     def _gather(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Take a gradient that is complete; the first one has all pushed at the end of the pass."""
+        """Take a complete gradient; the first one schedules a push at the end of the pass."""
         assert leaf.grad is not None
         backward = graph_task()
         if (

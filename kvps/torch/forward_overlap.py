@@ -11,12 +11,12 @@ in which they are needed, which is the order in which they come back (:mod:`kvps
     ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
           gradients leave        \\______\\_______\\__ each waits for its own update
 
-So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time,
-with the rates that held when ``step()`` was called, whatever a scheduler has done since.
+So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time, with the
+rates that held when ``step()`` was called, even if a scheduler has changed them since.
 
-Which module waits for a parameter is learned in the first forward pass: its own module, or, where that is
-never called (``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the
-nearest one around it that is. Who reads parameters elsewhere calls ``synchronize()`` before.
+The first forward pass shows which module waits for a parameter: its own module, or, if that is never called
+(``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the nearest enclosing
+module that is called. Call ``synchronize()`` before you read parameters elsewhere.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 
 
 class ForwardOverlap:
-    """Parameters whose update is not made yet, and the modules that wait for it.
+    """Parameters with a deferred update, and the modules that wait for it.
 
     Args:
         module: the model.
-        params: name -> parameter of it.
-        update: makes the updates of these parameters, when all that they need is in.
+        params: name -> parameter of the model.
+        update: updates these parameters when all of their gradients have arrived.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForwardOverlap:
         """Module -> the parameters that it waits for."""
         self._called: set[str] = set()
         self.is_known = False
-        """The first forward pass has shown which modules are called."""
+        """Whether the first forward pass has shown which modules are called."""
         self._pending: dict[str, None] = {}
         self._hooks: list[Any] = [
             one.register_forward_pre_hook(lambda *_, path=path: self._on_forward(path))
@@ -57,7 +57,7 @@ class ForwardOverlap:
         self._hooks.append(root.register_state_dict_pre_hook(lambda *_: self.finish()))
 
     def learn(self) -> None:
-        """A forward pass is over: have modules wait for what those inside would, and are not called."""
+        """A forward pass is over: let modules wait for the parameters of inner modules that are not called."""
         for path in [waiting for waiting in self._waits if waiting not in self._called]:
             around = path
             while around and around not in self._called:
@@ -66,16 +66,15 @@ class ForwardOverlap:
         self.is_known = True
 
     def put_off(self, names: Iterable[str]) -> None:
-        """Let the update of these parameters be made when a module needs them.
-
-        Those for which none would wait are updated now.
+        """Defer the update of these parameters until a module needs them. Parameters that no module waits for
+        are updated now.
         """
         self._pending.update(dict.fromkeys(names))
         awaited = {name for path in self._called for name in self._waits.get(path, ())}
         self.finish([name for name in self._pending if name not in awaited])
 
     def finish(self, names: Iterable[str] | None = None) -> None:
-        """Make the updates of these parameters now, or of all that were put off."""
+        """Make the updates of these parameters now, or all deferred updates."""
         wanted = list(self._pending) if names is None else names
         due = [name for name in wanted if name in self._pending]
         for name in due:
@@ -88,7 +87,7 @@ class ForwardOverlap:
         self._pending.clear()
 
     def close(self) -> None:
-        """Make all updates, and take the hooks away."""
+        """Make all updates, and remove the hooks."""
         self.finish()
         for hook in self._hooks:
             hook.remove()
@@ -102,7 +101,7 @@ class ForwardOverlap:
 
 
 def _own(module: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return the parameters of each module's own; one that is shared is every sharer's own."""
+    """Return the parameters that each module owns; a shared parameter belongs to each of its modules."""
     names = {id(one): name for name, one in params.items()}
     own: dict[str, list[str]] = {}
     for path, one in module.named_modules():

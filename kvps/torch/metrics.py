@@ -23,21 +23,21 @@ def average(
 ) -> Any:
     """Return the mean of ``value`` over all workers; every worker calls.
 
-    Sums are taken in float64. Workers that have left do not count; nor do those that have joined, where
+    Sums are taken in float64. Workers that have left do not count; nor do workers that have joined, if
     ``kvstore`` is the store that they joined.
 
     Args:
-        value: a number, a tensor, or a dict of those, alike on every worker.
+        value: a number, a tensor, or a dict of these, with the same structure on every worker.
         name: pairs this call with calls of that name only.
-        weight: how much this worker's value counts, such as the number of its examples.
+        weight: the weight of this worker's value, such as the number of its examples.
         kvstore: a kind of store that sums, or such a store.
 
     Returns:
-        A float for a number; for a tensor a new one on its device, of its type if that is a floating
-        one, else float64; for a dict a dict. NaN if all weights are 0.
+        A float for a number; for a tensor, a new tensor on its device, of its type if that is floating point,
+        else float64; for a dict, a dict. NaN if all weights are 0.
 
     Raises:
-        ConfigError: for anything else. Timeout: if a worker does not call, or gives another shape.
+        ConfigError: for anything else. Timeout: if a worker does not call, or has another shape.
 
     Example:
         >>> import kvps.torch
@@ -48,7 +48,7 @@ def average(
         or isinstance(weight, bool)
         or not 0 <= weight < float("inf")
     ):
-        raise ConfigError(f"weight={weight!r}: use a number from 0 on")
+        raise ConfigError(f"weight={weight!r}: use a number, 0 or more")
     is_many = isinstance(value, Mapping)
     some: dict[Any, Any] = dict(value) if is_many else {None: value}
     order = sorted(some, key=str)
@@ -79,12 +79,12 @@ def _row(key: object, value: object) -> torch.Tensor:
         if value.layout is torch.strided and not value.is_complex():
             return value.detach().to("cpu", torch.float64).contiguous()
         raise ConfigError(
-            f"{where} is a tensor of {value.dtype}, {value.layout}; use real, dense ones"
+            f"{where} is a tensor of {value.dtype}, {value.layout}; use a real, dense tensor"
         )
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
     raise ConfigError(
-        f"{where} is a {type(value).__name__}; use a number, a tensor or a dict of those"
+        f"{where} is a {type(value).__name__}; use a number, a tensor, or a dict of these"
     )
 
 

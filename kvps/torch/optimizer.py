@@ -2,24 +2,25 @@
 
 Theory of operation
 -------------------
-The optimizer that is wrapped stays what it is: its groups, its state and its ``step()`` are used, so
-schedulers, hooks and closures work as they always do. What is added happens around it:
+The wrapped optimizer does not change: its groups, its state and its ``step()`` are used, so schedulers, hooks
+and closures work as usual. The additions are around it:
 
     backward     each gradient leaves as soon as it is there      (:mod:`kvps.torch.sync.gradient_sync`)
     its end      all are back: ``.grad`` is the mean, on every worker the same, to the bit
     ``step()``   what no hook has seen leaves now; then the optimizer's own step
 
-With ``update_on_kvstore=True`` the store runs the optimizer: what comes back are weights, state lives
-there only, and only ``step()`` waits. Rates that a scheduler has changed are sent before the first
-gradient of the next step.
+With ``update_on_kvstore=True`` the store runs the optimizer: it returns weights, the state is only in the
+store, and only ``step()`` waits. Rates that a scheduler has changed are sent before the first gradient of the
+next step.
 
-A GradScaler looks at gradients before it steps, through ``param_groups``. Where the optimizer runs here,
-these are the means, so all workers find the same, and the scaler needs nothing else. Where it runs in the store, a gradient that
-has left cannot be taken back; so with a scaler (which is known from the first step on, in which nothing
-leaves early) gradients wait for ``step()``, and the workers first agree whether any of them is infinite.
+A GradScaler looks at gradients before it steps, through ``param_groups``. If the optimizer runs here, these
+are the means, so all workers see the same, and the scaler needs nothing else. If it runs in the store, a
+gradient that has been pushed cannot be withdrawn. So with a scaler (which is known from the first step on, in
+which nothing is pushed early) gradients wait for ``step()``, and the workers first agree whether any of them
+is infinite.
 
 With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
-pass (:mod:`kvps.torch.deferred_updates`).
+pass (:mod:`kvps.torch.forward_overlap`).
 """
 
 from __future__ import annotations
@@ -56,37 +57,36 @@ RESTS = "compression"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Steps a torch optimizer by gradients that are averaged over all workers.
+    """Steps a torch optimizer with gradients that are averaged over all workers.
 
-    Every worker makes it with the same arguments. At once the parameters take rank 0's values, and the
-    buffers of a module, too. From then on ``.grad`` holds the mean over all workers when ``backward()``
-    returns, so that it can be clipped or looked at before ``step()``.
+    Every worker creates it with the same arguments. This sets the parameters, and the buffers of a module, to
+    rank 0's values. From then on ``.grad`` has the mean over all workers when ``backward()`` returns, so you
+    can clip or read it before ``step()``.
 
     Args:
-        optimizer: over the parameters that are trained. With ``update_on_kvstore`` one that servers
-            can run; its groups may differ in ``lr`` and ``weight_decay``.
+        optimizer: an optimizer over the trained parameters. With ``update_on_kvstore``, servers must be able
+            to run it; its groups may differ in ``lr`` and ``weight_decay``.
         named_parameters: a module, or its ``named_parameters()``; None numbers the parameters.
         kvstore: the name of a store, which is then the optimizer's own; or a store, which then serves
-            nothing else (for ``op="average"`` made with ``average=True``).
-        compression: have gradients travel as fewer bytes, as by
-            :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or ``{"type": "2bit", "threshold":
-            0.01}``. Keys are the names of parameters, which the patterns of ``rules`` match. A gradient
-            that is not finite travels as it is, so that a GradScaler sees it.
-        backward_passes_per_step: gradients of so many passes are added up here before they leave.
-        op: ``"average"`` divides by the workers that are really in a round: those that were lost,
-            that left or that joined do not count. ``"sum"`` divides by nothing.
-        update_on_kvstore: run the optimizer in the store. ``.grad`` is None behind ``step()``.
-        find_unused: parameters may have no gradient in some steps; one that got none on any worker
-            is left as it is. It costs a round trip in ``step()``, and the mean is in
-            ``.grad`` behind :meth:`synchronize` only: call that before gradients are clipped.
+            nothing else (for ``op="average"``, created with ``average=True``).
+        compression: compress gradients, as :meth:`kvps.KVStore.set_gradient_compression`: ``"fp16"``, or
+            ``{"type": "2bit", "threshold": 0.01}``. Keys are the names of parameters, which the patterns of
+            ``rules`` match. A gradient that is not finite is not compressed, so that a GradScaler sees it.
+        backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed.
+        op: ``"average"`` divides by the number of workers in a round: workers that are lost, have left or
+            have joined do not count. ``"sum"`` does not divide.
+        update_on_kvstore: run the optimizer in the store. ``.grad`` is None after ``step()``.
+        find_unused: parameters may have no gradient in some steps; a parameter without a gradient on any
+            worker does not change. This costs a round trip in ``step()``, and the mean is in ``.grad`` only
+            after :meth:`synchronize`: call it before you clip gradients.
         overlap_forward: let ``step()`` return at once, and each module wait for its own parameters
-            in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None
-            behind ``step()``; call :meth:`synchronize` before gradients are clipped or looked at, and
-            before parameters are read other than by modules or ``state_dict()``.
-        bucket_bytes: how many bytes of gradients leave together; None for what suits the store.
+            in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None after
+            ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you read
+            parameters other than by modules or ``state_dict()``.
+        bucket_bytes: bytes of gradients that are pushed together; None for the best size for the store.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
         Mismatch: (a ValueError) if ``update_on_kvstore`` does not fit the store, or rank 0 has
             other parameters.
 
@@ -150,7 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if overlap_forward:
             if not isinstance(named_parameters, torch.nn.Module):
                 raise ConfigError(
-                    "overlap_forward=True puts hooks on modules: give the module itself as "
+                    "overlap_forward=True puts hooks on modules: pass the module as "
                     "named_parameters"
                 )
             self._late = DeferredUpdates(named_parameters, self._model, optimizer, self._on_store)
@@ -158,14 +158,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- a step -----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, once the gradients of all workers are in.
+        """Update the parameters when the gradients of all workers have arrived.
 
         Args:
             closure: evaluates the model again and returns the loss; its gradients are averaged, too.
 
         Raises:
             ConfigError: naming parameters that have no gradient, without ``find_unused``.
-            KvpsError: what has become of a gradient on its way.
+            KvpsError: the error of a push or pull of a gradient.
         """
         if self._late is not None and self._may_put_off(self._late, closure):
             self._put_off(self._late)
@@ -211,8 +211,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = vars(self).get("found_inf")
         if found is not None and not self._exchange.is_held:
             raise ConfigError(
-                "a GradScaler steps this optimizer now, and the gradients have left for the servers: "
-                "use the scaler from the first step on, or update_on_kvstore=False"
+                "a GradScaler now steps this optimizer, but the gradients have already been pushed: "
+                "use the scaler from the first step, or update_on_kvstore=False"
             )
         vars(self._inner)["_opt_called"] = (
             True  # what a scheduler looks at that was made before this
@@ -231,7 +231,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange.is_held = found is not None
 
     def _is_infinite(self, found: torch.Tensor) -> bool:
-        """Whether any worker's gradient is; if not, all are scaled back."""
+        """Whether any worker's gradient is infinite; if not, all are unscaled."""
         if self._overflow is None:
             alone = is_free(str(self._model.kv.type))
             self._overflow = Agreement(1 if alone else self._model.kv.num_workers, 1)
@@ -246,7 +246,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return False
 
     def _may_put_off(self, late: DeferredUpdates, closure: object) -> bool:
-        """Whether this step can be left to the next forward pass."""
+        """Whether this step can be deferred to the next forward pass."""
         is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
         is_bound = self._is_synchronized or self._exchange.is_held
@@ -271,19 +271,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- gradients --------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until ``.grad`` of all parameters holds what came of all workers.
+        """Wait until ``.grad`` of all parameters has the mean over all workers.
 
-        ``backward()`` has done so already, unless gradients were left to be sent: of passes inside
-        :meth:`no_sync`, or fewer than ``backward_passes_per_step``. Then step() under
-        :meth:`skip_synchronize`, or step() itself, which finds nothing left to wait for.
+        ``backward()`` has done so already, unless some gradients are not pushed yet: those of passes inside
+        :meth:`no_sync`, or of fewer passes than ``backward_passes_per_step``. Afterwards call step() under
+        :meth:`skip_synchronize`, or step() itself, which then has nothing to wait for.
 
         Raises:
-            ConfigError: with ``update_on_kvstore=True``, where sums never come back; or as step().
+            ConfigError: with ``update_on_kvstore=True``, where sums are never returned; or as step().
         """
         if self._on_store:
             raise ConfigError(
-                "synchronize() waits for the mean of gradients, and update_on_kvstore=True gets weights "
-                "back: have the servers clip (clip_gradient), or say update_on_kvstore=False"
+                "synchronize() waits for the mean of gradients, but with update_on_kvstore=True the servers "
+                "return weights: let the servers clip (clip_gradient), or use update_on_kvstore=False"
             )
         try:
             self._exchange.complete()
@@ -298,14 +298,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() inside take ``.grad`` as it is: synchronize() was called, and perhaps clipped."""
+        """Let step() inside use ``.grad`` as it is: after synchronize(), and perhaps clipping."""
         if not self._is_synchronized:
-            raise ConfigError("skip_synchronize() without synchronize(): call that before")
+            raise ConfigError("skip_synchronize() needs synchronize() before it")
         yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside only add up, and leave with the first pass behind.
+        """Only accumulate gradients of backward passes inside; the first pass after the block pushes them.
 
         Example:
             >>> with optimizer.no_sync():  # doctest: +SKIP
@@ -317,14 +317,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
 
     def join(self) -> None:
-        """Let the others go on without this worker, which has run out of batches, until all have.
+        """Let the other workers continue without this worker, which has run out of batches, until all have.
 
-        Behind it every worker has the weights, and the optimizer's state, of the one that came last,
-        and the next step is of the same round everywhere. Means are over those that still have batches.
+        Afterwards every worker has the weights and the optimizer's state of the worker that joined last, and
+        the next step belongs to the same round everywhere. Means are over the workers that still have
+        batches.
 
         Raises:
             ConfigError: with ``find_unused``, or with a scaler and ``update_on_kvstore=True``: there the
-                others need an answer of this worker in each step. Give all equally many batches.
+                other workers need an answer from this worker in each step. Give all workers equally many
+                batches.
 
         Example:
             >>> for x, y in loader:  # others may have more of them  # doctest: +SKIP
@@ -334,7 +336,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._used is not None or self._overflow is not None:
             why = "find_unused=True" if self._used is not None else "a GradScaler"
             raise ConfigError(
-                f"join() does not go with {why}: the others ask this worker in each step. Give all "
+                f"join() is not possible with {why}: the other workers need this worker in each "
+                "step. Give all "
                 "workers equally many batches, as kvps.data_sampler does"
             )
         if self._late is not None:
@@ -351,7 +354,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         broadcast_optimizer_state(self._inner, last)
 
     def _add_unused(self) -> None:
-        """Have those parameters take part that have no gradient here, but elsewhere.
+        """Include parameters that have a gradient on another worker but not here.
 
         Raises:
             ConfigError: naming them, without ``find_unused``.
@@ -362,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise self._exchange.hooks.no_gradient(
                     missing,
                     "zero_grad()",
-                    "Use them, set requires_grad_(False) on them, or say find_unused=True",
+                    "Use them, set requires_grad_(False) on them, or use find_unused=True",
                 )
             return
         lacks = set(missing)
@@ -383,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return describe(self._inner, {param: name for name, param in self._model.params.items()})
 
     def _send_rates(self) -> None:
-        """Give the store what a scheduler has changed."""
+        """Send the store the rates that a scheduler has changed."""
         if self._on_store:
             self._model.want(self._hyper())
 
@@ -391,19 +394,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def kvstore(self) -> Any:
-        """The store through which gradients go, for its ``rank``, ``num_workers`` and ``barrier()``."""
+        """The store that averages gradients, for its ``rank``, ``num_workers`` and ``barrier()``."""
         return self._model.kv
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
-        """The optimizer that was given."""
+        """The wrapped optimizer."""
         return self._inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups of the wrapped optimizer.
 
-        A GradScaler finds the gradients here; it gets them when they are back.
+        A GradScaler reads the gradients through these groups, after they have been averaged.
         """
         if not self._on_store and self._exchange.is_away:
             self.synchronize()
@@ -411,7 +414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the wrapped optimizer; empty where it lives in the store."""
+        """The state of the wrapped optimizer; empty if it is in the store."""
         return self._inner.state
 
     @property
@@ -429,13 +432,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._inner, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin the gradients anew; a step that was begun, and not made, is given up."""
+        """Reset the gradients; a step that was begun but not made is abandoned."""
         self._exchange.discard()
         self._is_synchronized = False
         self._inner.zero_grad(set_to_none)
 
     def close(self) -> None:
-        """Finish what is under way, let go of the parameters, and close the store."""
+        """Finish pending calls, release the parameters, and close the store."""
         if self._late is not None:
             self._late.close()
         self._exchange.discard()
@@ -443,11 +446,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model.kv.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups and the state, as the optimizer alone would.
-
-        State that lives in the store is fetched; one worker's call is enough. The residuals of this worker's
-        compressed gradients are in an entry of their own, ``"compression"``: to go on with those, too, save
-        one state on each worker.
+        """Return the groups and the state, as the wrapped optimizer would. State in the store is fetched; a
+        call by one worker is enough. The residuals of this worker's compressed gradients are in the entry
+        ``"compression"``: to keep these, too, save a state on each worker.
         """
         owed = residual_state.state_of(self._model.kv)
         more = {RESTS: owed} if owed else {}
@@ -459,10 +460,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._inner.state_dict() | more
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave, of this or of the optimizer alone.
+        """Load a :meth:`state_dict` of this object or of the wrapped optimizer.
 
-        Every worker calls; of state in the store, rank 0's counts. A worker takes up what compression
-        left out if it was of its rank; else it owes nothing.
+        Every worker calls; for state in the store, rank 0's call counts. A worker loads residuals only if
+        they are of its rank; otherwise its residuals start at zero.
         """
         whole = {name: one for name, one in state_dict.items() if name != RESTS}
         if not self._on_store:
@@ -477,7 +478,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _holding(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[None]:
-        """Let the optimizer have ``state`` for as long as the block runs."""
+        """Give the optimizer ``state`` while the block runs."""
         self._inner.state.update(state)
         try:
             yield
@@ -486,7 +487,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the store would not know their keys."""
-        raise ConfigError("add_param_group(): make a DistributedOptimizer over all parameters")
+        raise ConfigError(
+            "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
+        )
 
     def __repr__(self) -> str:
         where = "in" if self._on_store else "over"

@@ -94,7 +94,7 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
     """Return ``obj`` made of msgpack's types and extensions."""
     if depth > DEPTH_MAX:
         raise ConfigError(
-            f"{at[:60]}...: nested deeper than {DEPTH_MAX}, or an object within itself"
+            f"{at[:60]}...: nested deeper than {DEPTH_MAX}, or an object that contains itself"
         )
     kind = type(obj)
     if kind in _PLAIN:
@@ -129,19 +129,21 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
         array = np.asarray(obj)
         if array.dtype.kind not in _KINDS or array.dtype.fields is not None:
             raise ConfigError(
-                f"{at} is an array of {array.dtype}, which is no plain number or text"
+                f"{at} is an array of {array.dtype}, which is neither a plain number nor text"
             )
         head = [array.dtype.str, list(array.shape), array.tobytes()]
         return msgpack.ExtType(SCALAR if isinstance(obj, np.generic) else ARRAY, _packed(head))
     raise ConfigError(
-        f"{at} is a {kind.__module__}.{kind.__qualname__}, and only data are sent, never code: use None, "
-        "bool, int, float, complex, str, bytes, tensors, arrays, and list, tuple, dict, set of those"
+        f"{at} is a {kind.__module__}.{kind.__qualname__}, but only data can be sent, never code: use "
+        "None, bool, int, float, complex, str, bytes, tensors, arrays, and list, tuple, dict, set of these"
     )
 
 
 def _tensor(tensor: torch.Tensor, at: str, aside: list[torch.Tensor] | None) -> object:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ConfigError(f"{at} is a tensor of {tensor.layout}, {tensor.dtype}; send a dense one")
+        raise ConfigError(
+            f"{at} is a tensor of {tensor.layout}, {tensor.dtype}; send a dense tensor"
+        )
     name = str(tensor.dtype).removeprefix("torch.")
     if aside is not None:
         aside.append(tensor)

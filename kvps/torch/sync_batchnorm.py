@@ -1,13 +1,13 @@
 """Batch normalisation over the batches of all workers.
 
-Where each worker has few examples, their own mean and variance are too rough to normalise by. Here
-workers exchange three sums per layer and forward pass, and two on the way back::
+If each worker has few examples, their mean and variance are too noisy for normalisation. Here workers
+exchange three sums per layer and forward pass, and two in the backward pass::
 
     forward   count, sum of x, sum of x²              -> mean and variance of the whole batch
     backward  sum of dy, sum of dy · (x - mean)       -> the gradient of x
 
-They travel in float64, so that the difference of x² and mean² is sound. Means and variances of each
-worker's own examples are taken by torch's stable kernel, in float32 for half types.
+They travel in float64, so that the difference of x² and mean² is accurate. torch's stable kernel computes the
+means and variances of each worker's own examples, in float32 for half types.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PREFIX = "kvps.batchnorm/"
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs as of one process with all of them.
+    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs equal those of one process with all of them.
 
-    Every worker runs the same layers in the same order. Batches may differ in size, and one may be empty.
-    In evaluation, and with one worker, it is torch's own layer. As there, gradients of ``weight`` and
-    ``bias`` are those of this worker's examples: the trainer sums them.
+    Every worker runs the same layers in the same order. Batches may differ in size, and may be empty. In
+    evaluation, and with one worker, it is torch's own layer. As there, gradients of ``weight`` and ``bias``
+    are those of this worker's examples: the trainer sums them.
 
     Args:
         num_features: channels: the size of dimension 1 of its input, which has two or more.
@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         return self._exchange
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of this layer has: not its place in a store, which is this one's."""
+        """Return the state of a copy of this layer, without its place in a store."""
         return {**self.__dict__, "_exchange": None}
 
     @classmethod
@@ -173,7 +173,7 @@ class StatisticsExchange:
 
 
 class _Normalise(torch.autograd.Function):
-    """The layer, with its exchange on both ways."""
+    """The layer, with its exchange in both passes."""
 
     @staticmethod
     def forward(

@@ -108,7 +108,7 @@ def test_a_full_disk_ends_no_job(processes: Processes, disk: SmallDisk) -> None:
     disk.fill()
     before = (disk.seen / STATE_FILE).read_bytes()
     first = watched.lives[0]
-    first.expect(f"cannot save .*{STATE_FILE}.*: No space left on device. The job goes on")
+    first.expect(f"cannot save .*{STATE_FILE}.*: No space left on device. The job continues")
     assert (disk.seen / STATE_FILE).read_bytes() == before, "the old state is whole"
     assert {one.name for one in disk.seen.iterdir()} == {STATE_FILE, "filler"}
     done = len(job.rounds(0))
@@ -169,7 +169,7 @@ def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: Small
     kept = [one.name for one in disk.seen.iterdir()]
     disk.fill()
     (processes.folder / "filled").touch()
-    worker.expect(r"checkpoint 2 was given up: server 0: .*No space left on device \(need \d+")
+    worker.expect(r"checkpoint 2 was abandoned: server 0: .*No space left on device \(need \d+")
     until(
         lambda: sorted(one.name for one in disk.seen.iterdir()) == sorted([*kept, "filler"]),
         "removal of what was written of checkpoint 2, which nobody is told of",

@@ -412,7 +412,7 @@ def subgroups() -> None:
 def what_cannot_be_is_refused_by_name() -> None:
     with refused(kvps.ConfigError, "recv() without src is not supported"):
         dist.recv(torch.zeros(1))
-    with refused(kvps.ConfigError, "takes dense tensors, got layout torch.sparse_coo"):
+    with refused(kvps.ConfigError, "needs dense tensors, got layout torch.sparse_coo"):
         dist.all_reduce(torch.zeros(2).to_sparse())
     with refused(kvps.ConfigError, "ReduceOp.AVG needs floating point, got torch.int64"):
         dist.all_reduce(torch.zeros(2, dtype=torch.int64), ReduceOp.AVG)

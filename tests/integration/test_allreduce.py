@@ -235,7 +235,7 @@ def test_a_script_that_runs_ahead_is_held_up(monkeypatch):
                 for _ in range(5):
                     kv.push("w", torch.ones(1), timeout=0.3)
 
-            with pytest.raises(kvps.Timeout, match="2 calls before it wait for other ranks"):
+            with pytest.raises(kvps.Timeout, match="2 earlier calls have waited for other ranks"):
                 run_ahead()
             tried.set()
             kv.push("w", torch.ones(1))
@@ -314,7 +314,7 @@ def test_a_timeout_names_who_is_missing_and_the_call_is_waited_for_again():
             assert timed_out.wait(30)
         else:
             with pytest.raises(
-                kvps.Timeout, match=r"barrier\(\) is not over.*rank 1 has not made it"
+                kvps.Timeout, match=r"barrier\(\) is not done.*rank 1 has not made this call"
             ):
                 kv.barrier(timeout=1.0)
             assert [one.rank for one in kv.stragglers()] == [1]

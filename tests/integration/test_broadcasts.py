@@ -220,7 +220,7 @@ def test_optimizers_of_other_parameters():
         if rank == 0:
             front.broadcast_optimizer_state(optimizer)
         else:
-            with pytest.raises(kvps.Mismatch, match="not like that of rank 1"):
+            with pytest.raises(kvps.Mismatch, match="differs from the optimizer of rank 1"):
                 front.broadcast_optimizer_state(optimizer)
         with pytest.raises(kvps.ConfigError, match="got str"):
             front.broadcast_optimizer_state("sgd")

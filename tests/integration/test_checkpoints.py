@@ -231,14 +231,14 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
     launch.expect("steps 60")
     until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
-    launch.expect("all servers returned to the last checkpoint")
+    launch.expect("all servers rolled back to the last checkpoint")
     enough.touch()
     assert launch.wait(60.0) == 0, launch
     assert launch.out.count("loss 0.0") == 2, launch
     ends = [line.partition("weights")[2] for line in launch.out.splitlines() if "weights" in line]
     assert len(ends) == 2, launch
     assert ends[0] == ends[1], "the workers have drifted apart"
-    told = launch.err.count("all servers returned to the last checkpoint")
+    told = launch.err.count("all servers rolled back to the last checkpoint")
     assert told == 2, "each worker says it once"
     assert "server 1 ended with exit code 137; starting it again (1 of 3)" in launch.err
 

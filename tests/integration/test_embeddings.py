@@ -291,7 +291,7 @@ def test_a_module_goes_on_when_a_server_was_lost(processes: Processes, tmp_path:
     launch.expect("steps 60")
     until(lambda: has_checkpoint(folder), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
-    launch.expect("all servers returned to the last checkpoint")
+    launch.expect("all servers rolled back to the last checkpoint")
     enough.touch()
     assert launch.wait(90.0) == 0, launch
     assert launch.out.count("rows True") == 2, launch

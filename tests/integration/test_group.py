@@ -145,10 +145,10 @@ def test_ranks_are_those_of_the_cluster(processes: Processes) -> None:
 
 def test_ranks_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPS_SCHEDULER", raising=False)
-    with pytest.raises(kvps.ConfigError, match=r"WORLD_SIZE is 4, and no cluster is described"):
+    with pytest.raises(kvps.ConfigError, match=r"WORLD_SIZE is 4, and no cluster is configured"):
         rendezvous._join(0, 4, 5.0)
     with kvps.LocalCluster():
-        with pytest.raises(kvps.ConfigError, match=r"counts 4 ranks .* the cluster has 1 workers"):
+        with pytest.raises(kvps.ConfigError, match=r"has 4 ranks .* the cluster has 1 workers"):
             rendezvous._join(0, 4, 5.0)
         with pytest.raises(kvps.ConfigError, match=r"is rank 3 for torch .* and worker 0 of the"):
             rendezvous._join(3, 1, 5.0)

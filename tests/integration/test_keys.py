@@ -157,20 +157,25 @@ def test_who_has_not_the_right_key_is_told_so_at_once(job: Job, kind: str) -> No
     client, took_s = joined(job.cluster.endpoint, keys)
     assert isinstance(client.error, Unauthorized), client.error
     assert took_s < LIMIT_S
-    assert "--keys" in str(client.error) or "asks for the seat of a worker" in str(client.error)
+    assert "--keys" in str(client.error) or "asked for the seat of a worker" in str(client.error)
 
 
 @pytest.mark.spec("R246", "R247")
 @pytest.mark.parametrize(
     ("role", "envelope", "message", "says"),
     [
-        ("worker", (0, Role.WORKER), m.Beat(1), "the role worker may not say Beat"),
-        ("worker", (0, Role.WORKER), m.Leave(True, 0, True, ""), "may not say Leave"),
+        ("worker", (0, Role.WORKER), m.Beat(1), "the role worker may not send Beat"),
+        ("worker", (0, Role.WORKER), m.Leave(True, 0, True, ""), "may not send Leave"),
         ("worker", (0, Role.SERVER), m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h:1"), "a server"),
-        ("worker", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "the holder of a seat"),
-        ("server", (0, Role.SERVER), m.Shelf(0, True, 0.0, (), 0), "may not say Shelf"),
-        ("look", (0, Role.WORKER), m.Checkpoint("kv", "", 0), "may not say Checkpoint"),
-        ("look", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "may not say Hello"),
+        (
+            "worker",
+            (0, Role.WORKER),
+            m.Hello(1, 0, "k", 0, 2, 0, "h", 7),
+            "a member that has a seat",
+        ),
+        ("server", (0, Role.SERVER), m.Shelf(0, True, 0.0, (), 0), "may not send Shelf"),
+        ("look", (0, Role.WORKER), m.Checkpoint("kv", "", 0), "may not send Checkpoint"),
+        ("look", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "may not send Hello"),
     ],
 )
 def test_what_a_role_key_is_not_good_for(
@@ -217,7 +222,7 @@ def test_status_with_and_without_keys(job: Job, processes: Processes) -> None:
     assert "running" in asked.out
     refused = processes.start("status", BIN / "kvps", "status", *place)
     assert refused.wait() == 78, refused
-    assert "give it --keys DIR" in refused.err
+    assert "give this process --keys DIR" in refused.err
 
 
 @pytest.mark.spec("R246", "R247")
@@ -342,9 +347,9 @@ def test_a_role_is_given_another_key_without_a_restart(processes: Processes) -> 
 
     def keygen(*flags: str) -> None:
         assert processes.start("keygen", BIN / "kvps", "keygen", folder, *flags).wait() == 0
-        before = cluster.process.err.count("the door is opened by")
+        before = cluster.process.err.count("the scheduler now accepts")
         cluster.process.signal(signal.SIGHUP)
-        until(lambda: cluster.process.err.count("the door is opened by") > before, "other keys")
+        until(lambda: cluster.process.err.count("the scheduler now accepts") > before, "other keys")
 
     keygen("--rotate", "worker")
     worker = cluster.plain(processes.script(WAITING), KVPS_KEYS=str(folder))

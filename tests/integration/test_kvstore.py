@@ -520,7 +520,7 @@ def test_mxnets_spellings(spelling, kind):
 
 BAD_CREATE = [
     (("dist_synk",), {}, "dist_synk.*dist_sync"),
-    ((7,), {}, "text"),
+    ((7,), {}, "is a str"),
     (("dist_sync",), {"staleness": 3}, "option of dist_ssp"),
     (("dist_ssp",), {"staleness": -1}, "staleness=-1"),
     (("dist_sync",), {"timeout": float("nan")}, "timeout"),

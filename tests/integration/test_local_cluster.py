@@ -45,7 +45,7 @@ def test_nothing_runs_after_a_failure() -> None:
     with kvps.LocalCluster(2, 1) as cluster:
         with pytest.raises(ValueError, match="no"):
             cluster.run(fail)
-        with pytest.raises(kvps.ConfigError, match="has failed; enter another one"):
+        with pytest.raises(kvps.ConfigError, match="has failed; create another LocalCluster"):
             cluster.run(fail)
 
 

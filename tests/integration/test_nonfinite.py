@@ -42,7 +42,7 @@ def test_workers_must_agree():
             opened.set()
         else:
             assert opened.wait(60)
-            with pytest.raises(kvps.Mismatch, match="on_nonfinite='skip' and is now asked for"):
+            with pytest.raises(kvps.Mismatch, match="on_nonfinite='skip', and is now requested"):
                 kvps.create("dist_sync", name="kv", on_nonfinite="error")
             kv = kvps.create("dist_sync", name="kv", on_nonfinite="skip")
         kv.barrier(timeout=60)

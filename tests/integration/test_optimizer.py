@@ -329,7 +329,7 @@ def test_a_scaler_that_comes_late_is_refused() -> None:
         optimizer.step()
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model, slice(24))).backward()
-        with pytest.raises(kvps.ConfigError, match="use the scaler from the first step on"):
+        with pytest.raises(kvps.ConfigError, match="use the scaler from the first step"):
             scaler.step(optimizer)
 
 
@@ -651,7 +651,7 @@ def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
         optimizer.zero_grad()
         loss_of(model, slice(24)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(kvps.ConfigError, match=r"was changed .* call synchronize\(\) before"):
+        with pytest.raises(kvps.ConfigError, match=r"was changed .* call synchronize\(\) first"):
             optimizer.step()
 
 
@@ -660,7 +660,9 @@ def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(sgd, model, find_unused=True)
-        with pytest.raises(kvps.ConfigError, match=r"join\(\) does not go with find_unused=True"):
+        with pytest.raises(
+            kvps.ConfigError, match=r"join\(\) is not possible with find_unused=True"
+        ):
             optimizer.join()
 
 
@@ -741,7 +743,9 @@ def test_a_second_gradient_before_the_step_is_refused() -> None:
         model = net()
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         loss_of(model, slice(24)).backward()
-        with pytest.raises(kvps.ConfigError, match="got another gradient after the first had left"):
+        with pytest.raises(
+            kvps.ConfigError, match="got another gradient after the first was pushed"
+        ):
             loss_of(model, slice(24)).backward()
         optimizer.close()
         loss_of(model, slice(24)).backward()
@@ -787,8 +791,8 @@ def test_a_step_may_be_skipped() -> None:
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0: use a whole number"),
         ({"bucket_bytes": 0}, "bucket_bytes=0: use a whole number"),
         ({"kvstore": None}, "kvstore: give the name of a store"),
-        ({"kvstore": "dist_async"}, "say update_on_kvstore=True, or use dist_sync"),
-        ({"overlap_forward": True}, "give the module itself as named_parameters"),
+        ({"kvstore": "dist_async"}, "use update_on_kvstore=True, or dist_sync"),
+        ({"overlap_forward": True}, "pass the module as named_parameters"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], told: str) -> None:
@@ -816,8 +820,8 @@ def test_a_store_of_the_users_own() -> None:
 
     for told in run(2, work):
         assert told[:2] == ["", ""]
-        assert "takes means; create it without average=True" in told[2]
-        assert "adds up; create it with average=True" in told[3]
+        assert "computes means; create it without average=True" in told[2]
+        assert "computes sums; create it with average=True" in told[3]
 
 
 @pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])

@@ -194,9 +194,9 @@ def test_mistakes_are_named() -> None:
             kv.refresh("t", None)
         with pytest.raises(Mismatch, match=r"float32\[60,12\]"):
             kv.refresh("t", torch.empty(3))
-        with pytest.raises(ConfigError, match="held=5: give what the last call"):
+        with pytest.raises(ConfigError, match="held=5: give the result of the last call"):
             kv.refresh("t", copy, 5)
-        with pytest.raises(ConfigError, match="2 keys need as many held"):
+        with pytest.raises(ConfigError, match="2 keys need as many entries in held="):
             kv.refresh(["t", "u"], [copy, copy], [None])
 
     run(work)
@@ -392,7 +392,7 @@ def test_what_changed_is_returned(kind: str) -> None:
         assert len(first.row_ids) == (0 if kind == "dist_sync" else COUNT)
         with pytest.raises(Mismatch, match=r"key 'v' is .* only keys of two or more"):
             kv.pull_changed("v")
-        with pytest.raises(ConfigError, match="2 keys need as many held"):
+        with pytest.raises(ConfigError, match="2 keys need as many entries in held="):
             kv.pull_changed(["t", "u"], held)
 
     run(work)

@@ -352,7 +352,7 @@ def test_mistakes_are_named_and_change_nothing(kind):
             kv.row_sparse_pull(["t", "v"], row_ids=[1])
         with pytest.raises(ConfigError, match="2 keys need as many values"):
             kv.push(["t", "v"], [([1], one)])
-        with pytest.raises(Mismatch, match="rows are written to a tensor of that shape or of"):
+        with pytest.raises(Mismatch, match="the output must have that shape, or be"):
             kv.row_sparse_pull("t", out=torch.zeros(3, WIDTH), row_ids=[1])
         with pytest.raises(Mismatch, match="an output is a tensor or an array, got int"):
             kv.row_sparse_pull("t", out=3, row_ids=[1])

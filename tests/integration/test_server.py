@@ -110,7 +110,7 @@ def test_the_memory_limit_is_kept(processes: Processes) -> None:
     assert "big" in worker.out
     assert (
         "also: no room for optimizer 'adam' of store 'store-0': weights 238 KiB + second buffers 238 KiB + "
-        "sums of open rounds 238 KiB + optimizer state 477 KiB = 1.16 MiB, and this server may have 1 MiB"
+        "sums of open rounds 238 KiB + optimizer state 477 KiB = 1.16 MiB, and the limit of this server is 1 MiB"
     ) in worker.out
     assert "1000.0" in worker.out
     assert [one.wait() for one in (server, cluster.process)] == [0, 0]

@@ -57,7 +57,7 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     assert " is running: " in screen.out
     assert screen.err == ""
     lines = {line.split("  ")[0]: line for line in screen.out.splitlines()}
-    assert "alive, waits in push() for " in lines["worker 0"]
+    assert "alive, has waited in push() for " in lines["worker 0"]
     assert "alive" in lines["worker 1"]
     assert "waits for" in lines["store"]
     assert re.fullmatch(r"ours +w +0 +\d+ s +rank 1 \(alive.*\)", lines["ours"])
@@ -71,7 +71,7 @@ def test_a_job_that_forms_says_who_is_missing(processes: Processes) -> None:
     asked = status(processes, "--scheduler", cluster.endpoint)
     assert asked.wait() == 0, asked
     assert " is forming: waiting for 1 of 1 workers (rank 0)" in asked.out
-    assert asked.out.count("not here yet") == 2
+    assert asked.out.count("not joined yet") == 2
     assert "no round has been open for long" in asked.out
     cluster.process.signal(signal.SIGTERM)
 
@@ -80,7 +80,7 @@ def test_a_job_that_forms_says_who_is_missing(processes: Processes) -> None:
     ("flags", "code", "says"),
     [
         (["--timeout", "0.3"], 75, "no answer from the scheduler at tcp://127.0.0.1:"),
-        (["--timeout", "-1"], 78, "--timeout=-1: use a number of seconds over 0"),
+        (["--timeout", "-1"], 78, "--timeout=-1: use a number of seconds above 0"),
     ],
 )
 def test_without_a_scheduler(processes: Processes, flags: list[str], code: int, says: str) -> None:

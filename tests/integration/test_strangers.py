@@ -118,8 +118,8 @@ def test_octets_of_no_peer(job: Job, octets: bytes, port: str) -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "x"), "no address"),
-        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h"), "no address"),
+        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "x"), "not an address"),
+        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h"), "not an address"),
         (m.Hello(1, 0, "k", 0, 2, 0, "h", 7, "", True, "a\0b:1"), "cannot be printed"),
         (m.Hello(1, 0, "k", 0, 2, 0, "\x1b[2J\nlost", 7), "cannot be printed"),
     ],

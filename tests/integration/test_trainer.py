@@ -305,7 +305,7 @@ def test_trainers_and_users_stores_do_not_collide() -> None:
 def test_the_names_of_own_stores_are_reserved() -> None:
     with (
         kvps.LocalCluster(),
-        pytest.raises(kvps.ConfigError, match=r"'kvps\.trainer-0'.*kvps's own"),
+        pytest.raises(kvps.ConfigError, match=r"'kvps\.trainer-0'.*reserved for kvps"),
     ):
         kvps.create("dist_sync", name="kvps.trainer-0")
 
@@ -372,7 +372,7 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 def test_async_updates_in_the_store_only(store: str) -> None:
     with (
         kvps.LocalCluster(),
-        pytest.raises(ValueError, match="say update_on_kvstore=True") as caught,
+        pytest.raises(ValueError, match="use update_on_kvstore=True") as caught,
     ):
         kvps.Trainer(net(), "sgd", {"lr": 0.1}, store, update_on_kvstore=False)
     assert isinstance(caught.value, kvps.KvpsError)

@@ -406,7 +406,7 @@ def test_one_that_hangs_is_named_and_is_not_lost(processes: Processes) -> None:
     try:
         stalls = r"waits for a push of rank 1 \(alive, but no progress for \d+ s\)"
         workers[0].expect(stalls)
-        workers[0].expect(r"barrier.* waits for rank 1 \(hangs: .* is silent for \d+ s\)")
+        workers[0].expect(r"barrier.* waits for rank 1 \(hangs: .* has been silent for \d+ s\)")
         server.expect(r"waits for rank 1 \(alive, but no progress for \d+ s\)")
     finally:
         (processes.folder / "go").touch()
@@ -485,4 +485,4 @@ def test_sigterm_lets_a_plain_worker_leave_that_wants_it_so(processes: Processes
 def test_a_grace_must_be_a_time(processes: Processes) -> None:
     worker = processes.kvps("worker", "--grace", "0", "--", "true")
     assert worker.wait() == 78
-    assert "--grace=0: use a number of seconds over 0" in worker.err
+    assert "--grace=0: use a number of seconds above 0" in worker.err

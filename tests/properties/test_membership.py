@@ -17,7 +17,7 @@ from tests.support.scheduler_harness import Stage
 
 ROUTES = [f"w{k}" for k in range(6)] + ["s0", "s1", "s2"]
 routes = st.sampled_from(ROUTES)
-WAITS = "asked whether it lives", "moment to come back", "scheduler was started again"
+WAITS = "asked whether it is alive", "moment to reconnect", "scheduler was started again"
 ranks = st.none() | st.integers(0, 3)
 
 

@@ -153,14 +153,14 @@ def test_packets_have_checksums_unless_told_otherwise():
 def test_how_much_travels_at_once():
     assert config.chunk_bytes({}) is None, "kvps decides"
     assert config.chunk_bytes({"KVPS_CHUNK_BYTES": "1M"}) == 1 << 20
-    with pytest.raises(ConfigError, match="KVPS_CHUNK_BYTES='much' is no number of bytes"):
+    with pytest.raises(ConfigError, match="KVPS_CHUNK_BYTES='much' is not a number of bytes"):
         config.chunk_bytes({"KVPS_CHUNK_BYTES": "much"})
 
 
 def test_the_join_limit():
     assert config.join_max_s({"KVPS_JOIN_TIMEOUT": "2.5"}) == 2.5
     assert config.join_max_s({}) == 60
-    with pytest.raises(ConfigError, match="over 0"):
+    with pytest.raises(ConfigError, match="above 0"):
         config.join_max_s({"KVPS_JOIN_TIMEOUT": "0"})
 
 
@@ -168,13 +168,13 @@ def test_when_others_count_as_lost():
     assert config.silence_max_s(env={}) == 12
     assert config.silence_max_s(env={"KVPS_SILENCE_MAX": "30"}) == 30
     assert config.silence_max_s("3", env={"KVPS_SILENCE_MAX": "30"}) == 3, "the flag counts"
-    with pytest.raises(ConfigError, match="KVPS_SILENCE_MAX=2: members say something each second"):
+    with pytest.raises(ConfigError, match="KVPS_SILENCE_MAX=2: members send a beat each second"):
         config.silence_max_s(env={"KVPS_SILENCE_MAX": "2"})
     with pytest.raises(ConfigError, match="--silence-max='soon' is not a number"):
         config.silence_max_s("soon", env={})
     assert config.drop_grace_s(env={}) == 1
     assert config.drop_grace_s("0.5", env={"KVPS_DROP_GRACE": "9"}) == 0.5
-    with pytest.raises(ConfigError, match="KVPS_DROP_GRACE=0: use a number of seconds over 0"):
+    with pytest.raises(ConfigError, match="KVPS_DROP_GRACE=0: use a number of seconds above 0"):
         config.drop_grace_s(env={"KVPS_DROP_GRACE": "0"})
 
 
@@ -214,7 +214,7 @@ def test_the_world_that_torchrun_describes():
         *(({**RANKS, name: ""}, f"but {name} is not") for name in RANKS),
         ({**RANKS, "RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
         ({**RANKS, "WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
-        ({"KVPS_SCHEDULER": "tcp://h:1"}, "not who its ranks are.*kvps-launch"),
+        ({"KVPS_SCHEDULER": "tcp://h:1"}, "its ranks are not.*kvps-launch"),
         ({"SLURM_NTASKS": "4"}, "Slurm started 4 processes"),
     ],
 )

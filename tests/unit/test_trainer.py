@@ -585,7 +585,7 @@ def test_a_plugin_that_can_update_does() -> None:
 def test_a_users_store_serves_one_trainer() -> None:
     kv = kvps.create("device")
     kvps.Trainer(net(), "sgd", kvstore=kv, update_on_kvstore=True)
-    with pytest.raises(kvps.ConfigError, match=r"has the key '0\.bias' already.*of its own"):
+    with pytest.raises(kvps.ConfigError, match=r"has the key '0\.bias' already.*its own store"):
         kvps.Trainer(net(), "sgd", kvstore=kv, update_on_kvstore=True)
     other = kvps.create("device")
     other.set_optimizer("sgd")
@@ -692,7 +692,7 @@ def test_bad_arguments_are_refused(arguments: tuple[Any, ...], text: str) -> Non
 
 def test_a_torch_optimizer_brings_its_own_numbers() -> None:
     model = net()
-    with pytest.raises(kvps.ConfigError, match="when you make it"):
+    with pytest.raises(kvps.ConfigError, match="when you create it"):
         kvps.Trainer(model, torch.optim.SGD(model.parameters()), {"lr": 0.1})
 
 

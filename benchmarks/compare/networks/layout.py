@@ -60,7 +60,7 @@ def layout_of(given: str) -> Hosts:
     found = _LAYOUT.fullmatch(given)
     if found is None:
         raise ConfigError(
-            f"--network={given!r}: write it as 4x4, 4 workers and 4 servers on hosts of their own, "
+            f"--network={given!r}: write it as 4x4, 4 workers and 4 servers, each on its own host, "
             "or as 8@1x4, 8 workers on 1 host"
         )
     workers, servers = int(found[1]), int(found[3])
@@ -84,5 +84,5 @@ def bytes_per_s(given: str) -> float:
     found = _RATE.fullmatch(given.lower())
     rate = float(found[1]) * _UNITS[found[2]] / 8 if found else 0.0
     if rate <= 0:
-        raise ConfigError(f"--rate={given!r} is no rate; write it as 400mbit or 1gbit")
+        raise ConfigError(f"--rate={given!r} is not a rate; write it as 400mbit or 1gbit")
     return rate

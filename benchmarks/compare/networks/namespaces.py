@@ -128,7 +128,7 @@ def demand_root() -> None:
         ConfigError: saying why.
     """
     if os.geteuid() != 0:
-        raise ConfigError("--network makes network namespaces, which only root may: run it as root")
+        raise ConfigError("--network creates network namespaces, which needs root: run it as root")
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             raise ConfigError(f"--network needs the program {program!r}; install iproute2")
@@ -145,7 +145,7 @@ def _run(*argv: str) -> str:
         if done.returncode == 0:
             return done.stdout
         raise ConfigError(
-            f"--network: {' '.join(argv)!r} failed: {done.stderr.strip()}; it takes root's rights "
-            "over the network, which a container has only if it is privileged"
+            f"--network: {' '.join(argv)!r} failed: {done.stderr.strip()}; it needs root's "
+            "rights over the network, which only a privileged container has"
         )
     raise ConfigError(f"--network: {' '.join(argv)!r} did not end in {COMMAND_MAX_S:g} s")

@@ -18,8 +18,8 @@ from kvps.core.embedding.id_hash import COUNT_SALT, Ids, hashes
 
 DEPTH = 4
 WIDTH = 1 << 20
-"""Counters in each of DEPTH rows: 4 MiB together. An id that was never counted is taken for one
-that was in about one case in forty, just before the counts are halved, and less often otherwise."""
+"""Counters in each of DEPTH rows: 4 MiB together. An id that was never counted is taken for a counted id in
+about one case in forty, just before the counts are halved, and less often otherwise."""
 ADMIT_MAX = 255
 """Largest value of a counter."""
 

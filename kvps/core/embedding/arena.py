@@ -5,8 +5,8 @@ Rows lie in *arenas*: blocks of memory, each as large as all before it together,
 so that its memory never doubles. What was never written to takes no memory: the system gives pages
 out as they are touched.
 
-An image may hold the arenas as they are. Whoever writes to one that is held writes to a copy of it,
-made then: 64 MiB at a time, and not of the whole table.
+A snapshot may hold arenas. A write to a held arena goes to a copy, which is made then: 64 MiB at a time, and
+not the whole table.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Hashes: TypeAlias = Bits
 
 KINDS = ("zeros", "normal", "uniform")
 SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
-"""Of the hashes for different ends, which must not depend on each other."""
+"""Salts of the hashes for different purposes, which must be independent."""
 _COLUMN = 0xD1342543DE82EF95
 """Apart from column to column. Not GOLDEN, or the hash of one salt would be that of a neighbour."""
 _MASK = 2**64 - 1

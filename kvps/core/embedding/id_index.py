@@ -102,7 +102,7 @@ class IdIndex:
             count -= len(last)
         if count:
             if self.used + count > SLOTS_MAX:
-                raise OverflowError(f"an index has {SLOTS_MAX} slots at most")
+                raise OverflowError(f"an index has at most {SLOTS_MAX} slots")
             self._ids = grown(self._ids, self.used, self.used + count)
             taken.append(np.arange(self.used, self.used + count))
             self.used += count

@@ -1,7 +1,7 @@
 """The specification of an embedding table, on which all workers and servers must agree.
 
-A recipe is a description and never code, checked where it is given and again where it arrives. It
-says how long rows are, how they begin, who gets one, who loses it, and how pushes change it.
+A recipe is a description and never code, checked where it is given and again where it arrives. It has the
+length of rows, their initial values, the rules of admission and eviction, and the optimizer.
 """
 
 from __future__ import annotations
@@ -70,13 +70,15 @@ class EmbeddingSpec:
             if not 0 <= value <= WHOLE_MAX:
                 raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
         if self.hyper.lr_mult or self.hyper.wd_mult:
-            raise ConfigError("lr_mult and wd_mult are by key, and a table is one; leave them out")
+            raise ConfigError(
+                "lr_mult and wd_mult apply to keys, and a table is a single key; omit them"
+            )
         rule = UPDATERS.get(self.hyper.name)
         if rule is not None and (rule.needs_norms or rule.tracks_pulls):
             raise ConfigError(
-                f"optimizer {self.hyper.name!r} needs norms of whole tensors, or to know what each "
-                "rank has read, and a table has neither; use adagrad, adam, sgd or another that "
-                "goes element by element"
+                f"optimizer {self.hyper.name!r} needs norms of whole tensors, or the values that "
+                "each rank has read, and a table has neither; use adagrad, adam, sgd "
+                "or another elementwise optimizer"
             )
         return self
 
@@ -115,7 +117,7 @@ def recipe_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         if hyper:
             raise ConfigError(
-                f"optimizer: a torch optimizer brings its numbers; leave {min(hyper)}= out"
+                f"optimizer: a torch optimizer has its own hyper-parameters; omit {min(hyper)}="
             )
         rule = describe(optimizer)
     else:
@@ -123,7 +125,7 @@ def recipe_of(
     bounds = {} if evict is None else evict
     if not isinstance(bounds, dict) or bounds.keys() - {"age", "rows"}:
         raise ConfigError(
-            f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': how many}}, or both"
+            f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': number}}, or both"
         )
     if seed is None:
         digest = blake2b(name.encode(), digest_size=8).digest()

@@ -60,7 +60,7 @@ class Terms:
         step: updates that this range has had, this one included; the first is 1.
         lr, weight_decay: of this key, multipliers applied.
         norms: sums of squares over the whole tensor, float64; None unless ``needs_norms``.
-        rank: who pushed (async); None where a round speaks for many (sync).
+        rank: the rank that pushed (async); None for a round of several ranks (sync).
     """
 
     step: int
@@ -221,7 +221,7 @@ class Updater(abc.ABC):
             weight: the whole chunk.
             state: the whole chunk's state; an entry may be added to it.
             start, stop: the range read.
-            rank: who read it.
+            rank: the rank that read it.
 
         Does nothing unless ``tracks_pulls``.
         """
@@ -264,8 +264,8 @@ class Updater(abc.ABC):
     def demand(self, dtype: torch.dtype) -> None:
         """Check that this optimizer can update weights of ``dtype`` with its numbers.
 
-        Numbers that are each in range may still make one that torch cannot apply. A gradient that is
-        in would then end the server, so it is tried out before, on a few elements.
+        Numbers that are each in range may still combine to a number that torch cannot apply. A gradient that
+        is in would then end the server, so it is tried out before, on a few elements.
 
         Raises:
             ConfigError: if it cannot, and why.
@@ -288,8 +288,9 @@ class Updater(abc.ABC):
                 self._update(weight, ready, state, terms)
         except Exception as error:  # a plug-in may raise anything
             raise ConfigError(
-                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these numbers "
-                f"({type(error).__name__}: {str(error)[:200]}); give smaller ones: {self._numbers()}"
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these "
+                "hyper-parameters "
+                f"({type(error).__name__}: {str(error)[:200]}); give smaller values: {self._numbers()}"
             ) from error
         self._tried.add(dtype)
 
@@ -313,12 +314,12 @@ class Updater(abc.ABC):
             return
         if not self.takes_integers:
             raise ConfigError(
-                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; make the key "
-                "a float dtype, or keep integer keys in a store without this optimizer"
+                f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; use a float "
+                "dtype for the key, or keep integer keys in a store without this optimizer"
             )
         for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):
             if value is not None and (not value.is_integer() or abs(value) >= _EXACT):
                 raise ConfigError(
                     f"optimizer '{self.hyper.name}': {name}={value:g} cannot apply to a weight of "
-                    f"{dtype}; give a whole number below 2**53, or make the key a float dtype"
+                    f"{dtype}; give a whole number below 2**53, or use a float dtype for the key"
                 )

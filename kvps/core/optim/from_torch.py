@@ -1,4 +1,4 @@
-"""The optimizer name and numbers that a torch.optim object stands for.
+"""The optimizer name and hyper-parameters of a torch.optim object.
 
 ``set_optimizer(torch.optim.SGD(...))`` must not send the object: only a name and checked numbers
 travel. :func:`describe` reads them off. It refuses what it cannot carry over exactly (another
@@ -62,7 +62,7 @@ def describe(
         valid = ", ".join(cls.__name__ for cls in NAMES)
         raise ConfigError(
             f"servers cannot run {type(optimizer).__module__}.{type(optimizer).__qualname__}; use "
-            f"one of torch.optim's {valid} itself (no subclass), a name for set_optimizer, or "
+            f"one of {valid} of torch.optim (not a subclass), a name for set_optimizer, or "
             "update_on_kvstore=False"
         )
     groups = [_options(group, optimizer.defaults) for group in optimizer.param_groups]
@@ -132,14 +132,14 @@ def _check_same(
 
 
 def _carried(name: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that servers have; another one that is switched on is refused."""
+    """Return the options that servers support; any other option that is switched on is refused."""
     schema = schema_of(name)
     known = {*schema.by_name(), *schema.pairs}
     for option, value in options.items():
         if option not in known and value:
             raise ConfigError(
-                f"optimizer '{name}': servers have no option {option}={value!r}; leave it off, or "
-                f"use update_on_kvstore=False. They have: {schema.valid_names()}"
+                f"optimizer '{name}': servers do not support {option}={value!r}; omit it, or "
+                f"use update_on_kvstore=False. Servers support: {schema.valid_names()}"
             )
     return {option: value for option, value in options.items() if option in known}
 

@@ -33,7 +33,7 @@ from kvps.core.optim.schema import (
 from kvps.errors import ConfigError
 
 WireValue = float | int | bool | None | dict[str, float]
-"""What a hyper-parameter is on the wire: a number, a flag, nil, or a map of multipliers."""
+"""A hyper-parameter on the wire: a number, a flag, nil, or a map of multipliers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class HyperParams:
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"optimizer {reprlib.repr(name)}: {reprlib.repr(mapping)} is not a map of "
-                "hyper-parameters; send what Hyper.to_wire() returns"
+                f"optimizer {reprlib.repr(name)}: {reprlib.repr(mapping)} is not a map of hyper-parameters; "
+                "send the result of Hyper.to_wire()"
             )
         return resolve(name, mapping)
 
@@ -161,7 +161,7 @@ def schema_of(name: object) -> Schema:
     if schema is None:
         raise ConfigError(
             f"unknown optimizer {reprlib.repr(name)}; use one of: {', '.join(sorted(SCHEMAS))} "
-            "(a plug-in's is known once its module is loaded)"
+            "(optimizers of a plug-in are known after its module is loaded)"
         )
     return schema
 
@@ -175,7 +175,7 @@ def _unaliased(schema: Schema, params: Mapping[str, object]) -> dict[str, object
             if real in plain:
                 raise ConfigError(
                     f"optimizer '{schema.name}': '{spelling}' and '{spelled[real]}' both set "
-                    f"'{real}'; give only one of them"
+                    f"'{real}'; give only one"
                 )
             plain[real], spelled[real] = part, spelling
     return plain
@@ -229,7 +229,7 @@ def register_schema(schema: Schema) -> None:
         ConfigError: the name is taken, or is not a lower-case identifier.
     """
     if schema.name in SCHEMAS:
-        raise ConfigError(f"optimizer '{schema.name}' is registered already; choose another name")
+        raise ConfigError(f"optimizer '{schema.name}' is already registered; choose another name")
     if not schema.name.isidentifier() or schema.name != schema.name.lower():
         raise ConfigError(
             f"{schema.name!r} cannot name an optimizer; use lower-case letters, digits and _"
@@ -274,7 +274,7 @@ def _nesterov_needs_momentum(values: Mapping[str, Value]) -> str | None:
 def _bounds_in_order(values: Mapping[str, Value]) -> str | None:
     low, high = values["lower_bound"], values["upper_bound"]
     if low is not None and high is not None and low > high:
-        return f"lower_bound={low:g} is above upper_bound={high:g}; exchange them"
+        return f"lower_bound={low:g} is above upper_bound={high:g}; swap them"
     return None
 
 

@@ -59,7 +59,7 @@ def update_rows(
         updater: the rule; one for which :func:`may_be_lazy`.
         step: updates that the table has had, this one included; the first is 1.
         lr, weight_decay: of this table, multipliers applied.
-        rank: who pushed, where each push is applied by itself; None for a round.
+        rank: the rank that pushed, where each push is applied by itself; None for a round.
 
     Raises:
         ValueError: if the rule needs norms of the whole table.
@@ -109,7 +109,7 @@ def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | Non
         ids: which rows are given, int64 [k], each once, all in [0, n).
         rows: their values, [k, width], of a type that can be copied to the weights'.
         before: the rows that may not be 0 yet, int64, each in [0, n); None if that is not known, and
-            all have to be cleared. Who remembers ``ids`` has them for the next time.
+            all have to be cleared. Keep ``ids`` for the next call.
 
     Example:
         >>> import torch

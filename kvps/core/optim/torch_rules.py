@@ -59,7 +59,7 @@ class TorchRule(NamedTuple):
     initial: str = ""
     """The hyper-parameter at which states begin; "" for 0. The kernel does not take it."""
     fixed: Mapping[str, object] = MappingProxyType({})
-    """What the kernel takes besides."""
+    """Further arguments of the kernel."""
 
 
 _MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
@@ -99,7 +99,7 @@ class TorchUpdater(Updater):
     """A rule of torch.optim, called as its row of :data:`TORCH_RULES` says."""
 
     _absent: ClassVar[list[None]] = []
-    """What the kernel takes in place of a state that is off."""
+    """The kernel's argument for a state that is off."""
 
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
@@ -239,7 +239,7 @@ def register(name: str, cls: type[Updater], schema: Schema) -> None:
     """
     if schema.name != name:
         raise ConfigError(
-            f"optimizer '{name}' comes with the schema of '{schema.name}'; give both one name"
+            f"optimizer '{name}' has the schema of '{schema.name}'; use the same name for both"
         )
     register_schema(schema)
     UPDATERS[name] = cls

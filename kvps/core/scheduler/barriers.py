@@ -6,22 +6,22 @@ A barrier has a store, a name and a number; the numbers of one (store, name) are
 order::
 
     number  0 … released | open …
-            passed at once | who stands there, and who is still required
+            passed at once | ranks that wait there, and ranks still required
 
-A number is passed when every *required* rank stands there: all ranks but those that left (they
-need nothing any more) and those that are gone. A lost rank is required, since its replacement
-will come by; how long to wait for that is up to the workers. A rank that is gone and does not
-stand there cannot come by, so those who wait for it are told so. A store whose rounds do not wait
-for the lost says so, and its barriers wait for neither.
+A number is passed when every *required* rank stands there: all ranks but those that left (they need nothing
+any more) and those that are gone. A lost rank is required, since its replacement will come by; how long to
+wait for that is up to the workers. A rank that is gone and does not stand there cannot come by, so the ranks
+that wait for it get an error. A store whose rounds do not wait for the lost says so, and its barriers wait
+for neither.
 
 Ranks are counted, never requests: a request that is sent again takes the place of its
 predecessor, and the standing of a rank survives its process. What is kept of the past is one
 number per (store, name), and after how many rounds that barrier came.
 
-Who takes another's place does not know the numbers. It *resumes* after some round, and has all
-barriers behind it that come after no more rounds than that: nobody waits for it there, and it
-passes them. Its first barrier behind them is the first one that comes after as many rounds as
-its own; if nobody stands there yet, it *floats* until somebody does.
+A replacement does not know the numbers. It *resumes* after some round, and has all barriers behind it that
+come after no more rounds than that: nobody waits for it there, and it passes them. Its first barrier behind
+them is the first one that comes after as many rounds as its own; if nobody stands there yet, it *floats*
+until somebody does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Name = tuple[str, str]
 
 
 class Float(NamedTuple):
-    """Who stands at a barrier whose number is not known yet."""
+    """The ranks that wait at a barrier whose number is not known yet."""
 
     waiter: Waiter | None
     after: int
@@ -83,7 +83,7 @@ class Waiter(NamedTuple):
     """The call that it makes here."""
 
     def released(self, number: int) -> Answer:
-        """Return the answer to one who stood at ``number``."""
+        """Return the answer to a rank that waited at ``number``."""
         return Answer(self.route, Released(self.seq, number if self.is_new else None))
 
 
@@ -95,11 +95,11 @@ class Answer(NamedTuple):
 
 
 Standing = dict[int, Waiter | None]
-"""The ranks at one number of one name; None for one that ended while it waited."""
+"""The ranks at one number of one name; None for a rank that ended while it waited."""
 
 
 class Barriers:
-    """Who stands where, and what has been passed."""
+    """The ranks at each barrier, and the barriers that were passed."""
 
     def __init__(self, required: Iterable[int]) -> None:
         self.required = set(required)
@@ -111,7 +111,7 @@ class Barriers:
         """The highest number that was passed."""
         self.open: dict[Name, dict[int, Standing]] = {}
         self.hasty: set[Name] = set()
-        """Where nobody waits for those who are lost or gone."""
+        """The stores in which no rank waits for lost or gone ranks."""
         self.after: dict[Name, dict[int, int]] = {}
         """By number, after how many rounds it comes: of those that are open, and of the last passed."""
         self.resumed: dict[tuple[str, int], int] = {}
@@ -150,7 +150,7 @@ class Barriers:
     def _refuse(
         self, rank: int, waiter: Waiter, at: Barrier, number: int | None
     ) -> list[Answer] | None:
-        """Return the answers to one who stands at a barrier that has failed, or does by that; else None."""
+        """Return the answers to a rank at a barrier that has failed, or fails by its arrival; else None."""
         name, attempt = (at.store, at.name), Attempt(0 if number is None else number, at.refused)
         known = self.refused.get(name)
         if known is not None and number is not None and known.concerns(attempt):
@@ -169,12 +169,12 @@ class Barriers:
             code = Mismatch.code
             text = (
                 f"store {at.store!r:.60}: worker {rank} called {at.what:.600}, and worker {other[0]} "
-                f"called {other[1]:.600}; every worker has to make the same call. Nothing was done"
+                f"called {other[1]:.600}; every worker must make the same call. Nothing was done"
             )
         if not code:
             return None
         if BY_CODE.get(code) not in REFUSED:
-            raise ProtocolError(f"a call that all workers make does not fail with code {code}")
+            raise ProtocolError(f"a collective call cannot fail with code {code}")
         waiters = [(rank, waiter)]
         if number is not None:
             self._admit(name, 0)
@@ -205,7 +205,7 @@ class Barriers:
         return {name: number for (_, name), number in numbers.items()}
 
     def missing(self, rank: int, at: Barrier) -> tuple[int, ...]:
-        """Return which ranks one who stands there waits for; nobody if it does not stand there."""
+        """Return the ranks that a rank at a barrier waits for; empty if it is not there."""
         name, number = (at.store, at.name), self._number(at)
         if rank in (floating := self.floating.get(name, {})) and at.resumed:
             return tuple(sorted(self._needed(name, at.after) - floating.keys()))
@@ -226,7 +226,7 @@ class Barriers:
         return min((number for number, rounds in known.items() if rounds >= after), default=None)
 
     def _land(self, name: Name, number: int) -> list[Answer]:
-        """Let those who float stand at a number that is open now, if it is theirs."""
+        """Give floating ranks the number that is open now, if it is theirs."""
         floating = self.floating.get(name, {})
         for rank, one in list(floating.items()):
             if self._number_after(name, one.after) == number:
@@ -237,7 +237,7 @@ class Barriers:
         return self._release(name, number)
 
     def _land_together(self, name: Name) -> list[Answer]:
-        """Where all who are needed float, none of them knows the number: it is the next."""
+        """If all required ranks float, none of them knows the number: it is the next."""
         floating = self.floating.get(name, {})
         if not floating or name in self.open:
             return []
@@ -252,23 +252,23 @@ class Barriers:
 
     def _admit(self, name: Name, numbers: int) -> None:
         if len(name[1]) > NAME_MAX:
-            raise ConfigError(f"a barrier's name has at most {NAME_MAX} characters")
+            raise ConfigError(f"the name of a barrier has at most {NAME_MAX} characters")
         if numbers >= OPEN_MAX:
             raise Overload(
-                f"barrier {_shown(*name)} is waited for at {OPEN_MAX} numbers already; wait for "
-                "them before the next"
+                f"barrier {_shown(*name)} already has {OPEN_MAX} open waits; wait for these "
+                "before the next"
             )
         known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
         if name not in known and len(known) >= NAMES_MAX:
             raise Overload(
-                f"the job has {NAMES_MAX} names of barriers already; use a name again instead of "
+                f"the job already has {NAMES_MAX} names of barriers; reuse a name instead of "
                 f"{_shown(*name)} (barriers of one name are numbered)"
             )
 
     def require(
         self, required: Iterable[int], gone: dict[int, str], lost: Iterable[int] = ()
     ) -> list[Answer]:
-        """Take in who is required and who is gone; return the answers that are due by that."""
+        """Set the required ranks and the gone ranks; return the answers that become due."""
         self.required, self.gone, self.lost = set(required), gone, set(lost)
         names = dict.fromkeys([*self.open, *self.floating])
         return [answer for name in names for answer in self._look_at(name)]
@@ -310,7 +310,7 @@ class Barriers:
         return (self.gone.keys() & self._needed(name, after)) - standing.keys()
 
     def _fail(self, name: Name, number: int) -> list[Answer]:
-        """Tell those who wait that it is in vain, if it is."""
+        """Answer the waiting ranks of barriers that can never complete."""
         standing = self._standing(name, number)
         if not standing:
             return []
@@ -336,8 +336,8 @@ class Barriers:
     def _hopeless(self, store: str, name: str, number: int, absent: set[int]) -> KvpsError:
         who = ", ".join(f"worker {rank} ({self.gone[rank]})" for rank in sorted(absent)[:8])
         return WorkerLost(
-            f"barrier {_shown(store, name)} number {number} cannot be passed: gone for good is "
-            f"{who}; start the job again"
+            f"barrier {_shown(store, name)} number {number} can never complete without {who}; "
+            "start the job again"
         )
 
     @property
@@ -348,7 +348,7 @@ class Barriers:
         }
 
     def restore(self, passed: dict[Name, Passed], resumed: dict[tuple[str, int], int]) -> None:
-        """Go on from what a former scheduler kept; who stands anywhere says so again."""
+        """Continue from the state of an earlier scheduler; waiting ranks ask again."""
         self.released = {name: one.number for name, one in passed.items()}
         self.after = {name: {one.number: one.after} for name, one in passed.items()}
         self.resumed = resumed

@@ -1,10 +1,10 @@
 """The checkpoint coordinator: decides when a cut is taken, and when servers roll back to one.
 
-A cut is taken when the servers want one (``--checkpoint-every``), and when workers ask for one
-(``kv.checkpoint()``; they have met at a barrier before). One is taken at a time. Which cuts there are is
-asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
-that no two have the same, and that of the newest that is complete, so that everybody can be told
-whether a lost server is a misfortune or the end.
+A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
+(``kv.checkpoint()``; they have met at a barrier before). Only one cut is taken at a time. Which cuts there
+are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
+that no two have the same, and that of the newest that is complete, so that everybody can be told whether a
+lost server is a misfortune or the end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CheckpointCoordinator:
         if is_returning:
             self.recovery = Rollback(epoch, self._count)
         elif epoch and not kept:
-            self.failure = _hopeless("a former scheduler found none")
+            self.failure = _hopeless("an earlier scheduler found none")
         elif begun > kept:  # workers may still stand for it
             everybody = frozenset(range(self._workers_count)), frozenset(range(self._count))
             self._cut = Cut(begun, "", epoch, *everybody, begun_at=0.0)
@@ -116,7 +116,7 @@ class CheckpointCoordinator:
         self._granted.clear()
         self._refused.clear()
         self.notes.append(
-            ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a return")
+            ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a rollback")
         )
         self._again_at = now  # it has to be welcomed before it hears anything else
         return True
@@ -156,7 +156,7 @@ class CheckpointCoordinator:
         """
         if isinstance(message, Shelf):
             if max((message.highest, *message.cuts)) > CUT_MAX:
-                raise ProtocolError(f"{node} names a cut beyond {CUT_MAX}")
+                raise ProtocolError(f"{node} names a cut above {CUT_MAX}")
             knew_all = self._knows_all
             self._shelves[node.rank] = message
             self.begun = max(self.begun, message.highest)
@@ -180,7 +180,7 @@ class CheckpointCoordinator:
         recovery.hear(node.rank, message)
         if isinstance(message, Restored) and message.error:
             self.notes.append(
-                ("error", f"server {node.rank} cannot return: {shown(message.error)}")
+                ("error", f"server {node.rank} cannot roll back: {shown(message.error)}")
             )
         if recovery.failure:
             self.failure = _hopeless(recovery.failure)
@@ -256,14 +256,14 @@ class CheckpointCoordinator:
             self._grant(cut)
         elif cut.stage is CutStage.GIVEN_UP:
             if not cut.by_worker:
-                error = StorageError(f"checkpoint {cut.number} was given up: {cut.reason}")
+                error = StorageError(f"checkpoint {cut.number} was abandoned: {cut.reason}")
                 for asked in self._take_served():
                     self._refuse(asked, error)
             if cut.is_over:
                 self._cut = None
                 self._next_at = now + min(self._every_s or RETRY_S, RETRY_S)
                 self.notes.append(
-                    ("warning", f"checkpoint {cut.number} was given up: {cut.reason}")
+                    ("warning", f"checkpoint {cut.number} was abandoned: {cut.reason}")
                 )
 
     def _grant(self, cut: Cut) -> None:
@@ -317,10 +317,10 @@ class CheckpointCoordinator:
 
 def _no_place() -> ConfigError:
     return ConfigError(
-        "no place for checkpoints: start every kvps-server with --checkpoint-dir, or set "
+        "there is no directory for checkpoints: start every kvps-server with --checkpoint-dir, or set "
         "KVPS_CHECKPOINT_DIR"
     )
 
 
 def _hopeless(why: str) -> str:
-    return f"the servers could not return to a checkpoint ({why})"
+    return f"the servers could not roll back to a checkpoint ({why})"

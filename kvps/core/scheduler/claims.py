@@ -1,9 +1,9 @@
-"""Claims on taken seats: newcomers that wait until the holder is lost, or has proved that it lives.
+"""Claims on taken seats: newcomers that wait until the holder is lost, or has proved to be alive.
 
 Theory of operation
 -------------------
-What supervises processes starts another one as soon as one has ended, and often before anybody knows of
-that end. So a newcomer that finds its seat taken has perhaps made no mistake::
+A supervisor restarts a process as soon as it has ended, and often before any member knows of that end. So a
+newcomer that finds its seat taken has perhaps made no mistake::
 
     HELLO ──► claim ──► CHALLENGE to the holder ──┬── the holder is lost: the newcomer takes the seat
                 ▲                                 ├── ALIVE: the newcomer is refused
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvps.core.scheduler.seat import SeatLink
 
 CHALLENGE_EVERY_S = 0.5
-"""How long after a challenge a connection is not challenged again, whoever comes."""
+"""Seconds after a challenge during which a connection is not challenged again, by any newcomer."""
 
 
 class Claims:
-    """Who claims a seat that is taken, and what is to be said to the holders."""
+    """The processes that claim a seat that is taken, and the challenges to its holders."""
 
     def __init__(self) -> None:
         self.letters: list[tuple[Route, Challenge]] = []

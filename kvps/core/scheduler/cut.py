@@ -2,22 +2,21 @@
 
 Theory of operation
 -------------------
-A cut is of use only if every part of every key is in it at one version, and, where workers train in
-rounds, if it lies between two of their steps. So the workers make the moment: each halts where it
-begins a step, those who are behind go on to where the others are (one who is in the middle of a step says so, as
-it may wait for them), and the servers take their images
-when all stand and nothing is under way. Taking one is instant (no value is copied), so the workers
-go on at once, while the servers write::
+A cut is useful only if it has every part of every key at one version, and, if workers train in rounds, if it
+lies between two of their steps. So the workers make the moment: each halts where it begins a step, and
+workers that are behind continue to the step of the others (a worker in the middle of a step reports this, as
+it may wait for them). The servers take their snapshots when all workers have halted and nothing is in flight.
+This is instant (no value is copied), so the workers proceed at once, while the servers write::
 
     halting ──────► imaging ──────► writing ──────────────────► committing ──► complete
     all workers     all servers     all images are on disks,    all manifests
     stand           have taken      all workers say that they   are on disks
                                     had stood all the time
 
-A step that takes too long, a member that comes or goes, a disk that is full: the cut is given up, and
-tried again later. Nothing depends on it but how far a lost server sets the job back.
+If a step takes too long, a member joins or is lost, or a disk is full, the cut is abandoned and tried again
+later. It affects only how far a lost server sets the job back.
 
-What has not been answered is asked again every second; every message may come twice.
+Messages without an answer are sent again every second; every message may arrive twice.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Cut:
     reason: str = ""
     """Why it was given up."""
     by_worker: bool = False
-    """It was given up for something that workers did: the next one may succeed."""
+    """It was abandoned because of workers: the next cut may succeed."""
     least: dict[str, int] = field(default_factory=dict)
     """By synchronous store, where the workers meet."""
     halted: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -161,9 +160,9 @@ class Cut:
     def meet(self, workers: frozenset[int], servers: frozenset[int]) -> None:
         """These are the members now, each in its present life."""
         if servers != self.servers:
-            self.give_up("a server came or went")
+            self.give_up("a server joined or was lost")
         elif workers != self.workers and not self.proceeding >= self.workers:
-            self.give_up("a worker came or went", by_worker=True)
+            self.give_up("a worker joined or left", by_worker=True)
         self.workers &= workers
 
     def on_time(self, now: float) -> None:
@@ -174,14 +173,14 @@ class Cut:
     def _late(self) -> str:
         if self.stage is CutStage.IMAGING:
             missing = sorted(self.servers - self.taken)
-            return f"servers {missing} still had something to apply after {HALT_MAX_S:.0f} s"
+            return f"servers {missing} still had gradients to apply after {HALT_MAX_S:.0f} s"
         missing = sorted(self.workers - self._standing)
         return f"workers {missing!s:.60} were in the middle of a step for {HALT_MAX_S:.0f} s"
 
     # --- what is said -------------------------------------------------------------------------
 
     def letters(self) -> Iterator[Letter]:
-        """Yield what is to be said, or said again, to those who have not answered."""
+        """Yield the messages to members that have not answered, again if they are due."""
         stage = self.stage
         if stage is CutStage.HALTING:
             for rank in sorted(self.workers - self._standing):

@@ -1,4 +1,4 @@
-"""One job as the scheduler runs it: the consequences of a change of seats, and who is told.
+"""One job as the scheduler runs it: the consequences of a change of seats, and the members that are told.
 
 Theory of operation
 -------------------
@@ -10,11 +10,11 @@ Theory of operation
        │                                                               ▲          (or the
        └───────────────── a member is gone for good ───────────────────┘        next job)
 
-:meth:`Job.settle` is called after each change of a seat. It asks
-:func:`~kvps.core.scheduler.phase.assess` for the phase and the barriers for who may pass, and writes
-what is to be said into an outbox. While a job runs, each change makes a new view, sent to all
-members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.pace`); while it forms,
-a member learns from the answers to its beats what is missing.
+:meth:`Job.settle` is called after each change of a seat. It asks :func:`~kvps.core.scheduler.phase.assess`
+for the phase, asks the barriers which ranks may pass, and writes messages into an outbox. While a job runs,
+each change makes a new view, sent to all members (where many follow each other, the last of them; see
+:mod:`kvps.core.scheduler.pace`); while it forms, a member learns from the answers to its beats what is
+missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
 """
@@ -51,7 +51,7 @@ comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
 STRANGERS_JOB = bytes(16)
 """In place of the job's name, which its members know each other by, in what others are told."""
 SHOWN_OCTETS = 4
-"""So much of the name one who looks is shown: enough to tell jobs apart."""
+"""Bytes of the name that a status query shows: enough to distinguish jobs."""
 
 
 def next_job(name: bytes) -> bytes:
@@ -74,7 +74,7 @@ class Job:
         self.name = name
         """16 bytes, in every envelope."""
         self.number = 0
-        """Of the newest view; 0 until all seats have been taken."""
+        """The number of the newest view; 0 until all seats have been taken."""
         self.is_untold = False
         """The newest view was not sent to everybody yet."""
         self._pace = ViewRateLimiter()
@@ -88,9 +88,9 @@ class Job:
         self.picture = StatusReport()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
-        """What members are told once everything is over."""
+        """The STOP for members when the job is over."""
         self._last_word: Exit | None = None
-        """What is to be done when everybody knows that."""
+        """The exit of the scheduler when all members have been told."""
         self._untold: set[tuple[Node, int] | None] = set()
         """Members that have no connection along which to tell them, and their incarnations."""
         self._looked_at = now
@@ -100,7 +100,7 @@ class Job:
         self.has_changed = False
         """Something that a restart must know is not saved yet."""
         self._is_deserted = False
-        """No worker is here any more, and the log says for whom the job waits."""
+        """No worker is present any more; the log names the ranks that the job waits for."""
         self._patience_until = (
             None if settings.forming_max_s is None else now + settings.forming_max_s
         )
@@ -116,7 +116,7 @@ class Job:
         """Decide how the job stands."""
         phase, reason = assess(self.seats.by_node, self.settings, self.formed, now)
         if phase is Phase.RUNNING and self.checkpoints.recovery is not None:
-            return Phase.RETURNING, f"the servers return to a cut; {reason}"
+            return Phase.RETURNING, f"the servers are rolling back to a cut; {reason}"
         if phase is Phase.RUNNING and self.checkpoints.failure:
             return phase, self.checkpoints.failure
         return phase, reason
@@ -151,7 +151,10 @@ class Job:
         """Do what is due by the time alone."""
         still_s, self._looked_at = now - self._looked_at, now
         if still_s > STILL_S:
-            self.note("warning", f"stood still for {still_s:.0f} s: nobody is lost for that time")
+            self.note(
+                "warning",
+                f"the scheduler was stopped for {still_s:.0f} s: no member counts as lost for that time",
+            )
             self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
@@ -176,7 +179,7 @@ class Job:
         if until is not None and not was:
             self.note(
                 "warning",
-                f"no worker is here; waiting {until - now:.0f} s for a replacement, then the job "
+                f"no worker is present; waiting {until - now:.0f} s for a replacement, then the job "
                 f"ends: {told(self.seats.workers(State.LOST))}",
             )
 
@@ -202,7 +205,7 @@ class Job:
             self.since = self.number + 1
 
     def _meet(self, now: float) -> None:
-        """Let the checkpoints know who is there."""
+        """Tell the checkpoints which members are present."""
         servers = [
             seat.node.rank
             for seat in self.seats.by_node.values()
@@ -225,7 +228,7 @@ class Job:
         ours.letters, ours.notes, ours.answers, ours.has_changed = [], [], [], False
 
     def revive(self, seat: Seat, now: float) -> None:
-        """Give a seat back to one that was lost, speaks again, and was not replaced."""
+        """Give a seat back to a member that was lost, is heard again, and was not replaced."""
         if seat.state is State.LOST and seat.is_alive:
             seat.revive()
             self.note("info", f"{seat.node} is back")
@@ -294,7 +297,7 @@ class Job:
         self.part(None, now)
 
     def part(self, told: tuple[Node, int] | None, now: float) -> None:
-        """Exit if ``told``, who was just told to stop, is the last; or if it is late."""
+        """Exit if ``told``, the member that was just told to stop, is the last; or if it is late."""
         self._untold.discard(told)
         is_late = self.due is not None and now >= self.due
         if self._last_word is not None and (is_late or not self._untold):
@@ -304,7 +307,7 @@ class Job:
     # --- what is said -----------------------------------------------------------------------
 
     def send(self, route: Route, message: Message) -> None:
-        """Say something along one route; who holds no seat is not told the name of the job."""
+        """Send a message along one route; a process without a seat does not learn the name of the job."""
         name = self.name if route in self.seats.routes else STRANGERS_JOB
         if isinstance(message, Seen):
             name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
@@ -321,7 +324,7 @@ class Job:
         self._outbox.append(Note(level, text))
 
     def view(self, now: float) -> View:
-        """Return who holds which seat."""
+        """Return the holder of each seat."""
         return View(
             self.number,
             self.phase.value,
@@ -374,7 +377,7 @@ class Job:
         self._tell(now)
 
     def _tell(self, now: float) -> None:
-        """Send the newest view to all who have not got it, if it is time."""
+        """Send the newest view to all members that do not have it, if it is time."""
         if not self.is_untold or self.stop is not None or now < self._pace.free_at:
             return
         self.is_untold = False

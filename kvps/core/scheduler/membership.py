@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-A job has a fixed number of seats, one per role and rank. A process takes a seat by HELLO and
-gets an *incarnation*, a number from one counter that only grows: the larger of two is the later,
-and whoever holds an older one than its seat is fenced::
+A job has a fixed number of seats, one per role and rank. A process takes a seat by HELLO and gets an
+*incarnation*, a number from one counter that only grows: the larger of two is the later, and a process with
+an older one than its seat is fenced::
 
             take                  leave (done)
     empty ────────► held ────────────────────────► left
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LINKS_MAX = 2
 """Connections that speak for one seat: its guardian's and that of the guarded process."""
 MUTE_S = 3.0
-"""How long one who says HELLO every second is not heard along a connection that carries nothing."""
+"""Seconds of silence after which a connection carries nothing, if its process sends HELLO every second."""
 
 
 class Membership:
@@ -71,7 +71,7 @@ class Membership:
         self._enrolled: dict[Route, tuple[str, str]] = {}
         """By the newcomer's route, the keys by which it will speak."""
         self.has_new_suspect = False
-        """What :meth:`due` says may be sooner than it was."""
+        """The result of :meth:`due` may be sooner than it was."""
 
     # --- taking a seat and coming back to it ----------------------------------------------
 
@@ -122,9 +122,9 @@ class Membership:
                         self.drop(at, now)
 
     def doubt(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
-        """Return why a newcomer has to wait for whoever has what it wants; "" if it need not.
+        """Return why a newcomer has to wait for the holder of the seat that it wants; "" if it need not.
 
-        Who does not say so by himself is asked whether he lives; see :mod:`kvps.core.scheduler.claims`.
+        A holder that is silent is asked whether it is alive; see :mod:`kvps.core.scheduler.claims`.
         """
         if envelope.incarnation:
             return self._doubt_attaching(route, envelope, hello, now)
@@ -152,7 +152,7 @@ class Membership:
         if any(rival.proved > since for rival in rivals.values()):
             return ""
         self.claims.challenge(rivals, since, now)
-        return f"{_who(rivals)} speaks for {seat.node}, and is asked whether it lives"
+        return f"{_who(rivals)} claims the seat of {seat.node}; asking whether it is alive"
 
     def _choose(self, hello: Hello) -> Seat:
         role = Role(hello.role)
@@ -163,7 +163,7 @@ class Membership:
             if not free:
                 raise ConfigError(
                     f"the job already has {count} {role}s (--{role}s {count}): start the scheduler "
-                    f"with more, or one {role} less"
+                    f"with more {role}s, or start fewer {role}s"
                 )
             return min(free, key=lambda seat: seat.preference(hello))
         seat = self.by_node.get(Node(role, hello.rank))
@@ -179,13 +179,13 @@ class Membership:
                 f"rank {hello.rank} is alive: {seat.node} runs as {seat.host}:{seat.pid} "
                 f"(incarnation {seat.incarnation}); was it started twice?"
             )
-        raise ConfigError(f"{told([seat])}, and its rank is not given again; start a new job")
+        raise ConfigError(f"{told([seat])}, and its rank is not assigned again; start a new job")
 
     def attach(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> Seat:
         """Let a process that knows its incarnation speak for that seat along ``route``."""
         seat = self._named_by(envelope, hello)
         if not seat.is_alive:
-            raise ConfigError(f"{told([seat])}; nobody can attach to it")
+            raise ConfigError(f"{told([seat])}; no process can attach to it")
         if rivals := self._rivals(seat, hello, now):
             raise ConfigError(
                 f"rank {seat.node.rank} is alive: {_who(rivals)} already speaks for {seat.node}; was "
@@ -231,21 +231,19 @@ class Membership:
         """Return the seat ``node`` if ``incarnation`` is its present one."""
         seat = self.by_node.get(node)
         if seat is None or incarnation == 0:
-            raise ProtocolError(
-                f"who are you? {node} is not known along this connection: say HELLO"
-            )
+            raise ProtocolError(f"{node} is not known on this connection: send HELLO first")
         if incarnation == seat.incarnation:
             return seat
         if incarnation > self.issued:
             raise Mismatch(
-                f"incarnation {incarnation} of {node} was not issued by this scheduler; it began "
-                "without the state of the former one: start the job again"
+                f"incarnation {incarnation} of {node} was not issued by this scheduler; it started "
+                "without the state of the earlier scheduler: start the job again"
             )
         if seat.state is State.EMPTY:
             raise Fenced(f"incarnation {incarnation} of {node} belongs to a job that is over; stop")
         raise Fenced(
             f"{node} is now incarnation {seat.incarnation} at {seat.host}:{seat.pid}; you are "
-            f"incarnation {incarnation}, which was given up: stop"
+            f"incarnation {incarnation}, which was declared lost: stop"
         )
 
     def _bind(self, route: Route, seat: Seat, link: SeatLink, now: float) -> None:
@@ -281,7 +279,7 @@ class Membership:
         seat.incarnation, seat.keys = self.issued, ("", "")
 
     def expire(self, now: float) -> list[Seat]:
-        """Declare lost who was silent, or whose connection was broken, for too long."""
+        """Declare members lost that were silent, or whose connection was broken, for too long."""
         limits = self.settings
         lost = []
         for seat in self.by_node.values():
@@ -311,7 +309,7 @@ class Membership:
         return min(times, default=None)
 
     def deserted_until(self) -> float | None:
-        """When a job ends that no worker is left in; None if one is here, or none may come back."""
+        """When a job without workers ends; None if a worker is present, or if none can return."""
         lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
         if self.has_held_worker or not lost_at:
             return None

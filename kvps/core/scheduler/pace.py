@@ -1,4 +1,4 @@
-"""Rate limits: of views that go to everybody, and of what strangers can bring about.
+"""Rate limits: of views to all members, and of the work that strangers can cause.
 
 A view has a row for every seat and goes to every member, so that a thousand members that all leave at
 the end would make a billion rows. Few members are told of each change at once; of a large cluster,
@@ -16,7 +16,7 @@ AHEAD_S = 0.1
 
 
 class ViewRateLimiter:
-    """What was sent lately."""
+    """Limits how often views are sent."""
 
     def __init__(self) -> None:
         self._paid_at = -math.inf

@@ -45,14 +45,14 @@ def assess(
             return Phase.FORMING, _waiting(missing, settings)
         return Phase.RUNNING, f"all {len(seats)} seats are taken"
     if any(seat.state is State.HELD for seat in workers):
-        return Phase.RUNNING, f"going on, but {told(absent)}" if absent else "all is well"
+        return Phase.RUNNING, told(absent) if absent else "all is well"
     absent = [seat for seat in absent if seat.node.role is Role.WORKER]
     if any(seat.may_be_replaced(settings, now) for seat in absent):
         return Phase.RUNNING, (
-            f"no worker is here; {told(absent)}; a replacement may come within "
+            f"no worker is present; {told(absent)}; a replacement may join within "
             f"{settings.replace_max_s:g} s of a loss"
         )
-    return Phase.ENDING, f"no worker is here; {told(absent)}"
+    return Phase.ENDING, f"no worker is present; {told(absent)}"
 
 
 def told(seats: list[Seat]) -> str:

@@ -50,7 +50,7 @@ class Rollback:
             case Shelf() if message.epoch == self.epoch:
                 self.shelves[rank] = frozenset(message.cuts)
                 if len(self.shelves) == self.servers and not self.cut:
-                    self.failure = "no cut is complete on all servers"
+                    self.failure = "no cut is complete on every server"
             case Restored() if (message.epoch, message.cut) == (self.epoch, self.cut) and self.cut:
                 if message.error:
                     self.shelves[rank] -= {message.cut}
@@ -62,7 +62,7 @@ class Rollback:
                 pass
 
     def letters(self) -> Iterator[Letter]:
-        """Yield what is to be said, or said again, to those who have not answered."""
+        """Yield the messages to servers that have not answered, again if they are due."""
         for rank in range(self.servers):
             if rank not in self.shelves:
                 yield Node(Role.SERVER, rank), Recall(self.epoch)

@@ -1,4 +1,4 @@
-"""The saved state: what a restarted scheduler must know, as bytes and back.
+"""The saved state: the knowledge of a restarted scheduler, as bytes and back.
 
 Links and times are left out: members speak again, and every limit is counted anew from then.
 """
@@ -130,7 +130,8 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         begun, kept, epoch, is_returning, since = cuts
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
-            "the scheduler's state cannot be read: start with another --state, and the job again"
+            "the scheduler's state cannot be read: start the scheduler with another --state, and "
+            "start the job again"
         ) from error
     came = (begun, kept, epoch, is_returning, since)
     return SavedState(job, number, formed, seats, passed, places, came)

@@ -3,16 +3,16 @@
 Theory of operation
 -------------------
 Three things come in: a packet, a broken connection, the time. What they change is in
-:mod:`kvps.core.scheduler.membership` (who holds which seat) and :mod:`kvps.core.scheduler.barriers` (who stands
-where); what follows from a change is in :mod:`kvps.core.scheduler.job`; this file is the conversation.
+:mod:`kvps.core.scheduler.membership` (the holder of each seat) and :mod:`kvps.core.scheduler.barriers` (the
+ranks at each barrier); what follows from a change is in :mod:`kvps.core.scheduler.job`; this file is the
+conversation.
 
 A door changes the state when it is called, and returns the effects in the order in which they
 are to be performed: what a restart must know is saved before anybody is told. A request that
 cannot be granted raises, deep down, the error that its sender gets, and changes nothing.
 
-Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is
-the fence. The one who has no identity yet (it said HELLO and was not welcomed) is known by its
-route.
+Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is the fence. A
+process without an identity (it sent HELLO and was not welcomed) is known by its route.
 
 A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(members).
 """
@@ -75,13 +75,13 @@ if TYPE_CHECKING:
     from kvps.core.effects import Effects, Route
 
 NOBODY = bytes(16)
-"""The job in the envelope of one who does not know it yet."""
+"""The job in the envelope of a process that does not know it yet."""
 FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
-"""What need not come from the holder of a seat; a LEAVE may be of one of a former job."""
+"""Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
-"""How many who look are answered in such a time, all together; the others ask again."""
+"""Inquiries that are answered in such a time, all together; the others ask again."""
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
-"""Of how many newcomers that were refused the log tells in such a time."""
+"""The number of refused newcomers that the log reports in such a time."""
 
 __all__ = ["Scheduler", "Settings"]
 
@@ -143,7 +143,7 @@ class Scheduler:
                 case Stalled():
                     self._on_stalled(route, envelope, message, now)
                 case _:
-                    raise ProtocolError(f"a scheduler takes no {type(message).__name__}")
+                    raise ProtocolError(f"a scheduler does not accept {type(message).__name__}")
         except KvpsError as error:
             if isinstance(message, Hello):
                 self.job.seats.claims.close(route)
@@ -163,7 +163,7 @@ class Scheduler:
         return self.job.flush()
 
     def on_timer(self, now: float) -> Effects:
-        """Find out who was silent for too long, and what has waited for too long."""
+        """Find the members that were silent for too long, and the waits that have lasted too long."""
         if self.job.stop is None:
             self.job.on_time(now)
         else:
@@ -190,7 +190,7 @@ class Scheduler:
         if not envelope.incarnation and known is not None and known.is_alive:
             seat = self.job.seats.recognise(route, envelope, now)
         elif not envelope.incarnation and self.job.phase is Phase.ENDING:
-            raise WorkerLost(f"the job takes no new members: {self.job.reason}")
+            raise WorkerLost(f"the job accepts no new members: {self.job.reason}")
         elif self._is_nameless(route, envelope):
             self.job.send(route, Beat(0, "the scheduler waits for ENROL before HELLO"))
             return
@@ -221,7 +221,7 @@ class Scheduler:
         return is_new and not self.job.seats.has_enrolled(route)
 
     def _is_doubtful(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> bool:
-        """Whether a newcomer must wait until it is known who lives; then it and they are told."""
+        """Whether a newcomer must wait until it is known which holder is alive; then all of them are told."""
         claims = self.job.seats.claims
         is_new = route not in claims
         doubt = self.job.seats.doubt(route, envelope, hello, now)
@@ -245,7 +245,9 @@ class Scheduler:
         """Say in the log that a newcomer was refused, unless that was said of many just now."""
         unsaid = self._refusals.exceeded
         if self._refusals.is_within(now):
-            more = f" ({unsaid} more were refused before, and no line said so)" if unsaid else ""
+            more = (
+                f" ({unsaid} more were refused before, without a line in the log)" if unsaid else ""
+            )
             self.job.note("warning", f"refused {who}: {error}{more}")
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
@@ -298,13 +300,13 @@ class Scheduler:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
-                "in a job without keys nobody can tell who the operator is: stop the process"
+                "a job without keys cannot identify its operator; stop the process instead"
             )
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:
-            how = "is no member of this job" if seat is None else f"is {seat.state.value}"
+            how = "is not a member of this job" if seat is None else f"is {seat.state.value}"
             raise ConfigError(
-                f"{Node(Role(message.role), message.rank)} {how}: nobody is to be evicted"
+                f"{Node(Role(message.role), message.rank)} {how}: there is no member to evict"
             )
         why = "evicted by the operator"
         fenced = Fenced(f"{seat.node} was {why}: stop")
@@ -320,7 +322,7 @@ class Scheduler:
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not role:
-            raise ProtocolError(f"{seat.node} says {type(message).__name__}; only a {role} does")
+            raise ProtocolError(f"{seat.node} sent {type(message).__name__}; only a {role} may")
         self.job.revive(seat, now)
         self.job.take_in(seat.node, message, now)
 
@@ -329,7 +331,7 @@ class Scheduler:
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} wants a checkpoint; only workers do")
+            raise ProtocolError(f"{seat.node} asked for a checkpoint; only workers may")
         self.job.revive(seat, now)
         if envelope.view >= self.job.since:
             self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
@@ -337,9 +339,9 @@ class Scheduler:
     def _on_barrier(self, route: Route, envelope: Envelope, barrier: Barrier, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} stands at a barrier; only workers do")
+            raise ProtocolError(f"{seat.node} waits at a barrier; only workers may")
         if not seat.is_alive:
-            raise ProtocolError(f"{seat.node} has {seat.state.value}; it stands at no barrier")
+            raise ProtocolError(f"{seat.node} has {seat.state.value}; it cannot wait at a barrier")
         self.job.revive(seat, now)
         if envelope.view < self.job.since:
             return  # its sender is still in the former epoch, and will not wait for an answer
@@ -356,7 +358,9 @@ class Scheduler:
     def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER or not seat.is_alive:
-            raise ProtocolError(f"{seat.node} ({seat.state.value}) resumes nothing; workers do")
+            raise ProtocolError(
+                f"{seat.node} ({seat.state.value}) asked to resume; only workers may"
+            )
         self.job.revive(seat, now)
         barriers, rank = self.job.barriers, seat.node.rank
         if not seat.is_replacement:
@@ -371,11 +375,11 @@ class Scheduler:
     def _on_stalled(self, route: Route, envelope: Envelope, stalled: Stalled, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
-            raise ProtocolError(f"{seat.node} has no rounds; servers have")
+            raise ProtocolError(f"{seat.node} reported rounds; only servers may")
         self.job.picture.tell(seat.node.rank, stalled.rounds, now)
 
     def _seen(self, seq: int, now: float) -> Seen:
-        """Return what one who looks is shown."""
+        """Return the answer to a status query."""
         seats = self.job.seats.by_node
         members, rounds = sights(seats.values(), now), self.job.picture.rounds(seats, now)
         return Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
@@ -390,13 +394,15 @@ class Scheduler:
                 f"{older:.80}"
             )
         if hello.role != envelope.role:
-            raise ProtocolError(f"a {envelope.role} asks for the seat of a {Role(hello.role)}")
+            raise ProtocolError(f"a {envelope.role} asked for the seat of a {Role(hello.role)}")
         if hello.role not in (Role.SERVER, Role.WORKER):
-            raise ProtocolError(f"role {hello.role} takes no seat; servers and workers do")
+            raise ProtocolError(
+                f"role {hello.role} cannot take a seat; only servers and workers can"
+            )
         for name in ("host", "endpoint", "master"):
             text = getattr(hello, name)
             if len(text.encode()) > NAME_MAX:
-                raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} octets")
+                raise ProtocolError(f"{text!r:.60}… is over {NAME_MAX} bytes")
             demand_printable(name, text)
         if hello.endpoint:
             demand_address("endpoint", hello.endpoint)
@@ -406,7 +412,7 @@ class Scheduler:
             raise self._mismatch(envelope)
 
     def _demand_seat(self, route: Route, envelope: Envelope) -> None:
-        """Refuse whoever neither has a seat by its connection nor names one with its incarnation.
+        """Refuse a sender that neither has a seat by its connection nor names one with its incarnation.
 
         Raises:
             KvpsError: what it is to be told.
@@ -437,9 +443,9 @@ class Scheduler:
 
     def _mismatch(self, envelope: Envelope) -> Mismatch:
         return Mismatch(
-            f"this scheduler runs job {self.job.name.hex()[:8]}, and {envelope.node} speaks of job "
-            f"{envelope.job.hex()[:8]}: is this the right scheduler? If so, it began without the state "
-            "of the former one; start the job again"
+            f"this scheduler runs job {self.job.name.hex()[:8]}, and {envelope.node} belongs to job "
+            f"{envelope.job.hex()[:8]}: is this the right scheduler? If so, it started without the state "
+            "of the earlier scheduler; start the job again"
         )
 
     # --- a restart, and tests ---------------------------------------------------------------

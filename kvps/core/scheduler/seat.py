@@ -29,7 +29,7 @@ DROP_GRACE_S = 1.0
 
 
 class State(enum.Enum):
-    """What has become of a seat."""
+    """The state of a seat."""
 
     EMPTY = "empty"
     HELD = "held"
@@ -43,7 +43,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the operator decided about the job."""
+    """The operator's settings of the job."""
 
     workers: int
     servers: int
@@ -54,7 +54,7 @@ class Settings:
     forming_max_s: float | None = None
     """How long the first job may take to form; None is for ever."""
     keep_alive: bool = False
-    """Begin another job, with the same servers, when one is over."""
+    """When a job is over, begin another with the same servers."""
     replace_max_s: float = REPLACE_MAX_S
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
@@ -66,13 +66,13 @@ class Settings:
         seats = self.workers + self.servers
         if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
             raise ConfigError(
-                f"{self.workers} workers and {self.servers} servers cannot be: a job has 1 or more "
-                f"workers, 0 or more servers, and at most {SEATS_MAX} of both"
+                f"{self.workers} workers and {self.servers} servers: a job has 1 or more workers, "
+                f"0 or more servers, and at most {SEATS_MAX} in all"
             )
         limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
         for limit in limits:
             if limit is not None and not (math.isfinite(limit) and limit > 0):
-                raise ConfigError(f"a time limit of {limit} s cannot be: it must be over 0")
+                raise ConfigError(f"a time limit of {limit} s is not possible: it must be above 0")
 
 
 @dataclass(slots=True)
@@ -93,12 +93,12 @@ class SeatLink:
 
 @dataclass(slots=True)
 class Seat:
-    """A place in the job, and who holds it or held it last."""
+    """A place in the job, and its present or last holder."""
 
     node: Node
     state: State = State.EMPTY
     incarnation: int = 0
-    """Whose it is or was last; 0 if it was never taken."""
+    """The incarnation of its present or last holder; 0 if it was never taken."""
     host: str = ""
     pid: int = 0
     endpoint: str = ""
@@ -118,9 +118,9 @@ class Seat:
     """Its holder has spoken as this incarnation: the WELCOME arrived, and others may rely on it."""
     heard_at: float = 0.0
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
-    """What it says of its script."""
+    """The progress of its script."""
     dropped_at: float | None = None
-    """When its last link broke; None while one is whole, or none was seen yet."""
+    """When its last link broke; None while a link is intact, or before the first."""
     lost_at: float = 0.0
     """Since when it is lost or gone."""
     reason: str = ""
@@ -142,7 +142,7 @@ class Seat:
         return self.state in (State.EMPTY, State.LOST) or self._was(hello)
 
     def _was(self, hello: Hello) -> bool:
-        """Whether its holder, whom no link reaches, says HELLO again."""
+        """Whether its holder, which no link reaches, sends HELLO again."""
         is_alone = self.state is State.HELD and not self.links
         return is_alone and (self.host, self.pid) == (hello.host, hello.pid)
 
@@ -224,28 +224,28 @@ class Seat:
 
     @property
     def data_key(self) -> str:
-        """By which its holder, or the command that it runs, speaks to servers."""
+        """The session key by which its holder, or the holder's command, speaks to servers."""
         own, command = self.keys
         return command or own
 
     def doubt(self) -> str:
-        """Say why one who wants it has to wait, while it is held."""
+        """Return why a newcomer that wants it has to wait, while it is held."""
         if self.dropped_at is not None:
-            return f"{self.node} has broken off, and is given a moment to come back"
+            return f"{self.node} has lost its connection, and has a moment to reconnect"
         who = f"{self.node}, held by {self.host}:{self.pid},"
         if not self.links:
-            return f"{who} has not spoken yet since the scheduler was started again"
-        return f"{who} is asked whether it lives"
+            return f"{who} has not been heard since the scheduler was started again"
+        return f"{who} is being asked whether it is alive"
 
     def presence(self, now: float) -> str:
-        """Say how its holder stands, to those who wait for it."""
+        """Describe its holder to the ranks that wait for it."""
         if self.state is State.HELD:
             silent_s = now - self.heard_at
             if silent_s >= SILENT_AFTER_S:
                 return f"silent for {silent_s:.0f} s"
             return "alive" if self.node.role is Role.SERVER else self.progress.words(now)
         if self.state is State.EMPTY:
-            return "not here yet"
+            return "not joined yet"
         return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"
 
     def member(self, now: float) -> Member:

@@ -1,7 +1,7 @@
 """The reply to a status query: every seat, and the oldest open round of each store.
 
-The scheduler is not on the data path, so servers tell it of rounds that stay open. What one has told is
-true for a few seconds; a server that is silent for longer tells nothing.
+The scheduler is not on the data path, so servers tell it of rounds that stay open. A report is valid for a
+few seconds; after that, a silent server counts as having none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOLD_MAX_S = 12.0
 
 
 class StatusReport:
-    """What the servers of a job have told of their rounds."""
+    """The rounds that the servers of a job have reported."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[float, tuple[OldRound, ...]]] = {}

@@ -1,4 +1,4 @@
-"""The authority of workers: for which ranks one may push, and what only some may say.
+"""The authority of workers: the ranks that a worker may push for, and requests that only some may make.
 
 Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
 fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
@@ -31,7 +31,7 @@ def check(
     Args:
         message: what it says.
         session: whose it is.
-        view: the newest one; says who is on which machine.
+        view: the newest view; it has the machine of each member.
         context: has the stores.
 
     Raises:
@@ -44,11 +44,11 @@ def check(
         is_bundle = not is_own and _store_of(message, context).opened.bundles
         if not is_own and not (is_bundle and _share_machine(view, rank, message.ranks)):
             raise Unauthorized(
-                f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and for "
-                "workers of its machine in a store where these push as one"
+                f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
+                "for workers of its machine in a store with host aggregation"
             )
     elif isinstance(message, SetState) and rank != 0:
-        raise Unauthorized(f"worker {rank} may not put back states; rank 0 does")
+        raise Unauthorized(f"worker {rank} may not load optimizer states; only rank 0 may")
     elif isinstance(message, Return):
         made = _store_of(message, context).joins.made.get(rank, 0)
         if message.call > made:
@@ -57,7 +57,7 @@ def check(
                 f"{made}"
             )
     if len(session.pending) >= PENDING_MAX:
-        raise Overload(f"{PENDING_MAX} requests of worker {rank} wait for an answer already")
+        raise Overload(f"{PENDING_MAX} requests of worker {rank} already wait for an answer")
 
 
 def _store_of(message: Push | PushRows | PushIds | Return, context: RequestContext) -> ServerStore:

@@ -162,7 +162,7 @@ class Checkpointer:
     def _written(self, written: SnapshotWritten) -> None:
         taking = self.taking
         if taking.cut != written.cut or taking.kept is not None:
-            return  # it was given up meanwhile
+            return  # it was abandoned meanwhile
         self._let_go()
         if written.error is not None:
             self._outbox.append(Note("error", str(written.error)))
@@ -174,7 +174,7 @@ class Checkpointer:
     def _commit(self, commit: Commit) -> None:
         taking = self.taking
         if commit.cut != taking.cut:
-            self._say(Committed(commit.cut, f"cut {commit.cut} is not the one in hand"))
+            self._say(Committed(commit.cut, f"cut {commit.cut} is not the cut in progress"))
         elif taking.committed is not None:
             self._say(taking.committed)
         elif not taking.is_committing:
@@ -190,7 +190,7 @@ class Checkpointer:
             if taking.taken:
                 self._order(Remove(cut, self._member.rank))
             self.taking = replace(taking, taken=True, kept=None, release=None)
-            self.taking.kept = ImageKept(cut, 0, "", (), "it was given up")
+            self.taking.kept = ImageKept(cut, 0, "", (), "it was abandoned")
 
     def _let_go(self) -> None:
         if self.taking.release is not None:
@@ -210,7 +210,7 @@ class Checkpointer:
         """
         if self._every_s is None:
             raise ConfigError(
-                f"server {self._member.rank} has no place for checkpoints: start every kvps-server "
+                f"server {self._member.rank} has no directory for checkpoints: start every kvps-server "
                 "with --checkpoint-dir, or set KVPS_CHECKPOINT_DIR"
             )
         welcome = self._member.welcome

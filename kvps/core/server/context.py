@@ -65,7 +65,7 @@ class RequestContext:
         return self.stores[self.chunks.at(chunk).store]
 
     def quorum(self, store: ServerStore) -> Quorum:
-        """Return who counts in a store."""
+        """Return the ranks that count in a store."""
         return self.member.quorum().without(store.joins.away)
 
     def required(self, store: ServerStore) -> frozenset[int]:
@@ -108,13 +108,13 @@ class RequestContext:
         job, welcome = self.member.job, self.member.welcome
         if envelope.job != job or welcome is None:
             raise Mismatch(
-                f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; another "
-                "cluster listens here"
+                f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; this is "
+                "the address of another cluster"
             )
         places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
         if envelope.rank >= places.get(envelope.role, 0):
             raise ProtocolError(
-                f"no {envelope.role} {envelope.rank} of this job talks to {self.me}"
+                f"there is no {envelope.role} {envelope.rank} of this job that may talk to {self.me}"
             )
 
     def is_named(self, envelope: Envelope) -> bool:
@@ -150,7 +150,7 @@ class RequestContext:
 
         Raises:
             Fenced: for an older incarnation than that of the view.
-            ProtocolError: for one that has not said HELLO.
+            ProtocolError: for a sender that has not sent HELLO.
         """
         self._fence(envelope, self.life(envelope.rank))
         session = self.sessions.get(envelope.rank)
@@ -159,11 +159,11 @@ class RequestContext:
         return session
 
     def check_server(self, envelope: Envelope) -> None:
-        """Check that another server is the one that the newest view names.
+        """Check that another server is the server that the newest view names.
 
         Raises:
             Fenced: for an older incarnation.
-            ProtocolError: for one that no view has named yet.
+            ProtocolError: for a server that no view has named yet.
         """
         if not self.is_named(envelope):
             raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
@@ -182,7 +182,7 @@ class RequestContext:
         if envelope.incarnation < life:
             raise Fenced(
                 f"{envelope.node} incarnation {envelope.incarnation} was replaced by incarnation "
-                f"{life}; {self.me} takes nothing more from it. This process must stop"
+                f"{life}; {self.me} accepts no more messages from it. This process must stop"
             )
 
     @property
@@ -197,7 +197,7 @@ class RequestContext:
             ProtocolError: if another rank does.
         """
         if session.rank != 0:
-            raise ProtocolError(f"rank {session.rank} may not {what}; rank 0 does")
+            raise ProtocolError(f"rank {session.rank} may not {what}; only rank 0 may")
 
     def description(self, now: float) -> Describe:
         """Return what says how a rank stands, as this server has heard."""
@@ -207,7 +207,7 @@ class RequestContext:
             if rank in self.member.quorum().lost:
                 return "lost"
             if session is None or session.asked_at is None:
-                return "has asked nothing here yet"
+                return "has made no request here yet"
             return quiet_in_words(now - session.asked_at, "request")
 
         return describe

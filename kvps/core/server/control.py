@@ -1,8 +1,8 @@
 """Control requests of a worker: declare keys, set optimizers, join, probe, status, state.
 
-One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`.
-A request that can be answered at once is. One that wants something to exist is *pending* in its session, as a
-:class:`~kvps.core.server.sessions.PendingRequest`, until it does.
+One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`. A
+request that can be answered at once is. A request that needs something to exist is *pending* in its session,
+as a :class:`~kvps.core.server.sessions.PendingRequest`, until it does.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Control:
         if message.create:
             if session.rank != message.creator:
                 raise ProtocolError(
-                    f"rank {session.rank} may not create keys of rank {message.creator}; that rank does"
+                    f"rank {session.rank} may not create keys of rank {message.creator}; only that rank may"
                 )
             life = (session.rank, session.incarnation)
             try:
@@ -217,7 +217,7 @@ class Control:
                 for reading in self._aggregator.replace(store, shard):
                     if self._context.is_pending(reading):
                         gone = KeyNotFound(
-                            f"key {shard.key!r} was replaced by another shape; read it anew"
+                            f"key {shard.key!r} was replaced by another shape; read it again"
                         )
                         self._context.refuse(reading.session, reading.seq, gone)
             self._context.send(session, Declared(seq, places))
@@ -238,7 +238,7 @@ class Control:
 
         def why(describe: Describe) -> str:
             key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
-            reason = _of(message.creator, "has not given a value")(describe)
+            reason = _of(message.creator, "has not loaded a value")(describe)
             return f"key {key[:64]!r}{and_more(left)}: {reason}"
 
         self._context.attempt(session, seq, PendingRequest(retry, why))
@@ -323,7 +323,7 @@ class Control:
             if is_same_call and setting.value != value:
                 error = Mismatch(
                     f"rank {session.rank} set {title} {value}, rank 0 set {setting.value}; "
-                    "rank 0's counts, so give the same on every rank"
+                    "rank 0's counts; give the same on every rank"
                 )
                 refusals.keep((title,), attempt, error)
                 raise error
@@ -376,7 +376,7 @@ class Control:
         if store is None:
             if len(self._context.stores) >= STORES_MAX:
                 raise Overload(
-                    f"store {opened.store!r} is one too many: a job may have {STORES_MAX} stores"
+                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores"
                 )
             self._context.stores[opened.store] = ServerStore(opened, self._chunks, self._budget)
         else:

@@ -1,4 +1,4 @@
-"""Joins of one store on one server: the ranks that ran out of data, and since which join.
+"""Joins of one store on one server: the ranks that ran out of data, and their join numbers.
 
 Theory of operation
 -------------------

@@ -57,7 +57,7 @@ class Reservation(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the keys of one store take besides their weights."""
+    """The memory of one store's keys, besides their weights."""
 
     gradients: int
     """Gradients that an open round holds: 1, their sum; those of all ranks; 0 where pushes are applied one by one."""
@@ -79,11 +79,11 @@ class Terms(NamedTuple):
 
 
 class MemoryBudget:
-    """What all stores of a server may take.
+    """The memory that all stores of a server may take.
 
     Args:
-        chunks: which count the elements of each store.
-        limit_bytes: how much; None for any amount.
+        chunks: the chunks, which count the elements of each store.
+        limit_bytes: the limit; None for no limit.
         workers: how many push.
     """
 
@@ -185,13 +185,15 @@ class MemoryBudget:
         reserved = self.reserved(store, terms, changed)
         if self._limit_bytes is not None and sum(reserved) > self._limit_bytes:
             raise Overload(
-                f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers, of which each "
-                "holds a part, raise the limit, or take an optimizer with less state"
+                f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers (each holds "
+                "a part), raise the limit, or use an optimizer with less state"
             )
 
     def _account(self, reserved: Reservation) -> str:
         assert self._limit_bytes is not None
         return (
-            f"{reserved}, and this server may have {bytes_in_words(self._limit_bytes)} (--memory-limit; by default "
-            "80 % of what the machine or its container has, shared by the servers that are started together)."
+            f"{reserved}, and the limit of this server is {bytes_in_words(self._limit_bytes)} "
+            "(--memory-limit; by "
+            "default 80 % of the memory of the machine or its container, divided by the servers "
+            "that are started together)."
         )

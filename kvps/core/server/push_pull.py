@@ -53,7 +53,7 @@ from kvps.tensors import to_frame
 
 
 class PushPull:
-    """Takes in gradients, and answers those who want values.
+    """Accepts gradients, and answers requests for values.
 
     Args:
         context: the job's stores and sessions.
@@ -67,7 +67,7 @@ class PushPull:
         self.aggregator = Aggregator(context.chunks, workers, self.wake, threads)
 
     def _apply(self, judged: JudgedPush, now: float) -> None:
-        """Apply a push, and answer those who waited for it."""
+        """Apply a push, and answer the requests that waited for it."""
         self.aggregator.apply(judged, self._context.quorum(judged.store), now)
         self.tell_norms()
 
@@ -143,7 +143,8 @@ class PushPull:
         chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         if BY_ID[message.dtype].name != chunk.dtype:
             raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, loaded was {BY_ID[message.dtype].name}"
+                f"chunk {chunk.number} holds {chunk.dtype}, and the value has type "
+                f"{BY_ID[message.dtype].name}"
             )
         values = DenseGradient.of(packet.payload, message.dtype).joined()
         became_ready = store.load(chunk, message, values, session.rank)

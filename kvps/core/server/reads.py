@@ -84,12 +84,12 @@ def why(
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """Say what ``reading`` waits for, for the one who waits; ``describe`` says how a rank stands."""
+    """Return the text of what ``reading`` waits for; ``describe`` describes a rank."""
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     if reading.call is not None:
         creator = store.shards[key].loading[1][0]
-        return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not given all of its value"
+        return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not loaded all of its value"
     ask = reading.asks[reading.index]
     missing = lack(store, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {missing}"
@@ -115,7 +115,7 @@ def lack(
         ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
         return f"round {span.version} waits for a push of {ranks}"
     if span.version < ask.least:
-        return f"it is at version {span.version}, asked for is {ask.least}"
+        return f"it is at version {span.version}, and version {ask.least} was requested"
     if span.applied(rank) < ask.after:
         return f"{span.applied(rank)} of {ask.after} pushes of rank {rank} are applied"
     # Only values are stale. Who asks which pushes it owes may be the one for whose push others wait.
@@ -124,7 +124,7 @@ def lack(
     if ahead > store.opened.staleness:
         slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (
-            f"rank {rank} is {ahead} pushes ahead of {slowest}, "
+            f"rank {rank} is {ahead} pushes ahead of {slowest}, and "
             f"staleness allows {store.opened.staleness}"
         )
     return ""

@@ -125,7 +125,7 @@ class Server:
         """Begin.
 
         Args:
-            identity: who this is.
+            identity: the identity of this server.
             now: the time.
             memory_limit: bytes that values may take, with all that belongs to them.
             memory: where values lie.
@@ -203,9 +203,11 @@ class Server:
         """
         if self.push_pull.aggregator.is_torn:
             reason = (
-                f"an update of {envelope.node} failed half-way ({error!r:.200}), so what {self.context.me} holds "
-                "is of no use. The log has the traceback. A server that is started in its place returns to "
-                "the newest checkpoint; please report this as a bug"
+                f"an update of {envelope.node} failed half-way ({error!r:.200}), so the values of "
+                f"{self.context.me} "
+                "are unusable. The log has the traceback. A replacement of this server rolls "
+                "back to the newest "
+                "checkpoint; please report this as a bug"
             )
             self._outbox.append(Exit(EXIT_TORN, reason))
         elif route != SCHEDULER:
@@ -227,7 +229,7 @@ class Server:
         return self.take_effects()
 
     def on_timer(self, now: float) -> Effects:
-        """Beat, tell norms again that others may have missed, and say which rounds wait for whom."""
+        """Beat, send norms again that other servers may have missed, and report the ranks that rounds wait for."""
         self._outbox.extend(self.member.on_timer(now))
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
@@ -257,7 +259,7 @@ class Server:
         return iter(effects)
 
     def _look(self, now: float) -> None:
-        """Log the rounds that wait and for whom, and tell the scheduler, for ``kvps status``."""
+        """Log the open rounds, and report them to the scheduler for ``kvps status``."""
         oldest = list(self.control.oldest(now))
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
@@ -325,7 +327,7 @@ class Server:
             except KvpsError as raised:
                 error = raised
             except Exception as raised:  # nobody is served before another cut is held, or none
-                error = StorageError(f"the image cannot be held: {raised!r:.200}")
+                error = StorageError(f"the snapshot cannot be held: {raised!r:.200}")
         self.checkpointer.restored(error)
 
     def _serves(self, envelope: Envelope, kind: type[Message]) -> bool:
@@ -457,11 +459,13 @@ class Server:
 
     def _on_revive(self, session: Session, seq: int, message: Revive) -> None:
         if session.rank != 0:
-            raise ProtocolError(f"rank {session.rank} may not restore a store; rank 0 does")
+            raise ProtocolError(f"rank {session.rank} may not restore a store; only rank 0 may")
         if seq in session.pending:
             return  # it is being read
         order = self.checkpointer.ask(message.tag, message.cut, Reviving(session, seq, message))
-        session.pending[seq] = PendingRequest(lambda: None, lambda _: "it is read from the disk")
+        session.pending[seq] = PendingRequest(
+            lambda: None, lambda _: "it is being read from the disk"
+        )
         self._outbox.append(order)
 
     def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:

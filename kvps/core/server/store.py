@@ -1,9 +1,9 @@
 """One store on one server: its keys, their placement, and its optimizer.
 
-A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only
-then is it *ready*, and those who declared it without creating it are answered. A broadcast is the
-same two steps again on a key that exists, counted by ``call``; a replacement of the creator that
-repeats a call that is through changes nothing. The creator is rank 0, unless the call names another.
+A key comes into being in two steps: DECLARE by its creator gives it a place, LOAD fills it. Only then is it
+*ready*, and the server answers workers that declared it without creating it. A broadcast is the same two
+steps again on a key that exists, counted by ``call``; a replacement of the creator that repeats a call that
+is through changes nothing. The creator is rank 0, unless the call names another.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Shard:
 
 @dataclass(slots=True)
 class Setting(Generic[T]):
-    """What rank 0 set last by a collective call."""
+    """The value that rank 0 set last by a collective call."""
 
     value: T
     calls: int = 0
@@ -103,8 +103,8 @@ class ServerStore:
                 )
         if opened.average and opened.mode != "sync":
             raise ConfigError(
-                f"store {opened.store!r}: average is for sync stores; in an {opened.mode} one each "
-                "push is applied by itself, and there is nothing to divide"
+                f"store {opened.store!r}: average needs a sync store; a store of mode {opened.mode} "
+                "applies each push by itself, so there is nothing to divide"
             )
         if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
             raise ConfigError(
@@ -152,8 +152,8 @@ class ServerStore:
             ours, theirs = getattr(self.opened, name), getattr(opened, name)
             if ours != theirs:
                 raise Mismatch(
-                    f"store {self.name!r} was opened with {name}={ours!r} and is now asked for "
-                    f"with {name}={theirs!r}; give the second store another name=, or the same "
+                    f"store {self.name!r} was opened with {name}={ours!r}, and is now requested with "
+                    f"{name}={theirs!r}; give the second store another name=, or the same "
                     f"{name}"
                 )
 
@@ -214,7 +214,9 @@ class ServerStore:
             raise ProtocolError("a DECLARE names a key twice")
         table = next((entry.key for entry in entries if entry.key.startswith(EMBEDDING)), None)
         if table is not None:
-            raise ProtocolError(f"key {table!r:.60} is that of a table, which EMBED makes")
+            raise ProtocolError(
+                f"key {table!r:.60} is the key of a table, which only EMBED can create"
+            )
         new = [entry for entry in entries if self._is_new(entry, call)]
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
         replaced: list[Shard] = []
@@ -261,8 +263,8 @@ class ServerStore:
                     )
                 if rank != shard.loading[1][0]:
                     raise ProtocolError(
-                        f"rank {rank} may not load values of key {key!r}; "
-                        f"rank {shard.loading[1][0]} does"
+                        f"rank {rank} may not load values of key {key!r}; only "
+                        f"rank {shard.loading[1][0]} may"
                     )
                 piece = Piece(chunk.number, start, stop - start)
                 known = reached.get(piece, start + shard.empty.get(piece, piece.size))
@@ -442,7 +444,7 @@ class ServerStore:
             Mismatch: if its state looks otherwise; nothing is changed.
         """
         if step > STEP_MAX:
-            raise Mismatch(f"{step} updates are more than anybody makes: at most 2^53 can be")
+            raise Mismatch(f"{step} updates are too many: the limit is 2^53")
         updater = self.updater
         if updater is None:
             raise ConfigError(f"store {self.name!r} has no optimizer; call set_optimizer() first")

@@ -1,8 +1,8 @@
 """Log lines about rounds that stay open: when one begins to wait, changes or ends.
 
-A round is open from the first push on. One that stays open for long waits for ranks that are slow, hang
-or are lost, and whoever looks at the log wants to know which, and since when; but not every second. What
-goes on is said again when it has become twice as old.
+A round is open from the first push on. A round that stays open waits for ranks that are slow, hang or are
+lost. The log should tell an operator which ranks, and since when, but not every second. What goes on is said
+again when it has become twice as old.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ requests of a step are answered, the operation goes on; when it returns, the cal
 
 A call has a deadline. When it passes, the call finishes with :class:`~kvps.errors.Timeout`, which names what
 the servers said they wait for. The caller's tensors are copied then, and what it wanted is not written any
-more. An operation that changes something goes on, so that a push is still applied once; one that only reads is
-given up.
+more. An operation that changes something continues, so that a push is still applied once; an operation that
+only reads is abandoned.
 
 The table knows the connections that requests travel along, and what is due on them. Which calls may begin, and
 which end because a member is lost, is decided in :mod:`kvps.core.worker.worker`.
@@ -214,7 +214,7 @@ class CallTable:
         yield Send(SCHEDULER, self._member.packet(request.message, request.seq))
 
     def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
-        """Ask those who were asked how it goes; they may not have said all that they know."""
+        """Probe the peers of late requests; they may not have reported all that they know."""
         waited_for = list(requests)
         for request in waited_for:
             if request.server is None:

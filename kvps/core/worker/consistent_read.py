@@ -287,7 +287,7 @@ class ReplySink:
             if len(values) != self.share.size:  # memory is read by its address from here on
                 raise ProtocolError(
                     f"server {self.share.server} answered {len(values)} elements of chunk "
-                    f"{self.share.chunk}; asked for were {self.share.size}"
+                    f"{self.share.chunk}, and {self.share.size} were requested"
                 )
             read.sink.write(self.share, values)
 

@@ -1,8 +1,8 @@
 """Error feedback: residuals of compressed pushes, and cached values for compressed pulls.
 
-Each compressed key has a *residual* here: the part of its gradients that was not encoded so far. It is added to the
-next gradient, and what the encoding of that push loses is the new residual. A push is encoded once; one that is
-sent again carries the same bytes.
+Each compressed key has a *residual* here: the part of its gradients that was not encoded so far. It is added
+to the next gradient, and what the encoding of that push loses is the new residual. A push is encoded once;
+when it is resent, it carries the same bytes.
 
 A gradient that is not finite is sent as it is and leaves the residual alone: the store decides what becomes of it,
 and a NaN in the residual would stay there for ever.
@@ -218,7 +218,7 @@ class ErrorFeedback:
             return from_frame(packet.payload[0], share.dtype)
         pieces = [(run.start, run.size) for run in answer.runs]
         if pieces != [(segment.start, segment.size) for segment in share.segments]:
-            raise ProtocolError(f"chunk {share.chunk}: the steps of other pieces than asked for")
+            raise ProtocolError(f"chunk {share.chunk}: deltas of other pieces than requested")
         encoded = from_frame(packet.payload[0], "uint8")
         values = torch.empty(share.size)
         begin = at = 0

@@ -118,7 +118,7 @@ def _why_lost(server: Member, incarnations: dict[int, int]) -> str:
     if server.state not in ("held", "empty"):
         return f"{name} is lost: {server.reason}"
     if incarnations.get(server.rank, server.incarnation) != server.incarnation:
-        return f"{name} took the place of the one that this worker talked to, and is empty"
+        return f"{name} has replaced the server that this worker used, and is empty"
     return ""
 
 
@@ -126,12 +126,12 @@ def _server_lost(lost: LostServer) -> ServerLost:
     if lost.cut:
         return ServerLost(
             f"{lost.what}. Checkpoint {lost.cut} is complete, and no replacement came in time. Start "
-            "that server again with its --checkpoint-dir, and training goes on from there"
+            "that server again with its --checkpoint-dir, and training continues from the checkpoint"
         )
     return ServerLost(
-        f"{lost.what}. The lost part of every key is gone; what other servers hold is kept, but no "
-        "key can be trusted to be whole. Start the job again from saved weights, and the servers "
-        "with --checkpoint-dir to survive this"
+        f"{lost.what}. Its part of every key is lost. The other servers keep their parts, but no "
+        "key is complete. Start the job again from saved weights; with --checkpoint-dir, a job survives "
+        "the loss of a server"
     )
 
 
@@ -147,8 +147,8 @@ def _worker_lost(store: WorkerStore, lost: LostWorker, now: float) -> WorkerLost
     who_needs_it = "Rounds" if store.ordered else "Calls"
     return WorkerLost(
         f"worker {member.rank} ({member.host}) is lost: {member.reason}. {who_needs_it} of store "
-        f"{store.name!r} need it, and {what}. What was pushed is kept. {then}, or create "
-        "the store with on_worker_lost='shrink' to go on without it"
+        f"{store.name!r} need it, and {what}. Earlier pushes are kept. {then}, or create "
+        "the store with on_worker_lost='shrink' to continue without it"
     )
 
 
@@ -173,10 +173,11 @@ def complain(
         keys[name].heard = update.number + 1
     name, update = next(iter(news.items()))
     what = f"round {update.number}" if is_ordered else f"push {update.number} of this rank"
-    others = f" (and of {len(news) - 1} more)" if len(news) > 1 else ""
+    others = f" (and {len(news) - 1} more)" if len(news) > 1 else ""
     raise NonFinite(
         f"store {store!r}: {what} of key {name!r}{others} was dropped: "
-        f"{describe(name, Flaw(update.values, update.ranks))}. The weights and the optimizer's state are as "
-        "they were before it, on every server; go on with the next push, and look at the loss and "
-        "the learning rate if this comes again"
+        f"{describe(name, Flaw(update.values, update.ranks))}. The weights and the optimizer's "
+        "state are unchanged "
+        "on every server. Continue with the next push; if this happens again, check the "
+        "loss and the learning rate"
     )

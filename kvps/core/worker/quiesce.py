@@ -1,11 +1,11 @@
 """Quiescence: a worker halts so that a cut falls between two of its steps.
 
-In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been pushed
-equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands when no key
-is one push behind the leading one, when a push begins that would take the lead further, or when its script waits
-for the cut itself. A worker that does not stand says how far it has come: it may wait for the pushes of one that
-stands, which then goes on to that number. Where each push is applied by itself there are no steps, and a worker may
-stand at any time.
+In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been
+pushed equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands
+when no key is one push behind the leading one, when a push begins that would take the lead further, or when
+its script waits for the cut itself. A worker that does not stand reports its number: it may wait for the
+pushes of a worker that stands, which then continues to that number. Where each push is applied by itself
+there are no steps, and a worker may stand at any time.
 
 Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by the creator that
 the call names. They are held as pushes are. Calls that only read go on, unless an earlier call of their store is
@@ -103,7 +103,7 @@ class Quiesce:
     def numbers(self, stores: Mapping[str, WorkerStore]) -> dict[str, int]:
         """Return how many pushes of the leading key were made, by synchronous store.
 
-        One that has joined is left out: the others' rounds close without this rank.
+        A store that has joined is left out: the others' rounds close without this rank.
         """
         ordered = [(name, store) for name, store in stores.items() if store.ordered]
         return {name: _lead(store) for name, store in ordered if not store.is_away}

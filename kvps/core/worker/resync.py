@@ -41,9 +41,9 @@ def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochC
         for name, version in resync.before.items()
     ]
     return EpochChanged(
-        f"a server was lost, and all servers returned to the last checkpoint (epoch {epoch}): keys "
-        f"of store {store.name!r} went back ({some_of(moved, NAMED_MAX)}). What was "
-        "pushed since is void, and calls under way were not carried out. Pull the weights and go on "
+        f"a server was lost, and all servers rolled back to the last checkpoint (epoch {epoch}): "
+        f"keys of store {store.name!r} changed ({some_of(moved, NAMED_MAX)}). Pushes since "
+        "then are lost, and calls in flight were not carried out. Pull the weights and continue "
         "from there",
         resync.before,
         resync.after,

@@ -41,8 +41,8 @@ def timeout_error(
     asked = [request for request in requests if request.server is None]
     if asked and silent > member.identity.silence_max_s:
         return SchedulerLost(
-            f"{who}: no word from the scheduler at {member.identity.scheduler} for {silent:.0f} s. "
-            "Pushes and pulls go on without it; barriers, checkpoints and joins wait. Start it again at "
+            f"{who}: the scheduler at {member.identity.scheduler} has been silent for {silent:.0f} s. "
+            "Pushes and pulls continue without it; barriers, checkpoints and joins wait. Start it again at "
             "the same address with the same --state"
         )
     view = member.view
@@ -61,7 +61,7 @@ def timeout_error(
 def _of_scheduler(request: Request, member: MembershipClient) -> str:
     message = request.message
     if isinstance(message, Checkpoint):
-        return "not every server has written its image"
+        return "not every server has written its snapshot"
     if not isinstance(message, Barrier):
         return f"the scheduler has not answered ({member.reason})"
     which = f"number {message.number} of {message.name!r}"
@@ -69,14 +69,14 @@ def _of_scheduler(request: Request, member: MembershipClient) -> str:
         which = f"{message.name!r} after round {message.after}"
     if request.waits_for:
         return f"{which} {request.waits_for}"
-    return f"not every worker stands at {which} ({member.reason})"
+    return f"not every worker has reached {which} ({member.reason})"
 
 
 def _silence(link: Connection | None, now: float) -> str:
     if link is None:
-        return "other workers of this machine have not pushed the same"
+        return "other workers of this machine have not made the same push"
     name = f"{link.route} ({link.endpoint})"
     if not link.ready:
         return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
     assert link.heard_at is not None
-    return f"{name} has not answered, and was last heard {now - link.heard_at:.1f} s ago"
+    return f"{name} has not answered, and was last heard from {now - link.heard_at:.1f} s ago"

@@ -1,4 +1,4 @@
-"""The rules of a worker: what the user, the scheduler, the servers and the clock say to it.
+"""The rules of a worker: calls of the user, messages of the scheduler and the servers, and the time.
 
 The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requests are queued on the connections
 to the servers, sent as the windows allow, and probed for when an answer is late. What was queued or sent for a
@@ -409,7 +409,7 @@ class Worker:
         yield from self._make(held, now)
 
     def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
-        """A store has found its way into the epoch, or cannot: tell those who wait."""
+        """A store has entered the epoch, or cannot: resume the calls that wait."""
         resync = self._rejoins.pop(name)
         if error is None and not resync.before:
             yield from self._make(resync.held, now)
@@ -427,18 +427,18 @@ class Worker:
     # --- the end of a call ------------------------------------------------------------------------
 
     def _end_joining(self, now: float) -> Effects:
-        """Tell those who wait for the cluster what has become of it."""
+        """Answer the calls that wait for the cluster."""
         for ticket, deadline in list(self._joining.items()):
             error = self.member.error or self.losses.error(None, now)
             view = self.member.view
             if error is None and view is not None and view.phase == "ending":
-                error = WorkerLost(f"the job cannot go on: {view.reason}")
+                error = WorkerLost(f"the job cannot continue: {view.reason}")
             if error is None and self.member.stopped is not None:
                 error = SchedulerLost(f"the job is over: {self.member.stopped.reason}")
             if error is None and not self._complete and now >= deadline:
                 error = Timeout(
-                    f"the cluster is not complete: {self.member.reason}. Start what is missing, "
-                    "or start fewer with kvps-scheduler --workers and --servers"
+                    f"the cluster is not complete: {self.member.reason}. Start the missing members, "
+                    "or expect fewer with kvps-scheduler --workers and --servers"
                 )
             if error is not None or self._complete:
                 del self._joining[ticket]
@@ -450,7 +450,7 @@ class Worker:
             return self.member.error
         if not self.table.links:
             return ConfigError(
-                f"{call.title}: this worker knows no server. Wait until the cluster is complete, "
+                f"{call.title}: no server has joined yet. Wait until the cluster is complete, "
                 "and start kvps-scheduler with --servers 1 or more"
             )
         if not self.losses.is_any:

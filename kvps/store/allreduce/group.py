@@ -91,9 +91,10 @@ class CollectiveGroup:
         first, second = sorted((own, other))
         raise Mismatch(
             f"store {self._name!r}: call {self.number} of rank {first} is {texts[first]}, that of "
-            f"rank {second} is {texts[second]}. Nothing was summed. In an allreduce store all ranks "
-            "make the same calls in the same order, with the same keys, types, shapes and kind of "
-            "device; dist_sync asks for no order"
+            f"rank {second} is {texts[second]}. Nothing was summed. In an allreduce store, all ranks "
+            "must make the same calls in the same order, with the same keys, types, shapes and "
+            "kind of device; "
+            "dist_sync does not need an order"
         )
 
     def sum(self, flats: Sequence[torch.Tensor]) -> None:
@@ -190,10 +191,10 @@ class CollectiveGroup:
     def _lost(self, error: RuntimeError) -> KvpsError:
         said = str(error).partition(". This is typically")[0].rpartition("] ")[2]
         return WorkerLost(
-            f"store {self._name!r}: another rank has ended, or has closed its store, and call "
-            f"{self.number} of rank {self.rank} needs all {self.size} (gloo: {said or error}). Values "
-            "that were summed before can be pulled. A ring does not go on without a rank: look at "
-            "what the others printed, and start all anew; dist_sync takes a replacement"
+            f"store {self._name!r}: another rank has ended, or has closed its store, but call {self.number} "
+            f"of rank {self.rank} needs all {self.size} ranks (gloo: {said or error}). Values "
+            "of earlier calls can still be pulled. A ring cannot continue without a rank: check the output "
+            "of the others, and restart all ranks; dist_sync accepts a replacement"
         )
 
     # --- missing ranks ----------------------------------------------------------------------------
@@ -237,7 +238,7 @@ class CollectiveGroup:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the other ranks; whoever waits for this one learns that it has ended."""
+        """Close the connections to the other ranks; ranks that wait for this rank learn that it has ended."""
         with self._mutex:
             group, self._group = self._group, None
             nccl, self._nccl = self._nccl, None

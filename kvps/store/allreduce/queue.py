@@ -49,7 +49,7 @@ class Collective(Future[list[torch.Tensor]]):
         self.places = {name: place for place, name in enumerate(names)}
         """Key -> the place of its row in the result."""
         self.on_error: Callable[[KvpsError], None] = lambda error: None
-        """Called by the queue's thread with its error, before anybody who waits goes on."""
+        """Called by the queue's thread with its error, before any waiting thread continues."""
 
     def row(self, name: str) -> torch.Tensor:
         """Return the row of a key; call it when the result is there."""
@@ -98,8 +98,8 @@ class CollectiveQueue:
             self._queue.put(collective, timeout=limit_s)
         except queue.Full:
             raise Timeout(
-                f"store {self._name!r}: {collective.title}: {PENDING_MAX} calls before it wait for "
-                f"other ranks, for {limit_s:g} s now. This one was not begun; call it again"
+                f"store {self._name!r}: {collective.title}: {PENDING_MAX} earlier calls have waited for "
+                f"other ranks for {limit_s:g} s. This call was not started; call it again"
             ) from None
         self._last = collective
         return collective
@@ -114,7 +114,7 @@ class CollectiveQueue:
 
     def stop(self, limit_s: float) -> bool:
         """End the thread behind the last collective; return False if it still runs."""
-        self.fail(ConfigError(f"store {self._name!r} is closed; create another one"))
+        self.fail(ConfigError(f"store {self._name!r} is closed; create another store"))
         with suppress(queue.Full):
             self._queue.put(None, timeout=limit_s)
         self._thread.join(limit_s)

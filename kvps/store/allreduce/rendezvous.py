@@ -56,8 +56,8 @@ class Rendezvous:
             return
         if self.board.add(f"here/{self.rank}", 1) > 1:
             raise ConfigError(
-                f"store {self.name!r}: a process was rank {self.rank} before this one, and a ring "
-                "takes no replacement; start all ranks anew, or use dist_sync, which takes one"
+                f"store {self.name!r}: another process was rank {self.rank} before, and a ring accepts "
+                "no replacement; restart all ranks, or use dist_sync, which accepts one"
             )
         places = [f"here/{rank}" for rank in range(self.size)]
         try:
@@ -66,7 +66,7 @@ class Rendezvous:
             away = [rank for rank, place in enumerate(places) if not self.board.check([place])]
             raise Timeout(
                 f"store {self.name!r}: {ranks_in_words(away)} did not create it in {timeout_s:g} s, and rank "
-                f"{self.rank} waited; every rank makes the same stores in the same order"
+                f"{self.rank} waited; every rank must create the same stores in the same order"
             ) from error
 
 
@@ -118,8 +118,7 @@ class Ranks:
             if not self._is_told and world is None:
                 self._is_told = True
                 log.warning(
-                    "no other ranks are described (WORLD_SIZE is not set): store %r is a world of "
-                    "one worker",
+                    "WORLD_SIZE is not set: store %r is a world of one worker",
                     name,
                 )
             return Rendezvous(name, 0, 1, None, "")
@@ -136,7 +135,8 @@ places = Ranks()
 def _demand_free(name: str, taken: Collection[str]) -> None:
     if name in taken:
         raise ConfigError(
-            f"this worker has an allreduce store {name!r}; close() it first, or give the second "
+            f"this worker already has an allreduce store {name!r}; close() it first, or give the "
+            "second store "
             "another name="
         )
 
@@ -146,9 +146,11 @@ def _demand_trust(name: str, world: config.World) -> None:
     is_keyed = config.keys_path() is not None and not config.switch("KVPS_INSECURE")
     if is_keyed and not config.is_loopback(f"tcp://{world.address}"):
         raise ConfigError(
-            f"store {name!r}: this job has keys (KVPS_KEYS), and what an allreduce store says between hosts has none: "
-            f"torch's sockets at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) and gloo's take whoever "
-            "comes. Use dist_sync, or set KVPS_INSECURE=1 in a network that you trust"
+            f"store {name!r}: this job has keys (KVPS_KEYS), but the traffic of an allreduce "
+            "store between hosts has "
+            f"none: torch's sockets at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) "
+            "and gloo's accept any "
+            "process. Use dist_sync, or set KVPS_INSECURE=1 in a network that you trust"
         )
 
 
@@ -172,8 +174,8 @@ def _rendezvous(world: config.World, timeout_s: float) -> Store:
     except (RuntimeError, ValueError) as error:
         raise Timeout(
             f"rank {world.rank} cannot meet the others at {world.address}:{world.port} (MASTER_ADDR, "
-            f"MASTER_PORT) in {timeout_s:g} s: {str(error).splitlines()[0]}. Rank 0's process listens "
-            "there from its first allreduce store on; start all ranks"
+            f"MASTER_PORT) in {timeout_s:g} s: {str(error).splitlines()[0]}. The process of rank 0 "
+            "listens there as soon as it creates an allreduce store; start all ranks"
         ) from error
     assert isinstance(board, Store)
     return board
@@ -190,7 +192,7 @@ def _listen(world: config.World) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             log.warning(
-                "%s (MASTER_ADDR) is no address of this host: port %d is open on all that are",
+                "%s (MASTER_ADDR) is not an address of this host: port %d is open on all of its addresses",
                 *(world.address, world.port),
             )
         return None

@@ -56,13 +56,16 @@ STOP_MAX_S = 5.0
 
 
 UNSUPPORTED: dict[type[calls.Call], tuple[str, str]] = {
-    calls.JoinStore: ("join()", "give every rank as many batches (kvps.data_sampler does)"),
+    calls.JoinStore: (
+        "join()",
+        "give every rank equally many batches (kvps.data_sampler does this)",
+    ),
     calls.TakeCheckpoint: ("checkpoint()", "save the model on rank 0"),
     calls.RestoreCheckpoint: ("restore()", "load the model on rank 0 and broadcast() it"),
     calls.MakeTable: ("embedding()", "keep an ordinary table, pushed by rows, in the model"),
     calls.Compress: (
         "set_gradient_compression()",
-        "a ring sums what it is given; use a dist store, or kvps.torch.comm_hook with DDP",
+        "a ring cannot compress; use a dist store, or kvps.torch.comm_hook with DDP",
     ),
     calls.LoadResiduals: ("load_compression_state()", "nothing is compressed here"),
 }
@@ -162,14 +165,14 @@ class AllreduceStore(KVStore):
     def _refuse(self, call: type[calls.Call]) -> NoReturn:
         what, instead = UNSUPPORTED[call]
         raise ConfigError(
-            f"store {self._name!r} is allreduce, which has no servers, and cannot do {what}; "
-            f"{instead}, or use dist_sync, which can"
+            f"store {self._name!r} is allreduce, which has no servers, and does not "
+            f"support {what}; {instead}, or use dist_sync"
         )
 
     def _optimizer(self) -> NoReturn:
         raise ConfigError(
             f"store {self._name!r} is allreduce: it has no optimizer, and no servers to run one; update "
-            "the weights by the sums that you pull, as kvps.Trainer(..., kvstore='allreduce') does, or "
+            "the weights with the sums that you pull, as kvps.Trainer(..., kvstore='allreduce') does, or "
             "use dist_sync"
         )
 
@@ -289,8 +292,8 @@ class AllreduceStore(KVStore):
             for name, collective in zip(call.keys, collectives, strict=True):
                 if collective.versions[name] < call.min_version:
                     raise ConfigError(
-                        f"key {name!r} stands at version {collective.versions[name]}, and in an "
-                        "allreduce store only this rank's own pushes bring it to "
+                        f"key {name!r} is at version {collective.versions[name]}, and in an "
+                        "allreduce store only this rank's own pushes advance it to "
                         f"min_version={call.min_version}"
                     )
         return ticket
@@ -356,7 +359,7 @@ class AllreduceStore(KVStore):
     def abandon(self) -> None:
         """Let go of the other ranks without waiting for what is under way; again: nothing."""
         self._is_closed = True
-        self._queue.fail(ConfigError(f"store {self._name!r} is closed; create another one"))
+        self._queue.fail(ConfigError(f"store {self._name!r} is closed; create another store"))
         self._ring.close()
         self._queue.stop(STOP_MAX_S)
         self._endings.forget(self)
@@ -394,12 +397,12 @@ class AllreduceStore(KVStore):
     def _late(self, title: str, limit_s: float) -> Timeout:
         missing = self._ring.missing()
         if missing:
-            who = f"{ranks_in_words(missing)} {'has' if len(missing) == 1 else 'have'} not made it"
+            who = f"{ranks_in_words(missing)} {'has' if len(missing) == 1 else 'have'} not made this call"
         else:
-            who = "all ranks have begun it, and one of them or the network does not go on"
+            who = "all ranks have started it, but a rank or the network is stuck"
         return Timeout(
-            f"store {self._name!r}: {title} is not over after {limit_s:g} s: this rank waits in call "
-            f"{self._ring.number}, and {who}. Nothing is cancelled: the calls stand, and a pull waits "
+            f"store {self._name!r}: {title} is not done after {limit_s:g} s: this rank waits in call "
+            f"{self._ring.number}, and {who}. Nothing is cancelled: the calls continue, and a pull waits "
             "for them again"
         )
 

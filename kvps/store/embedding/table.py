@@ -1,7 +1,7 @@
 """The embedding table that users call: rows by 64-bit ids, pulled and pushed by the list.
 
-Arguments are checked and put in order here: ids are sorted, each named once, and gradients of the same id
-are added up. A kind of store only has to pull, push and hand out blocks.
+This file checks and normalises arguments: ids are sorted and distinct, and gradients of the same id are
+summed. A kind of store only has to pull, push and export blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvps.store.embedding.export import write
 from kvps.tensors import TORCH, as_tensor
 
 BLOCK_BYTES = 8 << 20
-"""About how much of an export is in memory at once."""
+"""Approximate bytes of an export that are in memory at once."""
 
 Rows = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of ids [n] and their rows [n, dim]."""
@@ -45,17 +45,17 @@ class Owner(Protocol):
 
     @property
     def average(self) -> bool:
-        """Whether a round is the mean of what its workers pushed."""
+        """Whether a round is the mean of its pushes."""
 
     def _begin(self) -> None: ...
 
 
 class EmbeddingTable(abc.ABC):
-    """Rows of a table that grows as ids come; get it from :meth:`kvps.KVStore.embedding`.
+    """A table of rows that grows with its ids, from :meth:`kvps.KVStore.embedding`.
 
-    An id is any 64-bit number. A row is made by the first *push* of its id (or a later one, see
-    ``admit``). A pull makes none: an id without a row has its first value, which depends on the
-    table's seed, the id and the column alone, and is the same on every server and after every restart.
+    An id is any 64-bit number. The first *push* of an id creates its row (or a later push, see ``admit``). A
+    pull creates no row: an id without a row has its initial value, which depends only on the table's seed,
+    the id and the column. It is the same on every server and after every restart.
 
     Attributes:
         name: the table's name in its store.
@@ -79,16 +79,15 @@ class EmbeddingTable(abc.ABC):
         self.store = store
         self.name = name
         self.recipe = recipe
-        """The description that it is made from: all workers must agree on it."""
+        """The specification of the table; all workers must agree on it."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 
     def pull(self, ids: object, *, timeout: float | None = None) -> torch.Tensor:
         """Return the rows of ``ids``, after this rank's own pushes of the table.
 
-        In a synchronous store they are those of exactly the version after these pushes. In others
-        each row is as its last push left it, and rows of different servers may be of different
-        versions.
+        In a synchronous store, they have exactly the version after these pushes. In other stores, rows of
+        different servers may have different versions.
 
         Args:
             ids: whole numbers, in a tensor, an array or (nested) lists; they may be repeated.
@@ -98,7 +97,7 @@ class EmbeddingTable(abc.ABC):
             A new tensor of shape ``ids.shape + (dim,)``, on the device of ``ids``.
 
         Raises:
-            Mismatch: if the ids are no whole numbers.
+            Mismatch: if the ids are not integers.
             Timeout, WorkerLost: as for :meth:`kvps.KVStore.pull`.
 
         Example:
@@ -121,12 +120,11 @@ class EmbeddingTable(abc.ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Push the gradients of some rows; those of an id that is named twice are added up.
+        """Push the gradients of some rows; gradients of duplicate ids are summed.
 
-        It counts as one push, also without any ids: in a synchronous store a round closes when
-        every worker has pushed, and one that has nothing to say says so by ``push([], [])``.
-        Returns when the values are copied; with ``async_op`` a handle, whose ``wait()`` returns
-        when the servers have them.
+        It counts as a push even without ids: in a synchronous store a round closes when every worker has
+        pushed, so a worker without gradients calls ``push([], [])``. Returns when the values are copied; with
+        ``async_op``, returns a handle, whose ``wait()`` returns when the servers have them.
 
         Args:
             ids: whole numbers, of any shape.
@@ -135,7 +133,7 @@ class EmbeddingTable(abc.ABC):
             timeout: seconds until the call fails with Timeout, instead of the store's.
 
         Raises:
-            Mismatch: for another shape, or gradients that are no floating point numbers.
+            Mismatch: for another shape, or gradients that are not floating point.
 
         Example:
             >>> import numpy as np, kvps
@@ -152,12 +150,12 @@ class EmbeddingTable(abc.ABC):
         return self._push(unique, total.to(self.dtype), async_op, timeout)
 
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
-        """Set the table's learning rate; rank 0's call counts, and others may make it, too.
+        """Set the table's learning rate; rank 0's call counts, and other ranks may call, too.
 
-        In a synchronous store it holds from rank 0's next push on.
+        In a synchronous store it takes effect with rank 0's next push.
 
         Args:
-            lr: within the optimizer's range.
+            lr: the learning rate, within the optimizer's range.
             timeout: seconds to wait, instead of the store's.
 
         Raises:
@@ -175,16 +173,16 @@ class EmbeddingTable(abc.ABC):
         self._set_rate(checked, timeout)
 
     def export(self, path: str | Path | None = None, *, with_state: bool = False) -> Rows | int:
-        """Hand out all rows: as an iterator over blocks, or into a safetensors file.
+        """Export all rows: as an iterator over blocks, or to a safetensors file.
 
-        The file has ``ids`` [n] and ``versions`` [n] of int64, and ``rows`` [n, dim]; ``versions``
-        are those that each row's last push made. A block is a few MiB, whatever the table's size.
-        Training may go on meanwhile: each row is then as some push left it, and rows that are made
-        after the beginning may be missing. Between two barriers it is one version.
+        The file has ``ids`` [n] and ``versions`` [n] of int64, and ``rows`` [n, dim]; ``versions`` has the
+        version of each row's last push. A block is a few MiB, regardless of the table's size. Training may
+        continue during the export. Then each row has the value after some push, and rows that are created
+        after the start may be missing. Between two barriers, all rows have the same version.
 
         Args:
-            path: of the file, which takes its place when it is complete; None for an iterator.
-            with_state: the file has the optimizer's states, too, as ``state.NAME`` [n, dim].
+            path: the file, which is replaced when the export is complete; None for an iterator.
+            with_state: also write the optimizer's states, as ``state.NAME`` [n, dim].
 
         Returns:
             An iterator over (ids, rows); or the number of rows written.
@@ -202,13 +200,13 @@ class EmbeddingTable(abc.ABC):
         return self._export(0, path, with_state)
 
     def changed_since(self, version: int, path: str | Path | None = None) -> Rows | int:
-        """Hand out the rows that were pushed to after ``version``, as :meth:`export` does.
+        """Export the rows that were pushed after ``version``, as :meth:`export` does.
 
-        Take :meth:`version` before an export, and this later brings the copy up to date. Rows that
-        were dropped since (see ``evict``) are not named.
+        Call :meth:`version` before an export; later, this call brings the copy up to date. It does not name
+        rows that were dropped since (see ``evict``).
 
         Raises:
-            ConfigError: for a version that is no whole number from 0 on.
+            ConfigError: for a version that is not a whole number of 0 or more.
 
         Example:
             >>> import torch, kvps
@@ -238,7 +236,7 @@ class EmbeddingTable(abc.ABC):
         return self.dim * self.dtype.itemsize
 
     def _rows_of(self, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return gradients as rows, in the type that they are added up in."""
+        """Return gradients as rows, in the type in which they are summed."""
         if isinstance(gradients, list | tuple) and not len(gradients):
             gradients = torch.empty((*shape, self.dim))
         if not isinstance(gradients, torch.Tensor | np.ndarray):
@@ -256,7 +254,7 @@ class EmbeddingTable(abc.ABC):
         return tensor.cpu().to(wide).reshape(-1, self.dim)
 
     def __bool__(self) -> bool:
-        """Return True: an empty table is one, too."""
+        """Return True, even for an empty table."""
         return True
 
     def __repr__(self) -> str:
@@ -266,7 +264,7 @@ class EmbeddingTable(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Return how many rows there are, on all servers."""
+        """Return the number of rows on all servers."""
 
     @abc.abstractmethod
     def version(self, *, timeout: float | None = None) -> int:
@@ -274,9 +272,8 @@ class EmbeddingTable(abc.ABC):
 
     @abc.abstractmethod
     def resume(self, *, timeout: float | None = None) -> int:
-        """Number the next pushes from the lowest one that this rank still owes; return it.
-
-        For a worker that replaces a lost one, as :meth:`kvps.KVStore.resume` is.
+        """Number the next pushes from the lowest that this rank still owes; return it. Like
+        :meth:`kvps.KVStore.resume`, for a worker that replaces a lost worker.
         """
 
     @abc.abstractmethod
@@ -298,7 +295,7 @@ def _ids_of(ids: object) -> torch.Tensor:
     """Return ids as a tensor of int64.
 
     Raises:
-        Mismatch: if they are no whole numbers of 64 bits.
+        Mismatch: if they are not 64-bit integers.
     """
     if isinstance(ids, torch.Tensor):
         tensor = ids.detach()

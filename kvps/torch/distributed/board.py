@@ -103,8 +103,7 @@ class Board:
     def next_use(self, name: str) -> tuple[str, int]:
         """Return the key of the next use of a post, and how often that key was used before.
 
-        There are two keys behind each name, used in turns: who writes need not wait for those who
-        still read what was written before.
+        There are two keys behind each name, used in turns: a writer need not wait for readers of the value before.
         """
         count = self._uses.get(name, 0)
         self._uses[name] = count + 1

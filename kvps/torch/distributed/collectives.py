@@ -283,7 +283,7 @@ class Collectives:
         if self._board.posts > LETTERS_MAX:
             raise ConfigError(
                 f"send and recv have used {self._board.posts} combinations of ranks, tags and sizes, "
-                "and each is a key on the servers; use a tag again when its letter has come"
+                "and each is a key on the servers; reuse a tag when its message has been received"
             )
         track = self._track(f"letters/{src}>{dst}/{tag}")
         return track, f"{track}/{class_of(staged.row.nbytes)}"
@@ -309,5 +309,5 @@ class Collectives:
         if gone:
             raise WorkerLost(
                 f"{what}: worker {gone[0]} has left the job, and the group {self._name!r} needs it. "
-                "Call as many collectives on every rank, or use torch's Join for uneven data"
+                "Make the same number of collective calls on every rank, or use torch's Join for uneven data"
             )

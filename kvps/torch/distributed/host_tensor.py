@@ -50,8 +50,8 @@ class Staged:
     def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"the backend kvps takes dense tensors, got layout {tensor.layout}; use "
-                "to_dense(), or for gradients of an Embedding sparse=False"
+                f"the backend kvps needs dense tensors, got layout {tensor.layout}; use "
+                "to_dense(), or sparse=False for gradients of an Embedding"
             )
         self._tensor = tensor.detach()
         one = self._tensor

@@ -90,7 +90,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self.allreduce(tensors, opts)
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise Mismatch(
-                "all_reduce_coalesced: the tensors are of several types; call it per type"
+                "all_reduce_coalesced: the tensors have different types; make one call per type"
             )
         parts = [Staged(tensor) for tensor in tensors]
         joined = torch.cat([one.row for one in parts])
@@ -295,7 +295,7 @@ class ProcessGroup(dist.ProcessGroup):
         if len(tensors) != self._size:
             raise Mismatch(
                 f"{what}: {len(tensors)} tensors were given, and the group has {self._size} ranks; "
-                "give one for each"
+                "give a tensor for each"
             )
 
     def _parts(self, what: str, part: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -328,13 +328,17 @@ class ProcessGroup(dist.ProcessGroup):
 
 def _one(what: str, tensors: Sequence[Any]) -> Sequence[Any]:
     if len(tensors) != 1:
-        raise ConfigError(f"{what}: {len(tensors)} tensors were given; the backend kvps takes one")
+        raise ConfigError(
+            f"{what}: {len(tensors)} tensors were given; the backend kvps takes a single tensor"
+        )
     return tensors
 
 
 def _demand_same(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
     if one.numel() != other.numel() or one.dtype != other.dtype:
-        raise Mismatch(f"{what}: {_shape(one)} and {_shape(other)} must be of one size and type")
+        raise Mismatch(
+            f"{what}: {_shape(one)} and {_shape(other)} must have the same size and type"
+        )
 
 
 def _shape(tensor: torch.Tensor) -> str:

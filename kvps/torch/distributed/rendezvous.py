@@ -1,11 +1,10 @@
 """Rendezvous of ``init_process_group("kvps")``: the ranks are those of the cluster.
 
-torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and kvps-worker
-set them. A plain process of a cluster has none of these, and neither has a process without a cluster. So
-where a cluster is described, or where torch would end with an error, the ranks meet in the cluster: rank
-and size are its own, and the store that torch wants is at a port of rank 0 that the system chooses, which
-the others learn through the servers. A group that was destroyed can be made again, as no port is used
-twice.
+torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and kvps-worker set
+them. A plain process of a cluster has none of these, and neither has a process without a cluster. So if a
+cluster is configured, or if torch would fail, the ranks meet in the cluster: rank and size are its own, and
+torch's store is at a port of rank 0 that the system chooses; the other ranks learn it through the servers. A
+destroyed group can be created again, because no port is used twice.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Shared:
 
     world: tuple[Board, OrderedExecutor] | None = None
     began: bool = False
-    """The session began with the rendezvous, or with the first group."""
+    """Whether the session began with the rendezvous, or with the first group."""
 
 
 _shared = _Shared()
@@ -107,24 +106,24 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
 
 
 def _has_servers(timeout_s: float) -> bool:
-    """Whether this process is in a cluster by whose servers ranks can meet; one of none is for allreduce."""
+    """Whether this process is in a cluster with servers, through which ranks can meet."""
     return _is_described() and process.session(timeout_s, config.whole("RANK")).info.servers > 0
 
 
 def _is_described() -> bool:
-    """Whether this process is in a cluster, or is told of one."""
+    """Whether this process is in a cluster, or the environment configures a cluster."""
     return process.has_joined() or LocalCluster.current is not None or config.cluster() is not None
 
 
 def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
-    """Return this process's session, which must be of this rank in so many workers.
+    """Return this process's session, which must have this rank and number of workers.
 
     Raises:
         ConfigError: if there is no cluster for several ranks, or it has another order of ranks.
     """
     if not _is_described() and (size or 1) > 1:
         raise ConfigError(
-            f"init_process_group({NAME!r}): WORLD_SIZE is {size}, and no cluster is described. Start "
+            f"init_process_group({NAME!r}): WORLD_SIZE is {size}, and no cluster is configured. Start "
             "kvps-scheduler and kvps-server, and set KVPS_SCHEDULER=tcp://HOST:PORT in every process; "
             "or start the script with kvps-launch"
         )
@@ -132,7 +131,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
     workers = session.info.workers
     if size is not None and workers != size:
         raise ConfigError(
-            f"init_process_group({NAME!r}): torch counts {size} ranks (WORLD_SIZE), the cluster has "
+            f"init_process_group({NAME!r}): torch has {size} ranks (WORLD_SIZE), but the cluster has "
             f"{workers} workers; start kvps-scheduler with --workers {size}"
         )
     if rank is not None and session.rank != rank:
@@ -145,7 +144,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
 
 
 def _make(options: Any, more: Any) -> ProcessGroup:
-    """Return a process group, as torch asks for one."""
+    """Return a process group; torch calls this."""
     if more is not None:
         raise ConfigError(f"the backend {NAME!r} has no pg_options; remove them")
     timeout_s = options.timeout.total_seconds()
@@ -157,8 +156,8 @@ def _make(options: Any, more: Any) -> ProcessGroup:
     if _shared.world is None:
         if len(members) not in (0, size):
             raise ConfigError(
-                f"new_group(backend={NAME!r}) of {len(members)} ranks needs the others, too, for its "
-                f"first group: call init_process_group({NAME!r}), or make a group of all ranks first"
+                f"new_group(backend={NAME!r}) of {len(members)} ranks is the first group of the backend, and "
+                f"needs all ranks: call init_process_group({NAME!r}), or make a group of all ranks first"
             )
         _shared.began = _shared.began or not process.has_joined()
         _join(rank, size, timeout_s)
@@ -171,10 +170,10 @@ def _make(options: Any, more: Any) -> ProcessGroup:
 
 
 def _close() -> None:
-    """End what the groups share.
+    """End the stores that the groups share.
 
-    The process stays a worker until it ends or calls kvps.shutdown(), so that it may begin another
-    group; but a cluster that lies inside it, and began with the group, ends with it.
+    The process stays a worker until it ends or calls kvps.shutdown(), so that it may begin another group; but
+    an embedded cluster that began with the group ends with it.
     """
     if _shared.world is None:
         return

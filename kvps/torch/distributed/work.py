@@ -68,8 +68,8 @@ class Work(dist.Work):
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
             raise Timeout(
-                f"{self._name} is not done after {limit_s:g} s; it goes on. Wait again, or find out "
-                "which rank did not call it"
+                f"{self._name} is not done after {limit_s:g} s, and continues. Wait again, or find the "
+                "rank that did not call it"
             )
         if self._error is not None:
             raise self._error

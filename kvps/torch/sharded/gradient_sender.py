@@ -1,4 +1,4 @@
-"""The gradients of a sharded model: a complete one leaves, and its weight is freed."""
+"""The gradients of a sharded model: a complete gradient is pushed, and its weight is freed."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ class GradientHooks:
         """
         if name in self._left:
             raise ConfigError(
-                f"backward needs the weight {name!r} again, and its gradient has left in this step: "
-                "retain_graph=True and a second backward() do not go with shard(); add up the losses, "
-                "or say backward_passes_per_step="
+                f"backward needs the weight {name!r} again, but its gradient has already been pushed in "
+                "this step: shard() does not support retain_graph=True with a second backward(); "
+                "add up the losses, "
+                "or use backward_passes_per_step="
             )
 
     def _on_gradient(self, name: str) -> None:
@@ -73,8 +74,8 @@ class GradientHooks:
             return
         if gradient.requires_grad:
             raise ConfigError(
-                f"the gradient of {name!r} is to be differentiated (create_graph=True), which shard() does "
-                "not support: the weights that this needs are freed"
+                f"the gradient of {name!r} would be differentiated (create_graph=True), which shard() does "
+                "not support, because it frees the weights"
             )
         if name in self._left:
             param.grad = None
@@ -122,7 +123,7 @@ class GradientHooks:
         """Let the last gradients of a step leave, and begin the next.
 
         Raises:
-            ConfigError: naming parameters that have no gradient. KvpsError: what became of one that left.
+            ConfigError: naming parameters that have no gradient. KvpsError: the error of a pushed gradient.
         """
         missing = self.hooks.missing(self._left)
         if missing and not self.is_given_up:

@@ -1,4 +1,4 @@
-"""The sender of gradients: they leave as soon as complete, with a bound on how many are in flight.
+"""The sender of gradients: each is pushed when it is complete, with a bound on those in flight.
 
 A gradient that has left is freed when the store has it. If the network is slower than backward, gradients
 would heap up here, as much as the whole model. So at most *limit* bytes are in flight: the next bucket

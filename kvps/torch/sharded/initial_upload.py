@@ -29,14 +29,15 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
     members = [member for block in blocks for member in block.members if _own_meta(member[1])]
     if init is not None and not members:
         raise ConfigError(
-            "init= fills modules on the meta device, and this one has its values; build it under "
+            "init= fills modules on the meta device, but this module has values; build it under "
             "torch.device('meta'), or remove init="
         )
     for path, one in members:
         if init is None and _reset_of(one) is None:
             raise ConfigError(
                 f"module {path!r} ({type(one).__name__}) is on the meta device and has no "
-                "reset_parameters(): give init=, which is called with each such module and fills its own "
+                "reset_parameters(): give init=, a function that is called with each such module "
+                "and fills its own "
                 "parameters and buffers"
             )
 

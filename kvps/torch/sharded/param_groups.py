@@ -1,4 +1,4 @@
-"""Parameter groups: modules whose weights come and go together, and their execution order.
+"""Parameter groups: modules whose weights are pulled and freed together, and their execution order.
 
 A *block* is a module whose weights are needed at the same time: those of the module, and of all inside it
 that are in no block of their own. Without a list from the user, blocks are the elements of every
@@ -107,7 +107,7 @@ def _checked(module: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list
     for number, one in enumerate(heads):
         if one not in inside:
             raise ConfigError(
-                f"blocks: element {number} is a {type(one).__name__}, and no module inside the model; "
+                f"blocks: element {number} is a {type(one).__name__}, not a module inside the model; "
                 "give modules such as [*model.layers, model.head]"
             )
         if not _is_callable(one):

@@ -52,7 +52,8 @@ class RemoteOptimizer(ParameterSync):
             return
         if numbers:
             raise ConfigError(
-                f"{', '.join(sorted(numbers))}: the optimizer has its numbers; give such only with a name"
+                f"{', '.join(sorted(numbers))}: the optimizer has its own hyper-parameters; give "
+                "these only with a name"
             )
         check_groups(self._optimizer, params)
         self._given = self.wanted()
@@ -71,8 +72,8 @@ class RemoteOptimizer(ParameterSync):
         """
         if self._optimizer is not None:
             raise ConfigError(
-                "set_learning_rate(): the optimizer that shard() was given says it; change "
-                "optimizer.param_groups, or use a scheduler"
+                "set_learning_rate(): the optimizer that was passed to shard() has the learning rate; "
+                "change optimizer.param_groups, or use a scheduler"
             )
         self._given = self._given.with_lr(lr)
 
@@ -94,8 +95,9 @@ class RemoteOptimizer(ParameterSync):
         lost = [name for name in self.params if name not in error.after]
         if lost:
             raise ServerLost(
-                f"the checkpoint to which the servers returned does not have {names_in_words(lost)}, and no "
-                "worker has its weight; start anew, and load_state_dict() what you saved"
+                "the servers rolled back to a checkpoint that does not have "
+                f"{names_in_words(lost)}, and no worker "
+                "has the weight; start the job again, and load_state_dict() your saved weights"
             ) from error
         assert self.hyper is not None
         if error.has_optimizer:

@@ -7,8 +7,8 @@ A weight is in one of three states::
     away ---> coming ---> here ---> away
      expect()     bring()     free()
 
-A parameter whose weight is away keeps its shape, and all its elements are one: NaN. So whoever reads it by
-mistake sees NaN, and nothing is read that was freed.
+A parameter whose weight is away keeps its shape, and all its elements are one: NaN. So code that reads it by
+mistake sees NaN, and never freed memory.
 
 autograd saves weights for the backward pass, and a reference is enough to keep the memory. So while a block
 computes, what autograd saves of a weight is replaced by its name and the place in it (:meth:`remember`),

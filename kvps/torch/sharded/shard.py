@@ -1,20 +1,20 @@
-"""A model whose weights live on the servers: a worker holds those of the blocks that it computes with.
+"""A model whose weights live on the servers: a worker has only the weights of the blocks that it computes with.
 
 Theory of operation
 -------------------
-Servers hold the weights and the optimizer's state, and update by the mean of all workers' gradients. Here
+Servers have the weights and the optimizer's state, and update with the mean of all workers' gradients. On a worker,
 
 * a block's weights come just before they are needed, and go when they were   (:mod:`kvps.torch.sharded.hooks`)
 * what autograd saves of a weight is its name                                 (:mod:`kvps.torch.sharded.residency`)
 * a gradient leaves when it is complete, and is freed                         (:mod:`kvps.torch.sharded.gradient_sender`)
 
-So there is nothing that :meth:`Sharded.step` would wait for. It ends the step: the next pull of a key waits
-for the round that this rank's gradient is in, and returns exactly the version behind it, on every rank the
-same. At any time there are about three blocks here: one that computes, one that is coming, and as
-much of gradients on their way; and the rest, which is in no block.
+So :meth:`Sharded.step` has nothing to wait for. It ends the step: the next pull of a key waits for the round
+that this rank's gradient is in, and returns exactly the version after it, the same on every rank. At any time
+there are about three blocks here: one that computes, one that is coming, and as much of gradients on their
+way; and the rest, which is in no block.
 
-When the servers return to a checkpoint, the step that is under way is given up: its gradients leave no more,
-and the next forward pass has the weights of the checkpoint.
+When the servers roll back to a checkpoint, the present step is abandoned: its gradients are not pushed, and
+the next forward pass has the weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ def shard(
     backward_passes_per_step: int = 1,
     **hyper: Any,
 ) -> Sharded:
-    """Move a model to the servers, and have its weights come when they are needed.
+    """Move a model to the servers; its weights are pulled when they are needed.
 
-    Every worker calls it with the same arguments. Rank 0's values count, of parameters and of buffers;
-    buffers stay here. The optimizer runs on the servers.
+    Every worker calls it with the same arguments. Rank 0's values of parameters and buffers count; buffers
+    stay on the workers. The optimizer runs on the servers.
 
     Args:
-        module: a model, or one that was built under ``torch.device("meta")``.
-        kvstore: the name of a synchronous store, which is then the model's own; or a store that was made
+        module: a model, which may have been built under ``torch.device("meta")``.
+        kvstore: the name of a synchronous store, which is then the model's own; or a store that was created
             with ``average=True`` and serves nothing else.
-        optimizer: a torch optimizer over the parameters that are trained. Its numbers count, also when a
-            scheduler changes them, and its ``step()`` does what :meth:`Sharded.step` does; it never has any
-            state. Or the name of one that servers run, with its numbers in ``hyper``.
-        blocks: modules whose weights come and go together; None for the elements of each ``ModuleList`` and
-            ``Sequential``. Weights that are in none are here from the beginning of forward to the
-            end of backward.
+        optimizer: a torch optimizer over the trained parameters. Servers use its hyper-parameters, also when
+            a scheduler changes them, and its ``step()`` is :meth:`Sharded.step`; it never has any state. Or
+            the name of an optimizer of the servers, with its hyper-parameters in ``hyper``.
+        blocks: modules whose weights are pulled and freed together; None for the elements of each
+            ``ModuleList`` and ``Sequential``. Weights outside all blocks stay from the start of forward to
+            the end of backward.
         init: with a model on the meta device, called on rank 0 with each module that has parameters or
             buffers of its own, to fill them; None calls its ``reset_parameters()``.
-        device: where the weights of a model on the meta device come to; None for torch's default device.
-        backward_passes_per_step: gradients of so many passes are added up here before they leave,
-            which takes memory for all of them.
+        device: the device for the weights of a model on the meta device; None for torch's default device.
+        backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed,
+            which takes memory for all gradients.
         **hyper: hyper-parameters for the name of an optimizer, as ``set_optimizer`` takes them.
 
     Raises:
-        ConfigError: for arguments that cannot be.
-        Mismatch: (a ValueError) for a store that is not synchronous or adds up, or if rank 0 has other
+        ConfigError: for invalid arguments.
+        Mismatch: (a ValueError) for a store that is not synchronous or computes sums, or if rank 0 has other
             parameters.
 
     Example:
@@ -91,7 +91,7 @@ def shard(
 
 
 class Sharded:
-    """A model whose weights live on the servers; made by :func:`shard`."""
+    """A model whose weights live on the servers, created by :func:`shard`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Sharded:
             self._rule.go_on,
         )
         self._side: Any = None
-        """The store for buffers, if there are some."""
+        """The store for buffers, if there are any."""
         self._steps = self._begin()
         self._passes = GroupHooks(
             self._blocks,
@@ -145,7 +145,7 @@ class Sharded:
         self._hooks = self._watch(optimizer)
 
     def _begin(self) -> int:
-        """Have the store update, and take rank 0's buffers; return the step to begin with."""
+        """Set the store's optimizer, and take rank 0's buffers; return the first step."""
         buffers = dict(self.module.named_buffers())
         if buffers:
             # Of their own: a store that takes means has no integers, such as a count of batches.
@@ -170,13 +170,13 @@ class Sharded:
     # --- a step -----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """End the step: what ``backward()`` has made is one update, on every worker the same.
+        """End the step: the gradients of ``backward()`` make one update, the same on every worker.
 
-        It waits for nobody. A torch optimizer's own ``step()`` does the same.
+        It does not wait for other workers. A torch optimizer's own ``step()`` does the same.
 
         Raises:
             ConfigError: naming parameters that have no gradient.
-            KvpsError: what has become of a gradient on its way.
+            KvpsError: the error of a push of a gradient.
         """
         is_given_up = self._gradients.is_given_up
         self._gradients.step()
@@ -188,13 +188,13 @@ class Sharded:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were made; the replacement of a lost worker begins where that one was."""
+        """The number of completed steps; the replacement of a lost worker continues from its predecessor's number."""
         return self._steps
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, of an optimizer that was given by name.
 
-        Every rank calls; rank 0's counts.
+        Every rank calls; rank 0's call counts.
 
         Raises:
             ConfigError: for a bad value, or where a torch optimizer has the rate.
@@ -218,10 +218,10 @@ class Sharded:
 
     @contextmanager
     def gathered(self, *modules: torch.nn.Module) -> Iterator[None]:
-        """Have the weights of these modules here, and of all inside, to be read.
+        """Pull the weights of these modules, and of all inside, to read them.
 
         Args:
-            modules: of the model; none for the model itself. What is written to their weights is lost.
+            modules: modules of the model; none for the model itself. Writes to their weights are lost.
 
         Example:
             >>> with sharded.gathered(model.head):  # doctest: +SKIP
@@ -241,7 +241,7 @@ class Sharded:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and weight of each parameter, on the CPU, one block after the other.
 
-        For a model that is larger than this worker's memory. A weight that modules share comes once.
+        For a model that is larger than this worker's memory. A shared weight is yielded once.
 
         Example:
             >>> for name, weight in sharded.weights():  # doctest: +SKIP
@@ -255,22 +255,24 @@ class Sharded:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers as the module alone would, from the servers, on the CPU.
 
-        It is what ``module.state_dict()`` returns; one worker's call is enough. It takes memory for the
-        whole model: see :meth:`weights`.
+        It equals ``module.state_dict()``; a call by one worker is enough. It takes memory for the whole
+        model: see :meth:`weights`.
         """
         return dict(self.module.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Give the servers the values of :meth:`state_dict`, of this or of the module alone.
+        """Load a :meth:`state_dict`, of this object or of the module, into the servers.
 
-        Every worker calls; rank 0's values count, and the others may give ``{}``. The optimizer's state of
-        these parameters begins anew.
+        Every worker calls; rank 0's values count, and the other ranks may pass ``{}``. The optimizer's state
+        of these parameters is reset.
 
         Raises:
-            ConfigError: in the middle of a step. Mismatch: if a name is missing, or is too many.
+            ConfigError: in the middle of a step. Mismatch: if a name is missing or unexpected.
         """
         if self._gradients.is_begun:
-            raise ConfigError("load_state_dict() in the middle of a step: call step() before")
+            raise ConfigError(
+                "load_state_dict() was called in the middle of a step: call step() first"
+            )
         if self._kv.rank == 0 or state_dict:
             self._check_names(state_dict)
         self._weights.forget()
@@ -281,7 +283,7 @@ class Sharded:
             _write(buffer, self._side.broadcast(name, value, None))
 
     def _once(self) -> Iterator[list[str]]:
-        """Yield the names of the parameters of each block, but for those that came before."""
+        """Yield the names of the parameters of each block, except those of earlier blocks."""
         seen: set[str] = set()
         for block in self._blocks:
             names = [name for name in block.names if name not in seen]
@@ -302,7 +304,7 @@ class Sharded:
         foreign = set(given).difference(all_names, lasting)
         if missing or foreign:
             what = f"lacks {min(missing)!r}" if missing else f"has {min(foreign)!r}, too"
-            raise Mismatch(f"the state_dict {what}; load one of this model, all of it")
+            raise Mismatch(f"the state_dict {what}; load a complete state_dict of this model")
 
     def _put_weights(
         self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: object
@@ -326,9 +328,9 @@ class Sharded:
         return self._kv
 
     def close(self) -> None:
-        """Finish what is under way, take all hooks away, and close the store.
+        """Finish pending calls, remove all hooks, and close the store.
 
-        The weights stay on the servers, and the module without any: save its ``state_dict()`` before.
+        The weights stay on the servers, and the module has none: save its ``state_dict()`` first.
         """
         self._passes.close()
         self._gradients.hooks.close()
@@ -348,12 +350,12 @@ def _checked_store(kvstore: Any) -> Any:
     """Return the store of a sharded model.
 
     Raises:
-        ConfigError: for something that is no store. Mismatch: for one whose rounds are not what it needs.
+        ConfigError: for an object that is not a store. Mismatch: for a store of another kind.
     """
     kind = kvstore if isinstance(kvstore, str) else str(getattr(kvstore, "type", ""))
     if kind.startswith(("dist_async", "dist_ssp")):
         raise Mismatch(
-            f"store {kind!r} may update a weight between forward and backward, and shard() brings it for "
+            f"store {kind!r} may update a weight between forward and backward, and shard() pulls it for "
             "each; use dist_sync"
         )
     if kind.startswith("allreduce"):
@@ -363,13 +365,13 @@ def _checked_store(kvstore: Any) -> Any:
         raise ConfigError("kvstore: give 'dist_sync', or a store of that kind")
     if is_distributed(kv) and kv.num_workers > 1 and not kv.average:
         raise Mismatch(
-            f"store {kv.name!r} adds up; create it with average=True, or give the name of a store"
+            f"store {kv.name!r} computes sums; create it with average=True, or give the name of a store"
         )
     return kv
 
 
 def _write(buffer: torch.Tensor, found: torch.Tensor) -> None:
-    """Write what came from a store, perhaps as bytes."""
+    """Write a value from a store, perhaps as bytes."""
     value = found if found.dtype == buffer.dtype else found.view(buffer.dtype)
     buffer.detach().copy_(value.view(buffer.shape))
 
@@ -386,6 +388,6 @@ def _lasting(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _refuse_to_load(*_: object) -> None:
     raise ConfigError(
-        "this model is sharded: its weights are on the servers. Use load_state_dict() of what shard() "
-        "returned, on every worker"
+        "this model is sharded: its weights are on the servers. Call load_state_dict() of the object that "
+        "shard() returned, on every worker"
     )

@@ -36,13 +36,14 @@ def divisor_of(kv: Any, op: str) -> int:
     takes_means = isinstance(kv, KVStore) and kv.average
     if takes_means and op == "sum":
         raise Mismatch(
-            f"op='sum', and store {kv.name!r} takes means; create it without average=True"
+            f"op='sum', but store {kv.name!r} computes means; create it without average=True"
         )
     if op == "sum" or takes_means:
         return 1
     if str(kv.type).startswith("dist"):
         raise Mismatch(
-            f"op='average', and store {kv.name!r} adds up; create it with average=True, or give the name "
+            f"op='average', but store {kv.name!r} computes sums; create it with average=True, or "
+            "give the name "
             "of a store"
         )
     return int(kv.num_workers)

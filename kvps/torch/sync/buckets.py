@@ -44,7 +44,7 @@ class Buckets:
     def __init__(self, sizes: Mapping[str, int], limit_bytes: int) -> None:
         if type(limit_bytes) is not int or limit_bytes < 1:
             raise ConfigError(
-                f"bucket_bytes={limit_bytes!r}: use a whole number of bytes from 1 on"
+                f"bucket_bytes={limit_bytes!r}: use a whole number of bytes, 1 or more"
             )
         self._sizes = dict(sizes)
         self._place = {name: place for place, name in enumerate(sizes)}

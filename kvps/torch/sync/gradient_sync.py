@@ -212,7 +212,7 @@ class GradientSync:
                 self._failure = error
 
     def _check_fresh(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A second gradient in one step must not be added to one that has left.
+        """A second gradient in a step must not be added to a pushed gradient.
 
         Raises:
             ConfigError: if it was.
@@ -227,7 +227,7 @@ class GradientSync:
         self.wait([name])
 
     def _is_there(self, name: str, gradient: torch.Tensor) -> bool:
-        """Whether ``gradient`` is the one that has left (a view of it would have its memory)."""
+        """Whether ``gradient`` is the pushed gradient (a view of it would have its memory)."""
         left = self.values[name]
         return {gradient.layout, left.layout} == {torch.strided} and (
             gradient.numel() > 0 and gradient.data_ptr() == left.data_ptr()
@@ -322,7 +322,7 @@ class GradientSync:
         """Let every gradient leave that is here.
 
         Raises:
-            ConfigError: if somebody has changed one that is away.
+            ConfigError: if a pushed gradient was changed.
         """
         self.hooks.watch()
         changed = [
@@ -333,8 +333,9 @@ class GradientSync:
         ]
         if changed:
             raise ConfigError(
-                f"the gradient of {names_in_words(changed)} was changed (clipped, say) while the mean was on "
-                "its way: call synchronize() before, which waits for it"
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
+                "while the mean was "
+                "being computed: call synchronize() first, which waits for it"
             )
         left = [
             name

@@ -49,7 +49,7 @@ class ParameterHooks:
     def __init__(self, model: Trainable, passes: int, on_gradient: Callable[[str], None]) -> None:
         if type(passes) is not int or passes < 1:
             raise ConfigError(
-                f"backward_passes_per_step={passes!r}: use a whole number of passes from 1 on"
+                f"backward_passes_per_step={passes!r}: use a whole number of passes, 1 or more"
             )
         self._model = model
         self._passes_per_step = passes
@@ -131,6 +131,6 @@ def second_gradient(name: str, between: str, more: str = "") -> ConfigError:
         more: what else to do if several passes make up a step.
     """
     return ConfigError(
-        f"parameter {name!r} got another gradient after the first had left, and before step(): call "
-        f"{between} in between; if several backward passes make up a step, say backward_passes_per_step={more}"
+        f"parameter {name!r} got another gradient after the first was pushed, and before step(): call "
+        f"{between} in between; if a step has several backward passes, use backward_passes_per_step={more}"
     )

@@ -94,8 +94,8 @@ class ParameterSync:
                 tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
         if replaces and hyper is None:
             raise ConfigError(
-                "this worker replaces one that was lost; with update_on_kvstore=False only the "
-                "other workers have the weights: start the job anew, or update in the store"
+                "this worker replaces a lost worker. With update_on_kvstore=False, only "
+                "the other workers have the weights: restart the job, or use update_on_kvstore=True"
             )
 
     def pull(self) -> None:
@@ -214,12 +214,12 @@ def named(params: object) -> dict[str, torch.Tensor]:
             )
         name, tensor = str(pair[0]), pair[1]
         if name in found:
-            raise ConfigError(f"params: two parameters are called {name!r}")
+            raise ConfigError(f"params: two parameters are named {name!r}")
         if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
             raise ConfigError(f"parameter {name!r} has no shape yet; run a batch through the model")
         if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
             raise ConfigError(
-                f"parameter {name!r} is {tensor.dtype}, {tensor.layout}; use dense ones of "
+                f"parameter {name!r} is {tensor.dtype}, {tensor.layout}; use dense tensors of "
                 f"{', '.join(NAMES.values())}"
             )
         if tensor not in seen:
@@ -227,7 +227,7 @@ def named(params: object) -> dict[str, torch.Tensor]:
             found[name] = tensor
     if not any(tensor.requires_grad for tensor in found.values()):
         raise ConfigError(
-            "params: none of them has requires_grad=True, so there is nothing to train"
+            "params: no parameter has requires_grad=True, so there is nothing to train"
         )
     return found
 
@@ -257,7 +257,7 @@ def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Te
     foreign = len(theirs - set(params.values()))
     if foreign:
         raise ConfigError(
-            f"the optimizer has {foreign} parameters that are not in params; give both the same"
+            f"the optimizer has {foreign} parameters that are not in params; give both the same parameters"
         )
 
 
@@ -289,17 +289,17 @@ def runs_in_store(kv: Any, wanted: bool | None) -> bool:
     """
     if kv is None:
         if wanted:
-            raise Mismatch("update_on_kvstore=True needs a store; give kvstore='device', say")
+            raise Mismatch(
+                "update_on_kvstore=True needs a store; give one, such as kvstore='device'"
+            )
         return False
     is_capable = bool(kv.is_capable(KVStoreBase.OPTIMIZER))
     if wanted and not is_capable:
-        raise Mismatch(
-            f"store {kv.type!r} cannot run an optimizer; leave update_on_kvstore=True out"
-        )
+        raise Mismatch(f"store {kv.type!r} cannot run an optimizer; omit update_on_kvstore=True")
     if wanted is False and str(kv.type).startswith(("dist_async", "dist_ssp")):
         raise Mismatch(
-            f"store {kv.type!r} applies each push by an optimizer of its own; say "
-            "update_on_kvstore=True, or use dist_sync"
+            f"store {kv.type!r} applies each push with its own optimizer; use "
+            "update_on_kvstore=True, or dist_sync"
         )
     if wanted is None:
         return is_capable and (not isinstance(kv, KVStore) or is_distributed(kv))
@@ -323,8 +323,8 @@ def check_free(kv: Any, tensors: Mapping[str, torch.Tensor], owner: str) -> None
     if taken or kv.has_optimizer:
         what = f"the key {min(taken)!r}" if taken else "an optimizer"
         raise ConfigError(
-            f"store {kv.name!r} has {what} already; a {owner} brings its own keys and optimizer: "
-            f"give each {owner} a store of its own, or just the name of one"
+            f"store {kv.name!r} has {what} already; a {owner} has its own keys and "
+            f"optimizer: give each {owner} its own store, or the name of a store"
         )
 
 

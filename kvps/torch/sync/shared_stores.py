@@ -35,7 +35,7 @@ def own_store(owner: str, kvstore: str | KVStore) -> KVStore:
         if kvstore.type not in SUMMING or kvstore.has_optimizer:
             raise ConfigError(
                 f"kvstore: store {kvstore.name!r} is {kvstore.type}"
-                f"{' with an optimizer' if kvstore.has_optimizer else ''}, and this needs sums; give "
+                f"{' with an optimizer' if kvstore.has_optimizer else ''}, but sums are needed; give "
                 f"one of {', '.join(SUMMING)} without an optimizer"
             )
         return kvstore

@@ -53,7 +53,7 @@ def test_a_flag_that_has_moved_answers_with_its_command(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         demand_own(parser().parse_args(argv), argv)
     assert str(caught.value) == (
-        f"{flag} is not measured by an installed kvps. In a clone of the repository "
+        f"{flag} is not part of kvps bench. In a clone of the repository "
         f"(docs/benchmarks.md) run: python -m benchmarks.compare --rounds 2 {flag} 'a b'"
     )
 
@@ -76,7 +76,7 @@ def test_a_system_that_has_moved_answers_with_its_command() -> None:
         (["--repeat", "some"], "--repeat='some' is not a number"),
         (["--workers", "0"], "--workers=0"),
         (["--servers", "1.5"], "--servers=1.5"),
-        (["--json", "no/such/folder/a.json"], "a folder that exists"),
+        (["--json", "no/such/folder/a.json"], "an existing directory"),
     ],
 )
 def test_what_cannot_be_done_is_named(flags: list[str], told: str) -> None:

@@ -80,7 +80,7 @@ def test_those_that_serve_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_that_fails_ends_the_trial_with_its_words() -> None:
     leash = Held()
-    words = r"bad ended with exit code 1; its last words:\nthe reason"
+    words = r"bad ended with exit code 1; its last output:\nthe reason"
     with pytest.raises(KvpsError, match=words):
         run(leash, good=WAIT, bad="import sys; sys.exit('the reason')")
     assert all(map(is_gone, leash.ever))
@@ -92,7 +92,7 @@ def test_one_that_is_killed_is_named() -> None:
 
 
 def test_a_trial_that_takes_too_long_names_who_runs() -> None:
-    with pytest.raises(KvpsError, match=r"after 0\.1 s still running: slow; use fewer rounds"):
+    with pytest.raises(KvpsError, match=r"after 0\.1 s still running: slow; measure fewer rounds"):
         run(Held(), limit_s=0.1, slow=WAIT)
 
 

@@ -68,7 +68,7 @@ def test_every_number_is_compared(place: tuple[int, int]) -> None:
     spread(period, rows)
     demand(period, rows, "here")
     rows[place[0]][place[1]] += 0.01
-    with pytest.raises(ValueError, match=r"here: a result is 0\.0\d+ off; at most 0\.001"):
+    with pytest.raises(ValueError, match=r"here: a result is 0\.0\d+ off; the limit is 0\.001"):
         demand(period, rows, "here")
 
 

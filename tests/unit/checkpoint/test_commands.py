@@ -285,7 +285,7 @@ def test_a_key_that_safetensors_cannot_name(tmp_path: Path, capsys: Output) -> N
         (["lsit", "."], "'lsit' (choose from"),
         (["--log-level", "info", "list", "."], "write kvps checkpoint list --log-level"),
         (["list"], "give DIR, or set KVPS_CHECKPOINT_DIR"),
-        (["list", "/nowhere"], "/nowhere is no directory"),
+        (["list", "/nowhere"], "/nowhere is not an existing directory"),
         (["list", ".", "--cut", "1"], "--cut"),
         (["verify", ".", "--cut", "one"], "--cut='one' is not a number"),
         (["verify", ".", "--cut", "-1"], "--cut=-1 is not a whole number"),

@@ -77,8 +77,8 @@ def test_how_much_less_than_float32(name: str, ratio: float) -> None:
         (CodecSpec(BIT2, 1e-30, 1e-30), "2bit with number 1e-30 and scale 1e-30"),
         (CodecSpec(BIT1, 0.5, 1e300), "1bit with number 0.5 and scale 1e"),
         (CodecSpec(BIT1, 0.5, 1e-40), "scale 1e-40"),
-        (CodecSpec(TOPK, 0.0), "topk has a ratio over 0 and up to 1, not 0.0"),
-        (CodecSpec(RANDOMK, 1.5), "randomk has a ratio"),
+        (CodecSpec(TOPK, 0.0), "topk needs a ratio above 0 and up to 1, not 0.0"),
+        (CodecSpec(RANDOMK, 1.5), "randomk needs a ratio"),
     ],
 )
 def test_what_no_code_may_say(code: CodecSpec, match: str) -> None:

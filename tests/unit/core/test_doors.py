@@ -73,7 +73,7 @@ def test_texts_are_shown_without_what_commands_a_terminal(text: str, expected: s
     ],
 )
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(ProtocolError, match=r"endpoint .* is no address"):
+    with pytest.raises(ProtocolError, match=r"endpoint .* is not an address"):
         demand_address("endpoint", address)
 
 
@@ -90,7 +90,7 @@ def test_a_hello_with_what_cannot_be_printed_is_refused(field: str) -> None:
     stage = Stage()
     (answer,) = sent(stage.hello("w0", **{field: "tcp://a\0b:1"}))
     assert isinstance(answer, m.Error)
-    assert answer.text == f"{field} 'tcp://a\\x00b:1' holds what cannot be printed"
+    assert answer.text == f"{field} 'tcp://a\\x00b:1' has characters that cannot be printed"
 
 
 def test_reasons_are_shown_without_what_commands_a_terminal() -> None:
@@ -118,7 +118,7 @@ def test_a_server_that_says_it_holds_a_cut_before_it_says_which_it_has() -> None
 
 def test_cuts_and_tags_that_cannot_be() -> None:
     checkpoints = CheckpointCoordinator(1, 1)
-    with pytest.raises(ProtocolError, match=f"server 0 names a cut beyond {CUT_MAX}"):
+    with pytest.raises(ProtocolError, match=f"server 0 names a cut above {CUT_MAX}"):
         checkpoints.hear(Node(Role.SERVER, 0), m.Shelf(0, True, 0.0, (), 2**63 - 1), 0.0)
     assert checkpoints.begun == 0
     for tag in ("a\nb", "x" * 257):
@@ -236,7 +236,7 @@ def test_a_server_refuses_an_optimizer_that_would_fail() -> None:
     stage.push(1, "w", torch.ones(4, dtype=torch.float16), 0)
     before = stage.snapshot()
     said = stage.say(0, optimizing("sgd", 2, True, lr=1e6))
-    assert "cannot update a weight of torch.float16 with these numbers" in refusal(said)
+    assert "cannot update a weight of torch.float16 with these hyper-parameters" in refusal(said)
     assert "lr=1e+06" in refusal(said)
     assert "cannot update" in refusal(stage.say(0, m.Rate("kv", 1, True, 1e6)))
     assert stage.snapshot() == before
@@ -279,7 +279,7 @@ def test_a_state_of_more_steps_than_anybody_makes() -> None:
     stage.optimizer("nadam", beta1=0.9999999)
     piece = stage.pieces["w"][0]
     state = m.SetState(piece.chunk, piece.start, piece.size, 2**62, ())
-    assert "at most 2^53" in refusal(stage.say(0, state))
+    assert "the limit is 2^53" in refusal(stage.say(0, state))
 
 
 # --- norms ------------------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_a_state_of_more_steps_than_anybody_makes() -> None:
         ("skip", (-1.0,), (), "-1 values cannot be not finite"),
         ("skip", (0.5,), (), "0.5 values"),
         ("skip", (1e300,), (), "1e.300 values"),
-        ("skip", (1.0, -2.0), (), "-2 is no sum of squares"),
-        ("apply", (-0.5, 1.0), (), "-0.5 is no sum of squares"),
+        ("skip", (1.0, -2.0), (), "-2 is not a sum of squares"),
+        ("apply", (-0.5, 1.0), (), "-0.5 is not a sum of squares"),
         ("skip", (1.0,), (7,), "there is no rank 7"),
     ],
 )
@@ -359,14 +359,14 @@ def test_a_scheduler_tells_the_sender() -> None:
     (answer,) = sent(effects)
     assert isinstance(answer, m.Error)
     assert answer.seq == 5
-    assert "the scheduler failed at this (ValueError)" in answer.text
+    assert "the scheduler could not process this packet (ValueError)" in answer.text
 
 
 @pytest.mark.spec("R200")
 def test_so_does_a_server_whose_values_are_whole() -> None:
     server = ServerStage().server
     (answer,) = sent(list(server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)))
-    assert "server 0 failed at this" in str(answer)
+    assert "server 0 could not process this" in str(answer)
     assert not list(server.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
 
 
@@ -388,7 +388,7 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
     (end,) = stage.server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)
     assert isinstance(end, Exit)
     assert end.code == 1
-    assert "returns to the newest checkpoint" in end.reason
+    assert "rolls back to the newest checkpoint" in end.reason
 
 
 @pytest.mark.spec("R200")
@@ -403,14 +403,14 @@ def test_an_image_that_cannot_be_held_is_told_and_ends_nobody(
     (order,) = stage.orders()
     monkeypatch.setattr(module.Control, "restore", fail)
     said = stage.disk(Loaded(Snapshot(0, 1, ()), order.for_whom))
-    assert "the image cannot be held" in str(heard(said, m.Restored))
+    assert "the snapshot cannot be held" in str(heard(said, m.Restored))
 
 
 @pytest.mark.spec("R200")
 def test_a_worker_tells_a_neighbour_and_ends_by_what_its_calls_wait_for() -> None:
     worker = Worker(Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps"), 0.0)
     (answer,) = sent(list(worker.on_failure(b"n", ENVELOPE, FAILURE, 0.0)))
-    assert "worker 0 failed at this" in str(answer)
+    assert "worker 0 could not process this" in str(answer)
     with pytest.raises(ValueError, match="nobody foresaw"):
         list(worker.on_failure("server 0", ENVELOPE, FAILURE, 0.0))
 
@@ -430,5 +430,5 @@ def test_who_hears_only_the_scheduler_or_those_it_has_asked_hears_them() -> None
     worker = Worker(identity, 0.0)
     assert worker.admit("scheduler", envelope, m.View)
     assert worker.admit("server 0", replace(envelope, role=Role.SERVER), m.Ack)
-    with pytest.raises(Mismatch, match="is no neighbour of worker 0"):
+    with pytest.raises(Mismatch, match="is not a neighbour of worker 0"):
         worker.admit(b"somebody", replace(envelope, role=Role.WORKER), m.Push)

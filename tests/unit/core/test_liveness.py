@@ -12,7 +12,7 @@ def test_one_that_did_something_just_now_is_told_from_one_that_may_hang() -> Non
 
 def test_a_script_that_calls_makes_progress() -> None:
     script = Progress(0, 100.0)
-    assert script.words(101.0) == "alive, has called nothing yet"
+    assert script.words(101.0) == "alive, has made no call yet"
     script.beat(5, "", 102.0)
     assert script.words(104.0) == "alive, last call 2 s ago"
     script.beat(5, "", 143.5)
@@ -25,7 +25,7 @@ def test_one_that_waits_in_a_call_does_not_hang() -> None:
     script = Progress(0, 0.0)
     script.beat(5, "pull()", 10.0)
     script.beat(5, "pull()", 69.0)
-    assert script.words(70.0) == "alive, waits in pull() for 60 s"
+    assert script.words(70.0) == "alive, has waited in pull() for 60 s"
     assert script.beat(5, "pull()", 10.0 + 2 * QUIET_AFTER_S) == ""
 
 
@@ -34,7 +34,7 @@ def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
     assert script.beat(0, "", QUIET_AFTER_S) == ""  # it may load data before its first call
     script.beat(1, "", 100.0)
     assert script.beat(1, "", 100.0 + QUIET_AFTER_S - 1) == ""
-    assert script.beat(1, "", 100.0 + QUIET_AFTER_S) == "lives, but has called nothing for 60 s"
+    assert script.beat(1, "", 100.0 + QUIET_AFTER_S) == "alive, but has made no call for 60 s"
     assert script.beat(1, "", 100.0 + QUIET_AFTER_S + 1) == ""
     assert script.beat(2, "", 100.0 + QUIET_AFTER_S + 2) == "calls again"
 
@@ -42,8 +42,11 @@ def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
 def test_one_whose_process_says_nothing_any_more_hangs() -> None:
     script = Progress(0, 0.0)
     script.beat(7, "barrier()", 1.0)
-    assert script.words(3.0) == "alive, waits in barrier() for 2 s"
-    assert script.words(43.0) == "hangs: its kvps-worker lives, its process is silent for 42 s"
+    assert script.words(3.0) == "alive, has waited in barrier() for 2 s"
+    assert (
+        script.words(43.0)
+        == "hangs: its kvps-worker is alive, its process has been silent for 42 s"
+    )
 
 
 def test_a_beat_with_fewer_calls_is_not_the_scripts() -> None:

@@ -46,7 +46,9 @@ def test_what_is_needed_is_there_or_taken(
 
 def test_a_hard_limit_that_is_too_low_is_named(limits: Limits) -> None:
     limits.now = (20, 39)
-    with pytest.raises(ConfigError, match=r"somebody needs 30 .* beside the 10 .* have 39 .*-n 40"):
+    with pytest.raises(
+        ConfigError, match=r"somebody needs 30 .* besides the 10 .* have 39 .*-n 40"
+    ):
         descriptors.demand("somebody", 30)
     assert limits.now == (20, 39)
 
@@ -80,7 +82,7 @@ def test_where_it_cannot_be_seen_what_is_open(
 
     limits.now = (20, 40)
     fail(OSError(24, "Too many open files"))
-    with pytest.raises(ConfigError, match="beside the 20"):
+    with pytest.raises(ConfigError, match="besides the 20"):
         descriptors.demand("somebody", 21)
     fail(FileNotFoundError(2, "no /proc"))
     descriptors.demand("somebody", 37)

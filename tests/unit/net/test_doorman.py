@@ -90,7 +90,7 @@ def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixtur
     assert door.take(BEAT) is None
     assert door.take(BEAT, b"\0another") == BEAT
     (line,) = caplog.messages
-    assert "100 packets along one connection" in line
+    assert "100 packets of one connection" in line
     door.now = IGNORED_S
     assert door.take(BEAT) == BEAT
     assert door.counts == {"bytes": REFUSED_MAX, "ignored": 1}

@@ -226,8 +226,8 @@ def test_what_is_no_packet_is_dropped_and_logged_now_and_then(
     assert run(script) == END
     assert script.diary == ["packet of 'a' at 0", "packet of 'b' at 11"]
     assert caplog.messages == [
-        "dropped what is no packet: no magic",
-        "dropped what is no packet, and 1 more since the last such line: no magic",
+        "dropped a message that is not a packet: no magic",
+        "dropped a message that is not a packet, and 1 more since the last line of this kind: no magic",
     ]
 
 
@@ -263,7 +263,7 @@ class TestNet:
         assert first.exc_info is not None
         assert "a packet of worker 0 failed" in first.getMessage()
         assert second.exc_info is None
-        assert "3 times in all, and 2 of this kind since" in second.getMessage()
+        assert "3 times in all, and 2 times like this since" in second.getMessage()
 
     @pytest.mark.spec("R200")
     def test_an_error_on_the_way_through_the_effects(self) -> None:
@@ -287,13 +287,13 @@ class TestNet:
     ) -> None:
         class Deaf(Script):
             def connect(self, *way: object) -> None:
-                raise ConfigError("'x' is no address")
+                raise ConfigError("'x' is not an address")
 
         effects: list[Effect] = [Connect("server 1", "x"), Send("b", PACKET), END]
         script = Deaf([[("a", PACKET)]], answers={"packet of 'a' at 0": effects})
         assert run(script) == END
         assert ("send", "b", PACKET, None) in script.diary
-        assert caplog.messages == ["Connect because of a packet of worker 0: 'x' is no address"]
+        assert caplog.messages == ["Connect because of a packet of worker 0: 'x' is not an address"]
 
     @pytest.mark.spec("R200")
     @pytest.mark.parametrize("effect", [Listen("ipc://x"), Save(b"")])

@@ -78,7 +78,7 @@ def test_what_nobody_takes_out_ends_the_connection(
     port.look()
     assert not is_open(theirs)
     (line,) = caplog.messages
-    assert "make no whole message yet, and 100000 is the most" in line
+    assert "bytes of an incomplete message, and the limit is 100000" in line
     port.look()
     assert len(caplog.messages) == 1
 
@@ -192,10 +192,10 @@ def test_of_very_many_that_say_nothing_the_oldest_are_closed(
     assert [is_open(one) for one in idle] == [False, False, True, True]
     assert is_open(known)
     (line,) = caplog.messages
-    assert "it has said nothing" in line
+    assert "it has sent nothing" in line
     port.now += inflow.TELL_EVERY_S
     more = [port.connection()[0] for _ in range(2)]
     port.now += inflow.IDLE_S
     port.look()
     assert [is_open(one) for one in more] == [True, True]
-    assert "(1 more were closed since the last such line)" in caplog.messages[-1]
+    assert "(1 more were closed since the last line of this kind)" in caplog.messages[-1]

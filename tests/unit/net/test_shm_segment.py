@@ -315,7 +315,7 @@ def test_a_mapping_can_only_be_read() -> None:
     ],
 )
 def test_what_lies_outside_is_not_read(segment: Segment, offset: int, size_bytes: int) -> None:
-    with pytest.raises(ProtocolError, match=r"are not in a segment of"):
+    with pytest.raises(ProtocolError, match=r"are outside a segment of"):
         Mapping(segment.offer).read(offset, size_bytes, None)
 
 
@@ -437,7 +437,7 @@ def test_an_offer_of_a_foreign_file(tmp_path: Path, what: str) -> None:
         fd = memory("other")
     else:
         fd = os.open(what, os.O_RDONLY)
-    refused(Offer(os.getpid(), fd, PAGE_BYTES, 0), "no memory of kvps")
+    refused(Offer(os.getpid(), fd, PAGE_BYTES, 0), "not memory of kvps")
     os.close(fd)
 
 
@@ -445,7 +445,7 @@ def test_an_offer_of_a_foreign_file(tmp_path: Path, what: str) -> None:
 def test_an_offer_of_what_may_shrink() -> None:
     for seals in (0, 1, 2, 4, 5, 6):
         fd = memory(seals=seals)
-        refused(Offer(os.getpid(), fd, PAGE_BYTES, 0), "may shrink")
+        refused(Offer(os.getpid(), fd, PAGE_BYTES, 0), "could shrink")
         os.close(fd)
 
 
@@ -453,7 +453,7 @@ def test_an_offer_of_what_may_shrink() -> None:
 def test_an_offer_of_another_size(segment: Segment) -> None:
     size = segment.size_bytes
     for other in (0, size - 1, size + PAGE_BYTES, 2**63 - 1):
-        refused(replace(segment.offer, size=other), "size that was said")
+        refused(replace(segment.offer, size=other), "announced size")
     fd = memory(size_bytes=0)
     refused(Offer(os.getpid(), fd, 0, 0), "cannot be mapped")
     os.close(fd)
@@ -489,7 +489,7 @@ def test_a_system_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_segment_that_cannot_be_made_leaves_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(Unshared, match="no segment of"):
+    with pytest.raises(Unshared, match="cannot create a segment of"):
         Segment(1 << 62)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -503,7 +503,7 @@ def test_too_little_address_space() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "no segment of 4294967296 bytes" in done.stdout
+    assert "cannot create a segment of 4294967296 bytes" in done.stdout
 
 
 @pytest.mark.spec("R78")

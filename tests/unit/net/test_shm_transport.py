@@ -380,7 +380,7 @@ def test_a_packet_that_comes_twice_is_taken_once(network: MemoryNetwork) -> None
     network.filter = lambda packet: 2
     worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data)
     assert server.listen() == [push(PAGE_BYTES)]
-    assert server.refused == ["lease 1 of worker 3 was given back already"]
+    assert server.refused == ["lease 1 of worker 3 was already returned"]
 
 
 def test_a_payload_that_nobody_can_be_sent_is_held_until_the_next(network: MemoryNetwork) -> None:
@@ -577,7 +577,7 @@ def test_the_other_end_warns_once_and_sends_frames(
         server.say(route, WELCOME)
         settle(worker, server)
     assert [one.message for one in caplog.records] == [
-        "values travel in frames, not in shared memory: server 0 cannot read ours: it will not"
+        "values travel in frames, not in shared memory: server 0 cannot read our memory: it will not"
     ]
     assert worker.segment
     assert not worker.segment.is_read
@@ -720,10 +720,10 @@ def lone() -> Iterator[Lone]:
 
 @pytest.mark.spec("R77")
 def test_a_stranger_offers_in_vain(lone: Lone) -> None:
-    with pytest.raises(ProtocolError, match="worker 3 offers memory and was not welcomed"):
+    with pytest.raises(ProtocolError, match="worker 3 offers memory before it was welcomed"):
         lone.hear(lone.peers.offer)
     lone.transport.send(b"w", Packet(SERVER, m.Welcome(3, 1, 4, 1)), None)
-    with pytest.raises(ProtocolError, match="not welcomed"):
+    with pytest.raises(ProtocolError, match="before it was welcomed"):
         lone.hear(lone.peers.offer)
     assert lone.transport.mappings == []
     assert lone.inner.messages == [m.Welcome(3, 1, 4, 1)]
@@ -755,7 +755,7 @@ def test_loans_of_one_packet_have_one_lease(lone: Lone) -> None:
 def test_loans_outside_the_segment_are_given_back(lone: Lone) -> None:
     lone.share()
     for lease, offset in enumerate((0, MIB, 2**63 - 1), start=1):
-        with pytest.raises(ProtocolError, match="are not in a segment"):
+        with pytest.raises(ProtocolError, match="are outside a segment"):
             lone.hear(push(PAGE_BYTES), lone.loan(lease, offset))
     list(lone.transport.poll(1.0))
     assert lone.inner.messages == [m.Release(4, ())]
@@ -764,7 +764,7 @@ def test_loans_outside_the_segment_are_given_back(lone: Lone) -> None:
 def test_the_same_memory_is_not_offered_in_two_ways(lone: Lone) -> None:
     lone.share()
     copy = os.dup(lone.peers.offer.fd)
-    with pytest.raises(ProtocolError, match="in another way"):
+    with pytest.raises(ProtocolError, match="again, differently"):
         lone.hear(replace(lone.peers.offer, fd=copy))
     os.close(copy)
 

@@ -142,7 +142,7 @@ class TestHandshakes:
         event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         for keys, says in (
             (None, "and this process has none"),
-            (self.KEYS, "has none: start that"),
+            (self.KEYS, "has none: start the scheduler"),
         ):
             assert says in Handshakes(keys).failed(ENDPOINT, event, OTHER_MECHANISM, 0.0)[1]
 

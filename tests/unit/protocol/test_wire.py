@@ -386,7 +386,10 @@ def test_what_is_damaged_is_told_from_what_is_no_packet() -> None:
 @pytest.mark.spec("R5", "R111")
 def test_a_packet_is_checked_or_not() -> None:
     head, payload = checked("PUSH")
-    refused([head[:26] + b"\x02" + head[27:], payload], "1 or 0, and not 2")
+    refused(
+        [head[:26] + b"\x02" + head[27:], payload],
+        "checked must be 0 or 1, got 2",
+    )
     refused([head[:26] + b"\x00" + head[27:], payload], "ExtraData")
     refused([head[:48], payload], "head of 49")
     refused([head[:49], payload], "damaged")

@@ -94,7 +94,7 @@ def test_whose_key_it_is(folder: Path) -> None:
         load(str(folder), "worker")
     os.chown(path, 0, -1)
     os.chown(folder / PUBLIC / "admin.pub", 12345, -1)
-    with pytest.raises(ConfigError, match="decides who may join"):
+    with pytest.raises(ConfigError, match="decides which processes may join"):
         load(str(folder), "scheduler")
 
 
@@ -102,7 +102,7 @@ def test_a_public_key_that_others_may_change_is_refused(folder: Path) -> None:
     folder.chmod(0o1777)  # as Kubernetes mounts secrets
     assert load(str(folder), "worker").role
     (folder / PUBLIC / "scheduler.pub").chmod(0o666)
-    with pytest.raises(ConfigError, match=r"decides who may join"):
+    with pytest.raises(ConfigError, match=r"decides which processes may join"):
         load(str(folder), "worker")
 
 
@@ -140,7 +140,7 @@ def test_a_key_may_end() -> None:
 
 def test_no_key_is_overwritten(folder: Path) -> None:
     before = (folder / "worker.key").read_text()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         files.write(folder, generate())
     assert (folder / "worker.key").read_text() == before
 
@@ -163,7 +163,7 @@ def test_turning_a_key(folder: Path) -> None:
 
 
 def test_there_must_be_one_to_turn(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make keys by 'kvps keygen"):
+    with pytest.raises(ConfigError, match="make keys with 'kvps keygen"):
         files.rotate(tmp_path, "worker")
 
 

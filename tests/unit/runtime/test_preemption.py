@@ -89,7 +89,7 @@ def test_another_thread_goes_on(wish: PreemptionFlag) -> None:
     thread.join()
     (error,) = errors
     assert isinstance(error, ConfigError)
-    assert "call it there" in str(error)
+    assert "call it in the main thread" in str(error)
 
 
 def test_the_second_signal_ends_at_once(wish: PreemptionFlag) -> None:

@@ -70,18 +70,18 @@ def test_integers_have_no_mean() -> None:
     one = stage(2)
     one.init("n", torch.tensor([3, 4], dtype=torch.int64))
     said = refusal(one.push(0, "n", torch.tensor([1, 1], dtype=torch.int64), 0))
-    assert "ConfigError: store 'kv' takes means, and integers have none" in said
+    assert "ConfigError: store 'kv' computes means, which integers do not have" in said
     assert one.values("n") == [3, 4]
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_it_is_for_synchronous_stores(mode: str) -> None:
     said = refusal(ServerStage(2).say(0, opening(mode=mode, average=True)))
-    assert f"average is for sync stores; in an {mode} one each push" in said
+    assert f"average needs a sync store; a store of mode {mode} applies each push" in said
 
 
 def test_all_workers_agree() -> None:
     one = stage(2)
     said = refusal(one.say(1, opening(average=False)))
-    assert "Mismatch: store 'kv' was opened with average=True and is now" in said
+    assert "Mismatch: store 'kv' was opened with average=True, and is now" in said
     assert not Open("kv", "sync", 0, False, "wait", 1).average

@@ -48,8 +48,8 @@ def test_without_compression_nothing_is_asked_of_a_store(kv: Any) -> None:
 @pytest.mark.parametrize(
     ("kv", "params", "text"),
     [
-        (None, "2bit", r"compression needs a store; give kvstore='dist_sync'"),
-        (Plugin(), "2bit", r"'plugin' is a plug-in without set_gradient_compression\(\); leave"),
+        (None, "2bit", r"compression needs a store; give one, such as kvstore='dist_sync'"),
+        (Plugin(), "2bit", r"'plugin' is a plug-in without set_gradient_compression\(\); omit"),
         (kvps.create("local"), True, "compression=True: give the name of a codec"),
         (kvps.create("local"), {"type": "3bit"}, "type='3bit': use one of fp16"),
     ],
@@ -126,7 +126,7 @@ def test_what_is_saved_behind_the_end_of_a_store_owes_nothing(tmp_path: Path) ->
 
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "states.rests-0").write_bytes(b"nonsense")
-    with pytest.raises(kvps.StorageError, match=r"states\.rests-0.*nothing is owed"):
+    with pytest.raises(kvps.StorageError, match=r"states\.rests-0.*file, residuals start at zero"):
         residual_state.load(owing(), str(tmp_path / "states"))
     with pytest.raises(kvps.StorageError, match=r"missing"):
         residual_state.save(owing(), str(tmp_path / "missing" / "states"))

@@ -111,7 +111,7 @@ def test_anything_else_is_named_with_its_place(obj, says):
 def test_an_object_within_itself():
     one: list[object] = []
     one.append(one)
-    with pytest.raises(ConfigError, match="within itself"):
+    with pytest.raises(ConfigError, match="that contains itself"):
         pack(one)
 
 

@@ -1,8 +1,8 @@
 """The delta log: compressed differences of versions, encoded once and kept for pullers.
 
-What a round makes of the weights is written by a codec, and only what was written becomes the
-values that are pulled; the *residual* stays here and goes into the next step. So whoever pulls a
-version gets the same values to the bit, whether as they are or by steps, and nothing is lost::
+What a round makes of the weights is written by a codec, and only what was written becomes the values that are
+pulled; the *residual* stays here and goes into the next step. So every pull of a version gets the same values
+to the bit, whether in full or as deltas, and nothing is lost::
 
     with an optimizer      weights = values + residual     step = codec(weights - values)
                                                        values += step

@@ -1,4 +1,4 @@
-"""Rounds of a span: who has pushed what, and when a round closes.
+"""Rounds of a span: the pushes of each rank, and when a round closes.
 
 Theory of operation
 -------------------
@@ -41,13 +41,13 @@ LENT_MAX = 8
 
 
 class Verdict(enum.Enum):
-    """What becomes of a push."""
+    """The verdict on a push."""
 
     COUNTED = "counted"
     DUPLICATE = "duplicate"
     """Taken in before, or its round closed without it: acknowledge again, do not apply."""
     EARLY = "early"
-    """An earlier one is missing, or the window is full: not taken in, it must come again."""
+    """An earlier push is missing, or the window is full: not accepted, it must be sent again."""
     CONFLICT = "conflict"
     """It speaks for ranks of which some have been counted and some have not."""
 
@@ -77,7 +77,7 @@ class Round:
         """Count ``ranks`` in.
 
         Args:
-            ranks: who pushed.
+            ranks: the ranks that pushed.
             gradient: of all of them. It belongs to the round from here on, unless it is lent.
             lent: ``gradient`` is its sender's memory, and must not be written to.
             keep: sums must be taken in rank order.
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def back(self) -> CodecSpec | None:
-        """The codec in which the update is published: the one that all pushes want, else none."""
+        """The codec of the published update: the codec that all pushes ask for, else none."""
         return next(iter(self.backs)) if len(self.backs) == 1 else None
 
     def _parts(self) -> list[tuple[tuple[int, ...], Part]]:

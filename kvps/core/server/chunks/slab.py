@@ -1,4 +1,4 @@
-"""Slabs of chunks: a server's memory for values, and who may write to it.
+"""Slabs of chunks: a server's memory for values, and the rules for writing to it.
 
 A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
 384 KiB to 8 MiB. A chunk is what travels in one message, what is summed in one addition and updated
@@ -169,8 +169,8 @@ class Chunk:
             stop = run.start + run.size
             if not last <= run.start < stop <= self.used:
                 raise ProtocolError(
-                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is no "
-                    f"range of them behind {last}"
+                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is not a "
+                    f"range of them after {last}"
                 )
             for edge in (run.start, stop) if are_whole else ():
                 if self.bounds[bisect_left(self.bounds, edge)] != edge:
@@ -308,8 +308,7 @@ class Chunk:
         return release
 
     def back_of(self, span: Span, *, is_wanted: bool) -> CompressedHistory | None:
-        """Return what is known of the way back of ``span``'s values, if they are to be compressed for
-        those who pull, or were; None if not."""
+        """Return the compressed history of ``span``'s values, if pulls of them are or were compressed; else None."""
         if self.back is None:
             if not is_wanted or self.dtype != "float32":
                 return None
@@ -409,7 +408,7 @@ class Chunks:
         return next(self.at(piece.chunk).spans_in(piece.start, piece.start + 1))
 
     def retire(self, pieces: Sequence[Piece]) -> list[PendingRead]:
-        """Take ``pieces`` away from their key; free chunks without keys; return who waited."""
+        """Take ``pieces`` away from their key; free chunks without keys; return the waiting requests."""
         waited: list[PendingRead] = []
         for piece in pieces:
             chunk = self.by_number[piece.chunk]
@@ -467,7 +466,7 @@ class Slab:
         return tuple(self._new(size).append(key, size) for size in sizes)
 
     def _with_room(self, count: int, room: int) -> Chunk:
-        """Return a chunk with room for ``count`` elements; a new one has it for ``room``."""
+        """Return a chunk with room for ``count`` elements; a new chunk has room for ``room``."""
         is_whole = count % self._page_count == 0
         candidates = [chunk for chunk in self._open[is_whole] if chunk.spans][-OPEN_CHUNKS:]
         self._open[is_whole] = candidates

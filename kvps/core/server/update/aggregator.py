@@ -120,7 +120,9 @@ class Aggregator:
             )
         dtype = BY_ID[message.dtype].name
         if TORCH[dtype] not in (TORCH[chunk.dtype], chunk.summed_in):
-            raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, pushed was {dtype}")
+            raise Mismatch(
+                f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}"
+            )
         self._admit(store, chunk.dtype, message.ranks)
         chunk.validate(message.runs)
         chunk.check_filled(message.runs)
@@ -202,14 +204,14 @@ class Aggregator:
     def _admit(self, store: ServerStore, dtype: str, ranks: tuple[int, ...]) -> None:
         if store.opened.average and BY_NAME[dtype].kind == "int":
             raise ConfigError(
-                f"store {store.name!r} takes means, and integers have none; push floating point, or "
-                "to a store without average"
+                f"store {store.name!r} computes means, which integers do not have; push floating point, or "
+                "use a store without average"
             )
         self._demand_ranks(ranks)
         if store.updater is None and not store.ordered:
             raise ConfigError(
-                f"store {store.name!r} of type dist_{store.opened.mode} has no optimizer: each push is "
-                "applied by one, and this one was not; call set_optimizer(...) before push"
+                f"store {store.name!r} of type dist_{store.opened.mode} has no optimizer, and needs one "
+                "to apply a push; this push was not applied: call set_optimizer(...) before push"
             )
 
     def _demand_ranks(self, ranks: tuple[int, ...]) -> None:

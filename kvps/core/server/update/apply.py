@@ -1,11 +1,11 @@
 """Application of a round, or of one push, to the values of a span.
 
-Without an optimizer its sum becomes the values. With one, sums are taken block by block, each of which stays in
-a core's cache while the rule is applied to it. Where what comes of it is to be written by a codec for those who
-pull (:mod:`kvps.core.server.chunks.delta_log`), values move by what can be written, and the rest is kept.
+Without an optimizer its sum becomes the values. With one, sums are taken block by block, each of which stays
+in a core's cache while the rule is applied to it. If pulls are compressed
+(:mod:`kvps.core.server.chunks.delta_log`), values move by the decoded delta, and the residual is kept.
 
-Some sums are taken before: those that are measured as a whole tensor, and those of stores that drop what is not
-finite (:mod:`kvps.core.server.nonfinite_log`).
+Some sums are computed first: those that are measured as a whole tensor, and those of stores that drop values
+that are not finite (:mod:`kvps.core.server.nonfinite_log`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Embedding tables on a server: declaration, pushes and pulls by id.
 
-A table has one key, of which every server holds one element in a chunk of its own: how many rows of
-the table are there. So the table has a span, and with it the history of any key: versions, numbers of
-pushes, rounds, quorums, staleness, who waits. A gradient is one of rows, numbered by their ids; it moves
-the rows (:class:`~kvps.core.embedding.table.EmbeddingRows`), and the element only counts them.
+A table has one key, of which every server holds one element in a chunk of its own: how many rows of the table
+are there. So the table has a span, and with it the history of any key: versions, numbers of pushes, rounds,
+quorums, staleness, waiting requests. A gradient is one of rows, numbered by their ids; it moves the rows
+(:class:`~kvps.core.embedding.table.EmbeddingRows`), and the element only counts them.
 
 An id belongs to one server. Each server has its share of every push, also an empty one.
 """
@@ -54,7 +54,7 @@ def recipe_of(message: Embed) -> EmbeddingSpec:
 
 
 def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
-    """Make a table on this server, or find the one that is there; return where it is.
+    """Create a table on this server, or find the existing table; return its place.
 
     Raises:
         Mismatch: if there is one by another recipe. ConfigError: if the store can have none.
@@ -64,8 +64,8 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
         raise ProtocolError(f"key {key!r:.60}: the key of a table begins with {EMBEDDING!r}")
     if store.drops is not None:
         raise ConfigError(
-            f"store {store.name!r} looks whether gradients are finite, which tables do not; create "
-            "one with on_nonfinite='apply' for tables"
+            f"store {store.name!r} checks whether gradients are finite, which tables do not support; create "
+            "a store with on_nonfinite='apply' for tables"
         )
     shard = store.shards.get(key)
     if shard is None:
@@ -75,8 +75,8 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     if difference := there.difference(recipe):
         raise Mismatch(
             f"table {name_of(key)!r} of store {store.name!r} has {difference} "
-            f"{getattr(there, difference)!s:.100}, asked for was "
-            f"{getattr(recipe, difference)!s:.100}; give the same arguments on every worker"
+            f"{getattr(there, difference)!s:.100}, but {getattr(recipe, difference)!s:.100} "
+            f"was requested; give the same arguments on every worker"
         )
     return piece
 
@@ -105,7 +105,7 @@ def embedding_of(chunk: Chunk) -> EmbeddingRows:
         ProtocolError: if it is none's.
     """
     if chunk.embedding is None:
-        raise ProtocolError(f"chunk {chunk.number} holds keys, and no embedding table")
+        raise ProtocolError(f"chunk {chunk.number} holds keys, not an embedding table")
     return chunk.embedding
 
 
@@ -171,7 +171,7 @@ class TableRows:
         if foreign.any():
             raise ProtocolError(
                 f"{np.count_nonzero(foreign)} of {len(ids)} ids belong on other servers than "
-                f"{self.server}, the first of them {ids[foreign][0]}"
+                f"{self.server}, the first is {ids[foreign][0]}"
             )
         return torch.from_numpy(ids)
 
@@ -185,7 +185,7 @@ class TableRows:
         dtype, number = BY_ID[message.dtype].name, self.chunk.number
         if dtype not in (self.dtype, summed_in(self.dtype)) or message.dim != self.width:
             raise Mismatch(
-                f"chunk {number} is a table of {self.dtype}[{self.width}], pushed were rows of "
+                f"chunk {number} is a table of {self.dtype}[{self.width}], and the push has rows of "
                 f"{dtype}[{message.dim}]"
             )
         ids = self.ids(payload[0] if payload else None)
@@ -205,8 +205,8 @@ class TableRows:
         size = message.count * self.rows.row_bytes
         if size > ANSWER_BYTES:
             raise ProtocolError(
-                f"chunk {self.chunk.number}: {message.count} rows are {size} octets, and an answer "
-                f"has {ANSWER_BYTES} at most; ask for fewer at once"
+                f"chunk {self.chunk.number}: {message.count} rows are {size} bytes, and the limit of "
+                f"an answer is {ANSWER_BYTES}; ask for fewer rows at once"
             )
         return self.ids(payload[0] if payload else None)
 

@@ -1,11 +1,10 @@
 """Norms of a whole tensor whose pieces lie in several chunks or on several servers.
 
-One update of one tensor is named by (store, key, rank, number): by the round, or where each push
-is applied by itself, by the push. Every server measures its pieces and tells the sums to the other
-holders; who has all of them updates its pieces. In a round every server measures against the
-weights that the round before left, so all reach the same numbers. Where pushes are applied one by
-one they are measured as they arrive, so that two servers that see two pushes in different order
-never wait for each other.
+One update of one tensor is named by (store, key, rank, number): by the round, or where each push is applied
+by itself, by the push. Every server measures its pieces and tells the sums to the other holders; a server
+that has all of them updates its pieces. In a round every server measures against the weights that the round
+before left, so all reach the same numbers. Where pushes are applied one by one they are measured as they
+arrive, so that two servers that see two pushes in different order never wait for each other.
 
 What is measured depends on the store. Sums of squares are for rules that need norms of whole
 tensors. Where updates that are not finite are dropped, the first sum *counts* the values that are
@@ -93,7 +92,7 @@ class PartialNorms:
         """
         if not self.counts and self._local is not None and len(sums) != len(self._local):
             raise Mismatch(
-                f"key {self.id[1]!r}: server {server} told {len(sums)} sums of squares, expected "
+                f"key {self.id[1]!r}: server {server} sent {len(sums)} sums of squares, expected "
                 f"{len(self._local)}; do both have the same optimizer?"
             )
         heard = torch.tensor(sums, dtype=torch.float64)
@@ -223,7 +222,7 @@ class GlobalNorms:
             if not (first.is_integer() and 0 <= first <= spec.count):
                 raise ProtocolError(f"key {number[1]!r}: {first:g} values cannot be not finite")
         if any(square < 0 and square != NO_NUMBER for square in squares):
-            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is no sum of squares")
+            raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is not a sum of squares")
         if any(rank >= self._workers for rank in told.culprits):
             raise ProtocolError(f"key {number[1]!r}: there is no rank {max(told.culprits)}")
         norm = self._norm(store, number)
@@ -233,8 +232,8 @@ class GlobalNorms:
     def told(self, store: ServerStore, number: NormId, width: int) -> PartialSums:
         """Return this server's sums for an update; none while they are unknown.
 
-        For an update that was made without, or so long ago that its sums are forgotten, they are
-        ``width`` zeros: whoever still waits must not wait for ever.
+        For an update that was made without, or so long ago that its sums are forgotten, they are ``width``
+        zeros: a server that still waits must not wait forever.
         """
         if number in self.closed:
             return self.closed[number]

@@ -57,7 +57,7 @@ class KeyRows:
             at += piece.size
         if not offsets or not lies_by_rows(shard.spec, offsets):
             raise ProtocolError(
-                f"key {key!r} of store {store.name!r} is {shard.spec} and does not lie here by rows; "
+                f"key {key!r} of store {store.name!r} is {shard.spec} and is not stored by rows here; "
                 "push and pull it as a whole"
             )
         width = shard.spec.width
@@ -78,11 +78,11 @@ class KeyRows:
         if not self.first <= low <= high < self.stop:
             raise ProtocolError(
                 f"key {self.shard.key!r}: rows {low} to {high} are not all of the rows {self.first} "
-                f"to {self.stop - 1} that are here"
+                f"to {self.stop - 1} of this server"
             )
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(
-                f"key {self.shard.key!r}: the numbers of rows must ascend, each named once"
+                f"key {self.shard.key!r}: row numbers must ascend, without duplicates"
             )
         return ids.sub_(self.first)
 
@@ -95,12 +95,12 @@ class KeyRows:
         spec = self.shard.spec
         if BY_ID[message.dtype].name not in (spec.dtype, summed_in(spec.dtype)):
             raise Mismatch(
-                f"key {self.shard.key!r} is {spec}; pushed were rows of {BY_ID[message.dtype].name}"
+                f"key {self.shard.key!r} is {spec}, and the push has rows of {BY_ID[message.dtype].name}"
             )
         if message.width != self.width:
             raise Mismatch(
-                f"key {self.shard.key!r} is {spec}, of {self.width} elements in a row; pushed were "
-                f"rows of {message.width}"
+                f"key {self.shard.key!r} is {spec}, of {self.width} elements in a row, and the push "
+                f"has rows of {message.width}"
             )
         ids = self.ids(payload[0] if payload else None)
         frames = [from_frame(frame, BY_ID[message.dtype].name) for frame in payload[1:]]

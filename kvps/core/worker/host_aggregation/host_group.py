@@ -160,7 +160,7 @@ class HostGroup:
             self._bundles.expect(self._alive)
 
     def _meet(self, worker: Member) -> Effects:
-        """Connect to a neighbour, or take requests back from one that is not there any more."""
+        """Connect to a neighbour, or take requests back from a neighbour that is gone."""
         link = self.links.get(worker.rank)
         is_here = worker.state == "held" and worker.rank != self._member.rank
         is_same = link is not None and link.incarnation == worker.incarnation
@@ -337,7 +337,7 @@ class HostGroup:
             return  # it came twice
         if _is_compressed(message):
             raise ProtocolError(
-                f"worker {peer.rank} sent what is compressed to a worker: it goes to the server"
+                f"worker {peer.rank} sent a compressed push to a worker; these go to the server"
             )
         if isinstance(message, Push):
             if message.ranks != (peer.rank,):
@@ -434,7 +434,9 @@ class HostGroup:
         again = self._bundles.refused(bundle)
         self._post(again)
         if again:
-            yield Note("debug", f"a bundle was refused, and is pushed one by one: {error}")
+            yield Note(
+                "debug", f"a merged push was refused, and its pushes are sent separately: {error}"
+            )
             return
         for participant in bundle.participants.values():
             if bundle.is_taken_in and not wants_values(participant.message):

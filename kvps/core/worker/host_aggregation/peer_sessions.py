@@ -1,4 +1,4 @@
-"""The neighbours that ask this worker: which of them may, and their requests without an answer.
+"""The sessions of neighbours that ask this worker: their permissions, and their unanswered requests.
 
 A neighbour says HELLO in each of its incarnations, and is refused before. An incarnation that was replaced is fenced:
 its process must stop.
@@ -65,7 +65,7 @@ class PeerSessions:
             or envelope.rank not in self._lives
         ):
             raise Mismatch(
-                f"{envelope.node} of job {envelope.job.hex()[:8]} is no neighbour of worker "
+                f"{envelope.node} of job {envelope.job.hex()[:8]} is not a neighbour of worker "
                 f"{self._member.rank} of job {self._member.job.hex()[:8]}"
             )
         life = self._lives[envelope.rank]

@@ -83,7 +83,7 @@ def test_a_network_has_its_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_network_is_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="only root may: run it as root"):
+    with pytest.raises(ConfigError, match="needs root: run it as root"):
         planned("--network", "2x2")
 
 
@@ -106,16 +106,16 @@ def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--sweep", "threads"], "use one of workers, servers, bytes, keys"),
         (["--sweep", "workers", "--workers", "2"], "--sweep workers and --workers"),
         (["--sweep", "workers", "--workloads", "small", "big"], "takes one workload, got 2"),
-        (["--sweep", "keys", "--workloads", "small"], "brings its own workload"),
-        (["--sweep", "keys", "--network", "2x2"], "do not go together"),
+        (["--sweep", "keys", "--workloads", "small"], "has its own workload"),
+        (["--sweep", "keys", "--network", "2x2"], "cannot be combined"),
         (["--sweep", "keys", "--at", "0"], "--at=0"),
         (["--sweep", "bytes", "--at", "6"], "--at=6: use a multiple of 4"),
         (["--at", "5"], "--at belongs to --sweep"),
         (["--rate", "1gbit"], "--rate belongs to --network"),
         (["--network", "2"], "write it as 4x4"),
-        (["--network", "2x2", "--rate", "fast"], "no rate"),
+        (["--network", "2x2", "--rate", "fast"], "not a rate"),
         (["--network", "2x2", "--workers", "2"], "--network and --workers"),
-        (["--json", "no/such/folder/a.json"], "a folder that exists"),
+        (["--json", "no/such/folder/a.json"], "an existing directory"),
         (["--plot", "/dev/null/plots"], "cannot make this folder"),
         (["--mxnet", "no/such/python"], "--mxnet=no/such/python: cannot run it"),
     ],

@@ -73,7 +73,7 @@ def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
         ({"optimizer": "sdg"}, "sdg"),
         ({"optimizer": None}, "unknown optimizer"),
         ({"lr": float("nan")}, "lr"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "lr": 1.0}, "leave lr= out"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "lr": 1.0}, "omit lr="),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], match: str) -> None:

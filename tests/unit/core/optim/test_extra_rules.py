@@ -413,7 +413,7 @@ def test_integer_clipping_stays_within_the_dtype() -> None:
     ("given", "text"),
     [
         ({"rescale_grad": 0.5}, "'test': rescale_grad=0.5 cannot apply to a weight of torch.int32"),
-        ({"rescale_grad": 2.0**60}, "give a whole number below 2[*][*]53, or make the key a float"),
+        ({"rescale_grad": 2.0**60}, "give a whole number below 2[*][*]53, or use a float"),
         ({"clip_gradient": 1.5}, "clip_gradient=1.5 cannot apply to a weight of torch.int32"),
     ],
 )
@@ -425,7 +425,7 @@ def test_integers_want_whole_numbers(given: dict[str, object], text: str) -> Non
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
 def test_other_rules_refuse_integer_weights(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"'{name}' cannot update a weight of torch.int64; make the key a float"
+        ConfigError, match=f"'{name}' cannot update a weight of torch.int64; use a float"
     ):
         updater(name).new_state(torch.zeros(3, dtype=torch.int64))
 

@@ -115,14 +115,14 @@ class MySGD(torch.optim.SGD):
     [
         (
             lambda: MySGD(weights()),
-            r"servers cannot run .*\.MySGD; use one of torch.optim's SGD, Adam, AdamW, Adagrad, "
-            r"Adadelta, RMSprop, NAdam, RAdam, Adamax itself \(no subclass\), a name for set_opt",
+            r"servers cannot run .*\.MySGD; use one of SGD, Adam, AdamW, Adagrad, "
+            r"Adadelta, RMSprop, NAdam, RAdam, Adamax of torch.optim \(not a subclass\), a name for set_opt",
         ),
         (lambda: torch.optim.LBFGS(weights()), r"cannot run torch\.optim\.lbfgs\.LBFGS; use one"),
         (
             lambda: torch.optim.SGD(weights(), differentiable=True),
-            r"optimizer 'sgd': servers have no option differentiable=True; leave it off, or use "
-            r"update_on_kvstore=False. They have: lr, weight_decay",
+            r"optimizer 'sgd': servers do not support differentiable=True; omit it, or "
+            r"use update_on_kvstore=False. Servers support: lr, weight_decay",
         ),
     ],
 )

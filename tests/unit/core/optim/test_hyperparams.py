@@ -126,7 +126,7 @@ def test_spellings_and_kinds_that_are_understood(
         (
             "sgd",
             {"lr": 1, "learning_rate": 1},
-            "optimizer 'sgd': 'learning_rate' and 'lr' both set 'lr'; give only one of them",
+            "optimizer 'sgd': 'learning_rate' and 'lr' both set 'lr'; give only one",
         ),
         (
             "adam",
@@ -172,7 +172,7 @@ def test_spellings_and_kinds_that_are_understood(
         (
             "lamb",
             {"lower_bound": 2, "upper_bound": 1},
-            "optimizer 'lamb': lower_bound=2 is above upper_bound=1; exchange them",
+            "optimizer 'lamb': lower_bound=2 is above upper_bound=1; swap them",
         ),
         (
             "sgd",
@@ -273,7 +273,7 @@ def test_a_plug_in_declares_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("sgd", "optimizer 'sgd' is registered already; choose another name"),
+        ("sgd", "optimizer 'sgd' is already registered; choose another name"),
         ("Mine", "'Mine' cannot name an optimizer; use lower-case letters"),
         ("a b", "'a b' cannot name an optimizer"),
     ],

@@ -317,7 +317,7 @@ def test_an_empty_slice_is_no_update(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_integer_weights_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' cannot update a weight of torch.int32; make"):
+    with pytest.raises(ConfigError, match=f"'{name}' cannot update a weight of torch.int32; use"):
         create(resolve(name, {})).new_state(torch.zeros(3, dtype=torch.int32))
 
 
@@ -355,8 +355,8 @@ def test_a_plug_in_adds_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "schema", "text"),
     [
-        ("sgd", "sgd", "optimizer 'sgd' is registered already; choose another name"),
-        ("one", "two", "optimizer 'one' comes with the schema of 'two'; give both one name"),
+        ("sgd", "sgd", "optimizer 'sgd' is already registered; choose another name"),
+        ("one", "two", "optimizer 'one' has the schema of 'two'; use the same name for both"),
     ],
 )
 def test_a_plug_in_cannot_take_a_name_or_wear_two(name: str, schema: str, text: str) -> None:

@@ -134,7 +134,7 @@ def test_limits() -> None:
     barriers = Barriers(range(2))
     for number in range(OPEN_MAX):
         stand(barriers, 0, number)
-    with pytest.raises(Overload, match="64 numbers"):
+    with pytest.raises(Overload, match="64 open waits"):
         stand(barriers, 0, OPEN_MAX)
     with pytest.raises(ConfigError, match="at most 256 characters"):
         stand(barriers, 0, name="x" * (NAME_MAX + 1))

@@ -191,7 +191,7 @@ class TestByTheClock:
         said = desk.hear((W1, Proceeding(1, False)))
         assert said == [(W0, Proceed(1)), (S0, GiveUp(1)), (S1, GiveUp(1))]
         assert desk.hear((W0, Proceeding(1, True))) == []
-        assert desk.notes() == ["checkpoint 1 was given up: worker 1 could not wait any longer"]
+        assert desk.notes() == ["checkpoint 1 was abandoned: worker 1 could not wait any longer"]
         assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
 
     @pytest.mark.spec("R137")
@@ -218,7 +218,7 @@ class TestByTheClock:
         desk.meet(workers=1)
         assert desk.wait(AGAIN_S)[0] == (W0, Proceed(1))
         desk.hear((W0, Proceeding(1, True)))
-        assert desk.notes() == ["checkpoint 1 was given up: a worker came or went"]
+        assert desk.notes() == ["checkpoint 1 was abandoned: a worker joined or left"]
 
 
 # --- by wish ----------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ class TestByWish:
         assert errors(desk.answers()) == [
             (
                 b"w0",
-                "StorageError: checkpoint 1 was given up: server 0: /home/worker: no space left",
+                "StorageError: checkpoint 1 was abandoned: server 0: /home/worker: no space left",
             )
         ]
-        with pytest.raises(StorageError, match="was given up: server 0"):
+        with pytest.raises(StorageError, match="was abandoned: server 0"):
             desk.ask(1)  # who comes late hears the same
         desk.hear(*[(node, Proceeding(1, True)) for node in (W0, W1)])
         assert desk.wait(1e3) == []
@@ -336,7 +336,7 @@ class TestByWish:
         desk.hear((S1, Shelf(0, False, 0.0, (), 0)))
         ((to, text),) = errors(desk.answers())
         assert to == b"w0"
-        assert text.startswith("ConfigError: no place for checkpoints")
+        assert text.startswith("ConfigError: there is no directory for checkpoints")
 
 
 # --- returning --------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class TestReturn:
         assert desk.wait(AGAIN_S) == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
         desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
         assert desk.core.kept == 1
-        assert "server 1 cannot return: a bit is flipped" in desk.notes()
+        assert "server 1 cannot roll back: a bit is flipped" in desk.notes()
 
     @pytest.mark.spec("R140")
     def test_where_all_fails_no_more_cuts_are_taken(self) -> None:
@@ -396,9 +396,9 @@ class TestReturn:
         desk.hear((S0, Shelf(1, True, EVERY_S, (1,), 1)), (S1, Shelf(1, True, EVERY_S, (), 0)))
         assert (desk.core.kept, desk.core.recovery) == (0, None)
         assert errors(desk.answers()) == [(b"w0", f"StorageError: {desk.core.failure}")]
-        assert "no cut is complete on all servers" in desk.core.failure
+        assert "no cut is complete on every server" in desk.core.failure
         assert desk.wait(10 * EVERY_S) == []
-        with pytest.raises(StorageError, match="could not return to a checkpoint"):
+        with pytest.raises(StorageError, match="could not roll back to a checkpoint"):
             desk.ask(0, number=2)
         assert not desk.core.replaced(0, desk.now)
 
@@ -461,7 +461,7 @@ class TestRestart:
             GiveUp,
         ]
         desk.hear(*[(node, Proceeding(5, True)) for node in (W0, W1)])
-        assert desk.notes() == ["checkpoint 5 was given up: the scheduler was restarted"]
+        assert desk.notes() == ["checkpoint 5 was abandoned: the scheduler was restarted"]
         assert desk.wait(AGAIN_S) == [(S0, Recall(2)), (S1, Recall(2))]
 
     def test_one_that_was_complete_is(self) -> None:
@@ -474,4 +474,4 @@ class TestRestart:
     def test_a_return_that_failed_has(self) -> None:
         desk = Desk(shelves=False)
         desk.core.resume(4, 0, 1, is_returning=False)
-        assert "could not return" in desk.core.failure
+        assert "could not roll back" in desk.core.failure

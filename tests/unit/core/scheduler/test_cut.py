@@ -151,10 +151,10 @@ def test_members_that_come_or_go_end_it() -> None:
     cut.meet(both, both)
     assert cut.stage is CutStage.WRITING
     cut.meet(frozenset({0}), both)
-    assert cut.reason == "a worker came or went"
+    assert cut.reason == "a worker joined or left"
     cut = to_writing(cut_of())
     cut.meet(both, frozenset({0}))
-    assert cut.reason == "a server came or went"
+    assert cut.reason == "a server joined or was lost"
 
 
 def test_a_worker_that_has_said_that_it_stood_may_go() -> None:
@@ -172,7 +172,7 @@ def test_nobody_stands_for_ever() -> None:
     assert cut.reason == "workers [1] were in the middle of a step for 30 s"
     cut = hear(stand(cut_of()), (S0, ImageTaken(7)))
     cut.on_time(10.0 + HALT_MAX_S)
-    assert cut.reason == "servers [1] still had something to apply after 30 s"
+    assert cut.reason == "servers [1] still had gradients to apply after 30 s"
 
 
 def test_strangers_are_not_heard() -> None:

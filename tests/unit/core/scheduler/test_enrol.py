@@ -110,5 +110,5 @@ def test_a_hello_for_another_role_than_its_sender_has() -> None:
     (error,) = sent(effects, Error)
     assert (error.code, error.text) == (
         ProtocolError.code,
-        "a worker asks for the seat of a server",
+        "a worker asked for the seat of a server",
     )

@@ -71,9 +71,9 @@ def test_another_takes_its_rank() -> None:
 @pytest.mark.parametrize(
     ("role", "rank", "says"),
     [
-        (Role.WORKER, 7, "worker 7 is no member of this job"),
+        (Role.WORKER, 7, "worker 7 is not a member of this job"),
         (Role.WORKER, 0, "worker 0 is lost"),
-        (Role.SCHEDULER, 0, "scheduler is no member"),
+        (Role.SCHEDULER, 0, "scheduler is not a member"),
     ],
 )
 def test_who_is_not_there_is_not_evicted(role: Role, rank: int, says: str) -> None:

@@ -120,11 +120,11 @@ def test_ends_badly_when_one_is_gone_and_nobody_is_left() -> None:
     stage = running()
     assert not exits(stage.leave("w0", done=False, code=1, replaceable=False))
     (end,) = exits(stage.leave("w1"))
-    assert end == Exit(1, "no worker is here; worker 0 is gone (exit code 1)")
+    assert end == Exit(1, "no worker is present; worker 0 is gone (exit code 1)")
 
 
 def why_it_waits(effects: list[Effect]) -> list[str]:
-    return [note for note in notes(effects) if "no worker is here; waiting" in note]
+    return [note for note in notes(effects) if "no worker is present; waiting" in note]
 
 
 @pytest.mark.spec("R36", "R210")
@@ -135,7 +135,7 @@ def test_waits_for_the_replacement_of_the_last_worker_but_not_for_ever() -> None
     effects += stage.wait(29.9, beating=["s0"])
     assert not exits(effects)
     assert why_it_waits(effects) == [
-        "warning: no worker is here; waiting 30 s for a replacement, then the job ends: worker 1 is "
+        "warning: no worker is present; waiting 30 s for a replacement, then the job ends: worker 1 is "
         "lost (exit code 1)"
     ]
     effects = stage.wait(0.1, beating=["s0"])
@@ -163,7 +163,7 @@ def test_what_is_left_of_the_time_is_told_when_the_others_have_ended() -> None:
     stage.wait(10, beating=["s0", "w0"])
     effects = stage.leave("w0")
     assert why_it_waits(effects) == [
-        "warning: no worker is here; waiting 20 s for a replacement, then the job ends: worker 1 is "
+        "warning: no worker is present; waiting 20 s for a replacement, then the job ends: worker 1 is "
         "lost (exit code 0), worker 2 is lost (exit code 0)"
     ]
     assert not exits(stage.wait(19.9, beating=["s0"]))

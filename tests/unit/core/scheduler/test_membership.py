@@ -65,7 +65,7 @@ class TestTake:
         for wanted, text in (
             (None, "already has 2 workers .--workers 2."),
             (0, "rank 0 is alive: worker 0 runs as host:7 .incarnation 1.; was it started twice"),
-            (1, "worker 1 is left .done., and its rank is not given again"),
+            (1, "worker 1 is left .done., and its rank is not assigned again"),
             (2, "there is no worker 2: the job has 2 workers"),
         ):
             with pytest.raises(ConfigError, match=text):
@@ -110,8 +110,8 @@ class TestTake:
         table.take("a", hello(0), 1.0)
         table.take("b", hello(1), 1.0)
         table.drop("a", 2.0)
-        assert "worker 0 has broken off" in table.doubt("x", NEW, hello(pid=8), 2.0)
-        assert "worker 0 has broken off" in table.doubt("x", NEW, hello(0, pid=8), 2.0)
+        assert "worker 0 has lost its connection" in table.doubt("x", NEW, hello(pid=8), 2.0)
+        assert "worker 0 has lost its connection" in table.doubt("x", NEW, hello(0, pid=8), 2.0)
         assert "worker 1, held by host:7" in table.doubt("x", NEW, hello(1, pid=8), 2.0)
         assert table.doubt("x", NEW, hello(0, pid=7), 2.0) == ""
 
@@ -133,12 +133,12 @@ class TestDoubt:
     def test_only_an_answer_to_what_was_asked_since_proves_something(self) -> None:
         table = self.both()
         link = table.by_node[W1].links["b"]
-        assert "is asked whether it lives" in table.doubt("x", NEW, hello(1), 2.0)
+        assert "is being asked whether it is alive" in table.doubt("x", NEW, hello(1), 2.0)
         (number,) = self.asked(table).values()
         assert number == link.challenge
         link.proved = number
         assert table.doubt("x", NEW, hello(1), 3.0) == ""
-        assert "is asked" in table.doubt("y", NEW, hello(1), 3.0), "it came later"
+        assert "is being asked" in table.doubt("y", NEW, hello(1), 3.0), "it came later"
         assert self.asked(table)["b"] > number
 
     @pytest.mark.spec("R215")
@@ -147,7 +147,7 @@ class TestDoubt:
         table.doubt("x", NEW, hello(1), 2.0)
         table.by_node[W1].links["b"].proved = self.asked(table)["b"]
         table.claims.close("x")
-        assert "is asked" in table.doubt("x", NEW, hello(1), 3.0)
+        assert "is being asked" in table.doubt("x", NEW, hello(1), 3.0)
 
     @pytest.mark.spec("R216")
     def test_a_holder_is_asked_the_same_until_it_answers_but_not_by_everybody(self) -> None:
@@ -166,11 +166,11 @@ class TestDoubt:
     def test_a_command_proves_nothing_for_its_guardian(self) -> None:
         table = self.both()
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
-        assert "worker 0, held by host:1, is asked" in table.doubt("x", NEW, hello(0), 2.0)
+        assert "worker 0, held by host:1, is being asked" in table.doubt("x", NEW, hello(0), 2.0)
         assert set(self.asked(table)) == {"a", "child"}
         seat = table.by_node[W0]
         seat.links["child"].proved = seat.links["child"].challenge
-        assert "is asked" in table.doubt("x", NEW, hello(0), 3.0)
+        assert "is being asked" in table.doubt("x", NEW, hello(0), 3.0)
         assert set(self.asked(table)) == {"a"}
         seat.links["a"].proved = seat.links["a"].challenge
         assert table.doubt("x", NEW, hello(0), 4.0) == ""
@@ -210,7 +210,7 @@ class TestAttach:
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
         with pytest.raises(ConfigError, match="host:8 already speaks for worker 0"):
             table.attach("other", envelope(W0, 1), hello(0, pid=9), 3.0)
-        waits = "host:8 speaks for worker 0, and is asked whether it lives"
+        waits = "host:8 claims the seat of worker 0; asking whether it is alive"
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == waits
         assert [one.number for _, one in table.claims.letters] == [3_000_000]
         table.by_node[W0].links["child"].proved = 3_000_000
@@ -237,7 +237,7 @@ class TestAttach:
     def test_one_that_ended_is_not_attached_to(self) -> None:
         table = self.guarded()
         table.by_node[W0].leave(Leave(False, 3, True, ""), 2.0)
-        with pytest.raises(ConfigError, match=r"exit code 3.; nobody can attach"):
+        with pytest.raises(ConfigError, match=r"exit code 3.; no process can attach"):
             table.attach("child", envelope(W0, 1), hello(0, pid=8), 3.0)
 
 
@@ -280,8 +280,8 @@ class TestRecognise:
         table.by_node[W0].lose("silent", 13.0)
         table.take("b", hello(0, pid=8), 14.0)
         for node, incarnation, cls, text in (
-            (W0, 0, ProtocolError, "say HELLO"),
-            (Node(Role.WORKER, 5), 1, ProtocolError, "say HELLO"),
+            (W0, 0, ProtocolError, "send HELLO"),
+            (Node(Role.WORKER, 5), 1, ProtocolError, "send HELLO"),
             (W0, 1, Fenced, "worker 0 is now incarnation 2 at host:8; you are incarnation 1"),
             (W1, 1, Fenced, "belongs to a job that is over"),
             (W0, 9, Mismatch, "incarnation 9 of worker 0 was not issued"),

@@ -48,23 +48,21 @@ def test_before_the_job_has_formed(workers: str, servers: str, phase: str, reaso
     ("workers", "servers", "phase", "reason"),
     [
         ("hf", "h", "running", "all is well"),
-        ("hl", "g", "running", "going on, but server 0 is gone (why), worker 1 is lost (why)"),
+        ("hl", "g", "running", "server 0 is gone (why), worker 1 is lost (why)"),
         (
             "h" + "g" * 10,
             "",
             "running",
-            "going on, but "
-            + ", ".join(f"worker {k} is gone (why)" for k in range(1, 9))
-            + " and 2 more",
+            "" + ", ".join(f"worker {k} is gone (why)" for k in range(1, 9)) + " and 2 more",
         ),
         (
             "fl",
             "l",
             "running",
-            "no worker is here; worker 1 is lost (why); a replacement may come within 30 s of a loss",
+            "no worker is present; worker 1 is lost (why); a replacement may join within 30 s of a loss",
         ),
         ("ff", "l", "ending", "every worker left (2 of 2)"),
-        ("fg", "l", "ending", "no worker is here; worker 1 is gone (why)"),
+        ("fg", "l", "ending", "no worker is present; worker 1 is gone (why)"),
     ],
 )
 def test_once_it_has_formed(workers: str, servers: str, phase: str, reason: str) -> None:
@@ -75,5 +73,5 @@ def test_a_lost_worker_is_waited_for_only_so_long() -> None:
     assert stands("fl", "h", True, now=29.9)[0] == "running"
     assert stands("fl", "h", True, now=30.0) == (
         "ending",
-        "no worker is here; worker 1 is lost (why)",
+        "no worker is present; worker 1 is lost (why)",
     )

@@ -36,7 +36,7 @@ def test_without_a_common_cut_there_is_no_return() -> None:
     recovery = Rollback(4, 2)
     recovery.hear(0, shelf(8))
     recovery.hear(1, shelf())
-    assert recovery.failure == "no cut is complete on all servers"
+    assert recovery.failure == "no cut is complete on every server"
     assert not list(recovery.letters())
 
 

@@ -106,12 +106,12 @@ class TestHello:
         effects = stage.hello("x", "worker", 0)
         assert told(effects, Challenge) == ["w0"]
         assert notes(effects) == [
-            "info: host-x:7 waits: worker 0, held by host-w0:7, is asked whether it lives"
+            "info: host-x:7 waits: worker 0, held by host-w0:7, is being asked whether it is alive"
         ]
         stage.beat("w0")
         effects = stage.hello("x", "worker", 0)
         assert [one.reason for one in sent(effects, Beat, "x")] == [
-            "worker 0, held by host-w0:7, is asked whether it lives"
+            "worker 0, held by host-w0:7, is being asked whether it is alive"
         ]
         assert not notes(effects), "said once"
         stage.alive("w0")
@@ -234,16 +234,16 @@ class TestHello:
 
     def test_of_a_role_without_seats_or_with_endless_names(self) -> None:
         stage = Stage()
-        assert "takes no seat" in sent(stage.hello("x", "scheduler"), Error)[0].text
+        assert "cannot take a seat" in sent(stage.hello("x", "scheduler"), Error)[0].text
         for name in ("host", "endpoint", "master"):
             (error,) = sent(stage.hello("w0", **{name: "ä" * 101}), Error)
-            assert "over 200 octets" in error.text
+            assert "over 200 bytes" in error.text
 
     def test_waits_while_a_suspect_may_come_back(self) -> None:
         stage = running()
         stage.drop("w1")
         (answer,) = sent(stage.hello("w5", rank=1), Beat)
-        assert "worker 1 has broken off" in answer.reason
+        assert "worker 1 has lost its connection" in answer.reason
         stage.wait(1, beating=["s0", "w0"])
         assert sent(stage.hello("w5", rank=1), Welcome)
 
@@ -252,7 +252,7 @@ class TestHello:
         stage.hello("w0")
         stage.hello("g", "worker", guardian=True)
         stage.leave("w0", done=False, replaceable=False)
-        for route, text in (("w9", "takes no new members"), ("g", "the job cannot begin")):
+        for route, text in (("w9", "accepts no new members"), ("g", "the job cannot begin")):
             (error,) = sent(stage.hello(route, "worker"), Error)
             assert error.code == WorkerLost.code
             assert text in error.text
@@ -321,7 +321,7 @@ class TestBeat:
     def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
         stage = running()
         stage.beat("w1", 5)
-        quiet = "info: worker 1 lives, but has called nothing for 60 s"
+        quiet = "info: worker 1 alive, but has made no call for 60 s"
         assert notes(stage.wait(QUIET_AFTER_S + 9, ["w0", "w1", "s0"])) == [quiet]
         assert notes(stage.beat("w1", 5)) == []
         assert notes(stage.beat("w1", 6)) == ["info: worker 1 calls again"]
@@ -335,7 +335,7 @@ class TestBeat:
         stage.barrier("w0")
         stage.wait(42, ["w0", "g", "s0"])
         (answer,) = sent(stage.barrier("w0"), Probed)
-        hangs = "hangs: its kvps-worker lives, its process is silent for 42 s"
+        hangs = "hangs: its kvps-worker is alive, its process has been silent for 42 s"
         assert answer.pending[0].reason == f"waits for rank 1 ({hangs})"
 
     def test_of_one_who_waits_for_its_welcome(self) -> None:
@@ -473,7 +473,7 @@ class TestResume:
     def test_is_for_workers(self) -> None:
         stage = running()
         (error,) = sent(self.resume(stage, "s0"), Error)
-        assert "resumes nothing" in error.text
+        assert "asked to resume" in error.text
 
 
 class TestBarrier:
@@ -508,7 +508,7 @@ class TestBarrier:
         stage = running(3)
         assert not sent(stage.barrier("w0", seq=3), Probed)
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
-        never = "(alive, has called nothing yet)"
+        never = "(alive, has made no call yet)"
         assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),))
         stage.barrier("w1")
         assert not sent(stage.barrier("w2"), Probed)
@@ -527,7 +527,7 @@ class TestBarrier:
         stage.say("w2", Beat(8, "pull()"))
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
         assert answer.pending[0].reason == (
-            "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, waits in pull() for 4 s), "
+            "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, has waited in pull() for 4 s), "
             "3 (lost for 4 s: exit code 0: killed), 4 (silent for 4 s)"
         )
 
@@ -612,7 +612,7 @@ def test_it_does_not_stand_still_while_there_is_nothing_to_look_at() -> None:
     assert stage.scheduler.deadline() is None
     stage.wait(1_000)
     effects = stage.hello("w0") + stage.wait(3, beating=["w0"])
-    assert not [one for one in effects if isinstance(one, Note) and "stood still" in one.text]
+    assert not [one for one in effects if isinstance(one, Note) and "was stopped" in one.text]
 
 
 def test_a_timer_that_rings_early_does_nothing() -> None:

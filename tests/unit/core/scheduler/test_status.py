@@ -57,7 +57,7 @@ def test_every_seat_is_shown_the_workers_first() -> None:
     worker = Seat(Node(Role.WORKER, 0))
     server = Seat(Node(Role.SERVER, 1), State.HELD, 3, "gpu", 7, "tcp://gpu:1", heard_at=99.5)
     assert sights([server, worker], 100.0) == (
-        Sight(2, 0, 0, "empty", "", 0, "", 0.0, "not here yet"),
+        Sight(2, 0, 0, "empty", "", 0, "", 0.0, "not joined yet"),
         Sight(1, 1, 3, "held", "gpu", 7, "", 0.5, "alive"),
     )
 
@@ -103,4 +103,4 @@ def test_what_servers_tell_is_shown() -> None:
     (shown,) = look(stage).rounds
     assert shown == OLD._replace(age_s=13.0)
     (error,) = sent(stage.say("w0", Stalled((OLD,))), Error)
-    assert "worker 0 has no rounds" in error.text
+    assert "worker 0 reported rounds" in error.text

@@ -53,7 +53,7 @@ def test_a_push_for_workers_of_one_machine() -> None:
 def test_rank_0_alone_puts_states_back() -> None:
     one = stage()
     said = one.say(1, SetState(one.places("a")[0].chunk, 0, 2, 1, ()))
-    assert refusal(said) == "Unauthorized: worker 1 may not put back states; rank 0 does"
+    assert refusal(said) == "Unauthorized: worker 1 may not load optimizer states; only rank 0 may"
 
 
 @pytest.mark.spec("R243")
@@ -73,7 +73,9 @@ def test_what_waits_of_one_worker_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     one = stage()
     for _ in range(3):
         assert one.pull(0, "a", after=1) == []
-    assert refusal(one.pull(0, "a", after=1)).startswith("Overload: 3 requests of worker 0 wait")
+    assert refusal(one.pull(0, "a", after=1)).startswith(
+        "Overload: 3 requests of worker 0 already wait"
+    )
     assert one.pull(1, "a", after=1) == []
     one.push(0, "a", torch.ones(2), 0)
 
@@ -84,6 +86,6 @@ def test_stores_are_bounded() -> None:
     for number in range(STORES_MAX - 1):
         one.server.control._open_store(opening(store=f"kv-{number}"))
     assert refusal(one.say(0, opening(store="more"))).startswith(
-        "Overload: store 'more' is one too"
+        "Overload: store 'more' is refused"
     )
     assert not heard(one.say(0, opening()), Error)

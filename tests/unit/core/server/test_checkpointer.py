@@ -210,7 +210,7 @@ class TestCommit:
 
     def test_of_another_cut_than_the_one_in_hand(self) -> None:
         one = stage()
-        assert order(one, self.COMMIT) == [Committed(5, "cut 5 is not the one in hand")]
+        assert order(one, self.COMMIT) == [Committed(5, "cut 5 is not the cut in progress")]
         assert done(one, Completed(5)) == []
 
 
@@ -222,7 +222,7 @@ class TestGiveUp:
         assert order(one, GiveUp(5)) == []
         assert one.orders()[1:] == [Remove(5, 0)]
         assert done(one, SnapshotWritten(5, 900, SHA256)) == []
-        assert order(one, TakeImage(5)) == [ImageKept(5, 0, "", (), "it was given up")]
+        assert order(one, TakeImage(5)) == [ImageKept(5, 0, "", (), "it was abandoned")]
 
     @pytest.mark.spec("R137")
     def test_before_anything_was_taken(self) -> None:

@@ -82,11 +82,15 @@ def test_only_rank_0_creates_and_loads(stage: ServerStage) -> None:
     stage.declare("a", torch.zeros(2))
     before = stage.snapshot()
     for message, payload, says in (
-        (declaring("b", create=True), (), "rank 1 may not create keys of rank 0; that rank does"),
+        (
+            declaring("b", create=True),
+            (),
+            "rank 1 may not create keys of rank 0; only that rank may",
+        ),
         (
             Load(1, 1, (Run(0, 2, 0),)),
             (torch.zeros(2),),
-            "rank 1 may not load values of key 'a'; rank 0 does",
+            "rank 1 may not load values of key 'a'; only rank 0 may",
         ),
         (optimizing("sgd"), (), "rank 1 may not set the optimizer"),
     ):
@@ -100,13 +104,13 @@ def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> Non
     assert stage.say(0, Declare("kv", False, 0, entries, 1), seq=50) == []
     (pending,) = heard(stage.say(0, Probe((50,))), Probed)[0].pending
     assert "rank 1" in pending.reason
-    assert "has not given a value" in pending.reason
+    assert "has not loaded a value" in pending.reason
     assert "rank 0 may not create keys of rank 1" in refusal(
         stage.say(0, Declare("kv", True, 0, entries, 1))
     )
     stage.say(1, Declare("kv", True, 0, entries, 1))
     load = Load(1, 1, (Run(0, 2, 0),))
-    assert "rank 0 may not load values of key 'a'; rank 1 does" in refusal(
+    assert "rank 0 may not load values of key 'a'; only rank 1 may" in refusal(
         stage.say(0, load, torch.ones(2))
     )
     said = stage.say(1, load, torch.ones(2))
@@ -210,7 +214,7 @@ def test_a_broadcast_is_read_part_by_part_while_it_is_loaded(stage: ServerStage)
     (probed,) = heard(stage.say(1, Probe((51, 53))), Probed)
     assert [one.seq for one in probed.pending] == [51, 53]
     assert "key 'a': rank 0" in probed.pending[0].reason
-    assert "has not given all of its value" in probed.pending[0].reason
+    assert "has not loaded all of its value" in probed.pending[0].reason
     assert part(stage, 2, 7.0) == [], "it belongs behind what is not there, and is asked for again"
     assert [one.message for one in part(stage, 0, 7.0)] == [Ack((Receipt(stage.seqs[0], 0),))]
     assert pulled(part(stage, 1, 8.0, 9.0)) == {51: [7, 8]}
@@ -261,7 +265,7 @@ def test_a_replaced_key_is_gone(stage: ServerStage) -> None:
     said = stage.declare("a", row, call=1)
     assert [one.seq for one in heard(said, Error)] == [50, 51, 52]
     assert all(
-        "key 'a' was replaced by another shape; read it anew" in one.text
+        "key 'a' was replaced by another shape; read it again" in one.text
         for one in heard(said, Error)
     )
     stage.load("a", row, call=1)
@@ -466,8 +470,8 @@ def test_a_probe_tells_what_is_missing_and_why_the_rest_waits(stage: ServerStage
     (answer,) = heard(stage.say(1, Probe(tuple(range(49, 56))), seq=0), Probed)
     assert answer.missing == (49, 52, 55)
     assert dict(answer.pending) == {
-        50: "key 'x': rank 0 (alive, last request 0 s ago) has not given a value",
-        51: "key 'y' and 2 more: rank 0 (alive, last request 0 s ago) has not given a value",
+        50: "key 'x': rank 0 (alive, last request 0 s ago) has not loaded a value",
+        51: "key 'y' and 2 more: rank 0 (alive, last request 0 s ago) has not loaded a value",
         53: "key 'a': round 0 waits for a push of rank 0 (alive, last request 0 s ago)",
         54: "rank 0 (alive, last request 0 s ago) has not set the learning rate",
     }
@@ -500,9 +504,9 @@ def test_reasons_of_stores_without_rounds() -> None:
     stage.pull(0, "a", least=9, seq=52)
     reasons = dict(heard(stage.say(0, Probe((50, 51, 52))), Probed)[0].pending)
     assert reasons == {
-        50: "key 'a': rank 0 is 2 pushes ahead of rank 1 (alive, last request 0 s ago), staleness allows 1",
+        50: "key 'a': rank 0 is 2 pushes ahead of rank 1 (alive, last request 0 s ago), and staleness allows 1",
         51: "key 'a': 3 of 5 pushes of rank 0 are applied",
-        52: "key 'a': it is at version 4, asked for is 9",
+        52: "key 'a': it is at version 4, and version 9 was requested",
     }
 
 

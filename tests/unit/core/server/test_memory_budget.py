@@ -65,9 +65,9 @@ def test_an_optimizer_that_has_no_room_is_refused_with_the_sum() -> None:
         budget.demand_optimizer("kv", create(resolve("adam", {})))
     assert str(refused.value) == (
         "no room for optimizer 'adam' of store 'kv': weights 229 MiB + second buffers 229 MiB + sums of open "
-        "rounds 229 MiB + optimizer state 458 MiB = 1.12 GiB, and this server may have 954 MiB (--memory-limit; by "
-        "default 80 % of what the machine or its container has, shared by the servers that are started together). "
-        "Add servers, of which each holds a part, raise the limit, or take an optimizer with less state"
+        "rounds 229 MiB + optimizer state 458 MiB = 1.12 GiB, and the limit of this server is 954 MiB (--memory-limit; by "
+        "default 80 % of the memory of the machine or its container, divided by the servers that are started together). "
+        "Add servers (each holds a part), raise the limit, or use an optimizer with less state"
     )
 
 

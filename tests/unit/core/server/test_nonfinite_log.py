@@ -94,8 +94,8 @@ def test_the_first_is_logged_at_once_and_the_next_ones_together() -> None:
         one.add("fc.w", [], None, number, Flaw(1, ()))
         assert texts(one.report()) == []
     assert texts(one.look()) == [
-        "warning: store 'kv': round 119 dropped: 1 value of key 'fc.w' is not finite (every push is "
-        "finite, their sum is not); and 4 more"
+        "warning: store 'kv': round 119 dropped: 1 value of key 'fc.w' is not finite (every push is finite, "
+        "but their sum is not); and 4 more"
     ]
     one.add("b", [], 2, 7, Flaw(1, (2,)))
     assert texts(one.report()) == []  # there was a line a short while ago
@@ -110,7 +110,7 @@ def test_the_first_is_logged_at_once_and_the_next_ones_together() -> None:
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ((1, 5), "(from ranks among 1, 5, or from their sum)"),
+        ((1, 5), "(from some of ranks 1, 5, or from their sum)"),
         (
             tuple(range(RANKS_MAX + 2)),
             f"{RANKS_MAX - 2}, {RANKS_MAX - 1} and 2 more, or from their sum)",
@@ -139,10 +139,9 @@ def test_a_worker_is_told_of_each_round_once() -> None:
     with pytest.raises(NonFinite) as caught:
         complain("kv", True, known, {"a": Dropped(0, 4, 2, (3,)), "b": Dropped(4, 4, 1, ())})
     assert str(caught.value) == (
-        "store 'kv': round 4 of key 'a' (and of 1 more) was dropped: 2 values of key 'a' are "
-        "not finite (from rank 3). The weights and the optimizer's state are as they were before "
-        "it, on every server; go on with the next push, and look at the loss and the learning rate "
-        "if this comes again"
+        "store 'kv': round 4 of key 'a' (and 1 more) was dropped: 2 values of key 'a' are "
+        "not finite (from rank 3). The weights and the optimizer's state are unchanged on every server. Continue with the next push; if "
+        "this happens again, check the loss and the learning rate"
     )
     complain("kv", True, known, {"a": Dropped(0, 4, 2, (3,)), "b": Dropped(4, 4, 1, ())})
     complain("kv", True, known, {"a": Dropped(0, 3, 2, (3,))})

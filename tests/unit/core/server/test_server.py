@@ -147,7 +147,10 @@ def test_a_place_that_this_job_does_not_have(role: Role, rank: int) -> None:
     one = stage()
     for message in (greeting(role=int(role)), opening()):
         text = refusal(one.say(rank, message, role=role, incarnation=99, seq=1))
-        assert f"ProtocolError: no {role} {rank} of this job talks to server 0" in text
+        assert (
+            f"ProtocolError: there is no {role} {rank} of this job that may talk to server 0"
+            in text
+        )
 
 
 def test_before_it_is_a_member_it_serves_nobody() -> None:
@@ -440,7 +443,7 @@ def test_and_gives_a_store_the_values_of_one() -> None:
     assert isinstance(read, Read)
     assert read.cut == 7
     (probed,) = heard(one.say(0, Probe((50,))), Probed)
-    assert probed.pending[0].reason == "it is read from the disk"
+    assert probed.pending[0].reason == "it is being read from the disk"
     one.push(0, "a", [1.0, 1.0], 0)  # nothing else changes it
     said = one.disk(Loaded(image_of(3.0, 4.0), read.for_whom))
     assert heard(said, Revived) == [Revived(50, (7,))]
@@ -450,9 +453,9 @@ def test_and_gives_a_store_the_values_of_one() -> None:
 
 @pytest.mark.spec("R147")
 def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
-    assert "rank 1 may not restore a store; rank 0 does" in refusal(with_shelf().say(1, REVIVE))
+    assert "rank 1 may not restore a store; only rank 0 may" in refusal(with_shelf().say(1, REVIVE))
     said = refusal(stage().say(0, REVIVE))
-    assert said.startswith("ConfigError: server 0 has no place for checkpoints: start every")
+    assert said.startswith("ConfigError: server 0 has no directory for checkpoints: start every")
 
 
 @pytest.mark.parametrize(

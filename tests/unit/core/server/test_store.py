@@ -95,7 +95,7 @@ def test_all_must_mean_the_same_store(name: str, value: object) -> None:
     space = make()
     space.agree(opening())
     ours = getattr(opening(), name)
-    with pytest.raises(Mismatch, match=f"opened with {name}={ours!r} .* with {name}={value!r}"):
+    with pytest.raises(Mismatch, match=f"opened with {name}={ours!r}, .* with {name}={value!r}"):
         space.agree(opening(**{name: value}))  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ def test_the_memory_limit_counts_all_that_keys_take() -> None:
     with pytest.raises(
         Overload,
         match=r"no room for key 'c' and 1 more of store 'kv': weights 108 B \+ second buffers 108 B \+ "
-        r"sums of open rounds 108 B = 324 B, and this server may have 300 B",
+        r"sums of open rounds 108 B = 324 B, and the limit of this server is 300 B",
     ):
         create(space, entry("c", 1), entry("d", 1))
     create(space, entry("b", 5))

@@ -78,7 +78,7 @@ def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
     one.take(one.server.on_timer(one.now))
     said = (
         "store 'kv': round 0 of key 'a' has been open for 12 s and waits for rank 2 "
-        "(has asked nothing here yet)"
+        "(has made no request here yet)"
     )
     assert [note for note in one.notes if isinstance(note, Note)] == [Note("warning", said)]
     one.notes.clear()

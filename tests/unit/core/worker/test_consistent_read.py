@@ -369,5 +369,5 @@ def test_an_answer_of_another_length_is_refused() -> None:
     packet = answer(step[0], 3, wanted=False)
     short = Packet(ENVELOPE, packet.message, (packet.payload[0][:16],))
     assert step[0].on_reply is not None
-    with pytest.raises(ProtocolError, match="server 0 answered 4 elements of chunk 1; asked for"):
+    with pytest.raises(ProtocolError, match="server 0 answered 4 elements of chunk 1, and"):
         step[0].on_reply(short, True)

@@ -445,7 +445,7 @@ def test_steps_of_other_pieces() -> None:
     message = Pulled(
         seq, asked.chunk, 1, True, stands(one, (0, 10), (10, 10)), (), (WHOLE, WHOLE), True
     )
-    with pytest.raises(ProtocolError, match="other pieces than asked for"):
+    with pytest.raises(ProtocolError, match="other pieces than requested"):
         one.server(0, message, torch.zeros(20))
 
 

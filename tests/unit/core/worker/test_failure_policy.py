@@ -54,16 +54,14 @@ class TestServer:
             error = losses.error(one, 100.0)
             assert isinstance(error, ServerLost)
         assert str(error) == (
-            "server 1 (host-server-1 tcp://s1:1) is lost: exit code 9. The lost part of every key "
-            "is gone; what other servers hold is kept, but no key can be trusted to be whole. "
-            "Start the job again from saved weights, and the servers with --checkpoint-dir to survive "
-            "this"
+            "server 1 (host-server-1 tcp://s1:1) is lost: exit code 9. Its part of every key is lost. The other servers keep their parts, but no key is "
+            "complete. Start the job again from saved weights; with --checkpoint-dir, a job survives the loss of a server"
         )
 
     def test_that_was_replaced_is_empty(self) -> None:
         losses = learn(FailurePolicy(), member(S0, incarnation=99), member(S1))
         error = losses.error(None, 100.0)
-        assert "server 0 (host-server-0 tcp://s0:1) took the place" in str(error)
+        assert "server 0 (host-server-0 tcp://s0:1) has replaced" in str(error)
 
     def test_that_comes_back_is_no_loss(self) -> None:
         losses = learn(FailurePolicy(), lost(S0), lost(S1))
@@ -80,8 +78,8 @@ class TestWorker:
         assert isinstance(error, WorkerLost)
         assert str(error) == (
             "worker 1 (host-worker-1) is lost: exit code 9. Rounds of store 'kv' need it, and no "
-            "replacement came in 60 s. What was pushed is kept. Start a replacement with --rank 1, "
-            "or create the store with on_worker_lost='shrink' to go on without it"
+            "replacement came in 60 s. Earlier pushes are kept. Start a replacement with --rank 1, "
+            "or create the store with on_worker_lost='shrink' to continue without it"
         )
 
     def test_is_not_waited_for_with_fail(self) -> None:
@@ -92,7 +90,7 @@ class TestWorker:
 
     def test_nor_when_none_can_come(self) -> None:
         error = learn(FailurePolicy(), lost(W1, state="gone")).error(new_store(), 100.0)
-        assert "no replacement can come. What was pushed is kept. Start the job again" in str(error)
+        assert "no replacement can come. Earlier pushes are kept. Start the job again" in str(error)
 
     @pytest.mark.parametrize(
         "options", [{"on_worker_lost": "shrink"}, {"mode": "async"}, {"mode": "ssp"}]

@@ -96,7 +96,7 @@ def test_so_many_queue_may_wait(monkeypatch):
     queue.add(held(gate, begun), WAIT_S)
     assert begun.wait(WAIT_S)
     queue.add(gives(1.0), WAIT_S)
-    with pytest.raises(Timeout, match=r"'mine': push\(\): 1 calls before it wait"):
+    with pytest.raises(Timeout, match=r"'mine': push\(\): 1 earlier calls have waited"):
         queue.add(gives(2.0), 0.01)
     gate.set()
     assert queue.flush(WAIT_S)

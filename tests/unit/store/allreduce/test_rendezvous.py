@@ -88,7 +88,7 @@ def test_a_job_with_keys_leaves_no_host_without_them(monkeypatch, boards):
 def test_an_address_that_is_not_this_hosts_is_left_to_torch(caplog):
     assert module._listen(config.World(0, 2, "192.0.2.1", 29500)) is None
     assert (
-        "192.0.2.1 (MASTER_ADDR) is no address of this host: port 29500 is open on all"
+        "192.0.2.1 (MASTER_ADDR) is not an address of this host: port 29500 is open on all"
         in caplog.text
     )
 
@@ -113,7 +113,7 @@ def test_ranks_gather_or_say_who_does_not_come():
 def test_a_second_process_of_a_rank_is_refused():
     board = PrefixStore("mine", HashStore())
     Rendezvous("mine", 0, 1, board, "").gather(5.0)
-    with pytest.raises(ConfigError, match=r"a process was rank 0 before.*dist_sync"):
+    with pytest.raises(ConfigError, match=r"another process was rank 0 before.*dist_sync"):
         Rendezvous("mine", 0, 1, board, "").gather(5.0)
 
 

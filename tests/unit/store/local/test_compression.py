@@ -49,7 +49,7 @@ def test_one_who_loads_the_state_goes_on_alike() -> None:
 def test_a_state_of_another_shape_is_refused() -> None:
     with kvps.create("local") as kv:
         kv.init("w", torch.zeros(4))
-        with pytest.raises(Mismatch, match=r"key 'w' is float32\[4\], and .* of shape \(5,\)"):
+        with pytest.raises(Mismatch, match=r"key 'w' is float32\[4\], but .* has shape \(5,\)"):
             kv.load_compression_state({"w": torch.zeros(5)})
 
 

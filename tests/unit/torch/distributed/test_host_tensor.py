@@ -64,7 +64,7 @@ def test_what_is_only_written_is_not_read() -> None:
 
 
 def test_a_sparse_tensor_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"takes dense tensors, got layout torch\.sparse_coo"):
+    with pytest.raises(ConfigError, match=r"needs dense tensors, got layout torch\.sparse_coo"):
         Staged(torch.zeros(2).to_sparse())
 
 

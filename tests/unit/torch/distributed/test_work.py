@@ -48,7 +48,7 @@ def test_a_failure_is_raised_as_it_is_and_told_to_futures() -> None:
 
 def test_a_wait_may_have_a_limit() -> None:
     work = Work("barrier", [])
-    with pytest.raises(Timeout, match=r"barrier is not done after 0\.01 s; it goes on"):
+    with pytest.raises(Timeout, match=r"barrier is not done after 0\.01 s, and continues"):
         work.wait(timedelta(seconds=0.01))
     work.end()
     assert work.wait(timedelta(seconds=0.01))

@@ -53,7 +53,7 @@ def test_a_module_that_is_used_twice_is_one_block() -> None:
 
 def test_a_block_must_be_a_module_inside_that_is_called() -> None:
     whole = model()
-    with pytest.raises(ConfigError, match="element 1 is a Linear, and no module inside the model"):
+    with pytest.raises(ConfigError, match="element 1 is a Linear, not a module inside the model"):
         found(whole, [whole.end, Linear(1, 1)])
     with pytest.raises(ConfigError, match="element 0 is a ModuleList, which is never called"):
         found(whole, [whole.stages])

@@ -59,5 +59,5 @@ def test_each_gradient_leaves_once(sizes: list[int], limit: int, dice: object) -
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, "4M"])
 def test_sizes_that_cannot_be(limit: object) -> None:
-    with pytest.raises(ConfigError, match="use a whole number of bytes from 1 on"):
+    with pytest.raises(ConfigError, match="use a whole number of bytes, 1 or more"):
         Buckets(SIZES, limit)  # type: ignore[arg-type]

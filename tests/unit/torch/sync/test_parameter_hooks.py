@@ -71,6 +71,6 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert str(hooks.no_gradient(["b"], "zero_grad()", "Use them")) == (
         "no gradient for 'b', of 2 parameters: no backward() has reached them since zero_grad(). Use them"
     )
-    assert "'a' got another gradient after the first had left" in str(
+    assert "'a' got another gradient after the first was pushed" in str(
         second_gradient("a", "step()")
     )

@@ -58,5 +58,5 @@ def test_rates(given: str, rate: float) -> None:
 
 @pytest.mark.parametrize("given", ["400", "fast", "0mbit", "-1mbit", "400mb"])
 def test_a_rate_that_is_none(given: str) -> None:
-    with pytest.raises(ConfigError, match=f"--rate='{given}' is no rate; write it as 400mbit"):
+    with pytest.raises(ConfigError, match=f"--rate='{given}' is not a rate; write it as 400mbit"):
         bytes_per_s(given)

@@ -88,14 +88,14 @@ def test_spans_of_a_range() -> None:
     ("runs", "says"),
     [
         ([], "a request for no elements"),
-        ([(0, 0)], "0 to 0 is no range"),
-        ([(50, 20)], "chunk 1 has 60 elements; 50 to 70 is no range"),
-        ([(0, 2**63)], "is no range"),
+        ([(0, 0)], "0 to 0 is not a range"),
+        ([(50, 20)], "chunk 1 has 60 elements; 50 to 70 is not a range"),
+        ([(0, 2**63)], "is not a range"),
         ([(5, 5)], "5 is not the edge of a key"),
         ([(0, 15)], "15 is not the edge of a key"),
-        ([(10, 20), (0, 10)], "0 to 10 is no range of them behind 30"),
-        ([(0, 10), (0, 10)], "0 to 10 is no range of them behind 10"),
-        ([(0, 30), (10, 50)], "10 to 60 is no range of them behind 30"),
+        ([(10, 20), (0, 10)], "0 to 10 is not a range of them after 30"),
+        ([(0, 10), (0, 10)], "0 to 10 is not a range of them after 10"),
+        ([(0, 30), (10, 50)], "10 to 60 is not a range of them after 30"),
     ],
 )
 def test_runs_are_whole_keys_in_order(runs: list[tuple[int, int]], says: str) -> None:

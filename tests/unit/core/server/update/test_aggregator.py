@@ -208,7 +208,7 @@ def test_values_of_another_type_are_refused(dtype: str, pushed: str) -> None:
     one.open()
     one.init("h", torch.zeros(1, dtype=TORCH[dtype]))
     said = one.push(0, "h", torch.ones(1, dtype=TORCH[pushed]), 0)
-    assert f"Mismatch: chunk 1 holds {dtype}, pushed was {pushed}" in refusal(said)
+    assert f"Mismatch: chunk 1 holds {dtype}, and the push has type {pushed}" in refusal(said)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "float64"])

@@ -120,7 +120,7 @@ def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (embed(dim=3), "Mismatch: table 'words'.*has dim 2, asked for was 3"),
+        (embed(dim=3), "Mismatch: table 'words'.*has dim 2, but 3 was requested"),
         (embed(lr=2.0), "Mismatch: table 'words'.*has hyper"),
         (embed(init="normal"), "Mismatch: .*has first"),
         (
@@ -179,7 +179,7 @@ def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
     before = table.stage.snapshot()
     assert refusal(table.push(0, [99], 1)).startswith(
         "Overload: no room for more rows of table 'words': weights 8 B + second buffers 8 B + "
-        "sums of open rounds 8 B + tables 160 B = 184 B, and this server may have 100 B"
+        "sums of open rounds 8 B + tables 160 B = 184 B, and the limit of this server is 100 B"
     )
     assert table.stage.snapshot() == before
     again = table.push(0, range(20), 0)
@@ -194,7 +194,7 @@ def test_a_key_may_not_have_the_name_of_a_table() -> None:
     for call in (0, 1):
         entry = Entry(KEY, 8, (1,), 0, 1)
         said = table.stage.say(0, Declare("kv", True, call, (entry,)))
-        assert "that of a table, which EMBED makes" in refusal(said)
+        assert "the key of a table, which only EMBED can create" in refusal(said)
     assert table.stage.snapshot() == before
 
 
@@ -202,7 +202,7 @@ def test_a_key_may_not_have_the_name_of_a_table() -> None:
 def test_an_answer_fits_in_a_frame() -> None:
     table = Tabled(dim=65_536)
     said = table.stage.say(0, PullIds(table.piece.chunk, 0, 0, 257), torch.arange(257))
-    assert refusal(said).startswith("ProtocolError: chunk 1: 257 rows are 67371008 octets")
+    assert refusal(said).startswith("ProtocolError: chunk 1: 257 rows are 67371008 bytes")
 
 
 def test_ids_that_were_checked_stay_as_they_were() -> None:
@@ -262,9 +262,7 @@ def test_ids_of_other_servers_are_refused() -> None:
     mine, others = (np.flatnonzero(servers_of(np.arange(20), 2) == one)[:2] for one in (0, 1))
     ids = torch.from_numpy(np.sort(np.concatenate([mine, others])))
     before = stage.snapshot()
-    first = (
-        f"ProtocolError: 2 of 4 ids belong on other servers than 0, the first of them {others[0]}"
-    )
+    first = f"ProtocolError: 2 of 4 ids belong on other servers than 0, the first is {others[0]}"
     assert refusal(stage.say(0, PullIds(chunk, 0, 0, 4), ids)) == first
     assert refusal(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 4), ids, torch.zeros(8))) == first
     assert stage.snapshot() == before
@@ -433,7 +431,7 @@ def test_rows_of_another_form_are_refused() -> None:
     ):
         said = refusal(table.stage.say(0, message, one, row))
         assert said.startswith(
-            f"Mismatch: chunk {chunk} is a table of float32[2], pushed were rows"
+            f"Mismatch: chunk {chunk} is a table of float32[2], and the push has rows"
         )
     assert table.stage.snapshot() == before
 
@@ -454,7 +452,7 @@ def test_keys_are_pushed_to_as_keys_and_tables_as_tables() -> None:
         Export(chunk, 0, 5, 0, False),
     ]
     for message in messages:
-        assert refusal(table.stage.say(0, message)).endswith("holds keys, and no embedding table")
+        assert refusal(table.stage.say(0, message)).endswith("holds keys, not an embedding table")
     assert table.stage.snapshot() == before
 
 

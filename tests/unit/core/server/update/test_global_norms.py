@@ -57,7 +57,7 @@ def test_sums_of_another_optimizer() -> None:
     norm.hear(2, (1, 2))
     norm.measure(sums(1, 2), 1, OTHERS)
     assert norm.unheard == {0}
-    with pytest.raises(Mismatch, match="key 'w': server 0 told 3 sums of squares, expected 2"):
+    with pytest.raises(Mismatch, match="key 'w': server 0 sent 3 sums of squares, expected 2"):
         norm.hear(0, (1, 2, 3))
 
 

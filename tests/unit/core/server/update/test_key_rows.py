@@ -91,9 +91,9 @@ def rows(one: ServerStage, key: str = "t") -> list[float]:
         ([0, 9], "ProtocolError: key 't': rows 0 to 9 are not all of the rows 0 to 3"),
         ([-1, 2], "ProtocolError: key 't': rows -1 to 2 are not all"),
         ([2, 1], "ProtocolError: key 't': rows 2 to 1 are not all"),
-        ([0, 2, 1, 3], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
-        ([1, 1], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
-        ([0, 2**62, 3], "ProtocolError: key 't': the numbers of rows must ascend, each named once"),
+        ([0, 2, 1, 3], "ProtocolError: key 't': row numbers must ascend, without duplicates"),
+        ([1, 1], "ProtocolError: key 't': row numbers must ascend, without duplicates"),
+        ([0, 2**62, 3], "ProtocolError: key 't': row numbers must ascend, without duplicates"),
     ],
 )
 def test_numbers_ascend_and_are_all_here(message: str, ids: list[int], says: str) -> None:
@@ -114,11 +114,17 @@ def test_numbers_ascend_and_are_all_here(message: str, ids: list[int], says: str
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"width": 2}, "Mismatch: key 't' is float32[4,3], of 3 elements in a row; pushed were"),
-        ({"dtype": "float64"}, "Mismatch: key 't' is float32[4,3]; pushed were rows of float64"),
+        (
+            {"width": 2},
+            "Mismatch: key 't' is float32[4,3], of 3 elements in a row, and the push has",
+        ),
+        (
+            {"dtype": "float64"},
+            "Mismatch: key 't' is float32[4,3], and the push has rows of float64",
+        ),
         (
             {"key": "v"},
-            "ProtocolError: key 'v' of store 'kv' is float32[2] and does not lie here by",
+            "ProtocolError: key 'v' of store 'kv' is float32[2] and is not stored by",
         ),
         ({"key": "no"}, "KeyNotFound: key 'no' of store 'kv' has no value yet"),
         ({"ranks": (5,)}, "Unauthorized: worker 0 pushes for ranks (5,)"),
@@ -145,7 +151,7 @@ def test_a_table_whose_rows_are_larger_than_a_chunk_is_no_table() -> None:
     one = stage()
     one.init("wide", torch.zeros(2 * CHUNK_BYTES), shape=(2, CHUNK_BYTES))
     said = one.say(0, PullRows("kv", "wide", 0, 0, 1), torch.tensor([1]))
-    assert "does not lie here by rows; push and pull it as a whole" in refusal(said)
+    assert "is not stored by rows here; push and pull it as a whole" in refusal(said)
 
 
 @pytest.mark.spec("R172")
@@ -159,7 +165,7 @@ def test_a_store_without_rounds_needs_an_optimizer_for_rows_too() -> None:
 def test_means_of_integers_are_refused() -> None:
     one = stage(dtype="int32", average=True)
     assert refusal(push(one, 0, [1], dtype="int32")).startswith(
-        "ConfigError: store 'kv' takes means"
+        "ConfigError: store 'kv' computes means"
     )
 
 
@@ -573,7 +579,7 @@ def test_a_table_of_which_nothing_is_here_has_no_rows_here(message: str) -> None
         said = one.say(0, PullRows("kv", "t", 0, 0, 0))
     else:
         said = one.say(0, PullChanged("kv", "t", 0, 0, 0))
-    assert refusal(said).startswith("ProtocolError: key 't' of store 'kv' is float32[4,3] and does")
+    assert refusal(said).startswith("ProtocolError: key 't' of store 'kv' is float32[4,3] and is")
 
 
 def two_tables() -> ServerStage:

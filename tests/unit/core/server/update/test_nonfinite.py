@@ -69,7 +69,7 @@ def test_an_action_that_is_none_is_refused() -> None:
 def test_workers_must_agree_on_it() -> None:
     one = stage()
     said = refusal(one.say(1, opening(on_nonfinite="skip")))
-    assert "Mismatch: store 'kv' was opened with on_nonfinite='error' and is now" in said
+    assert "Mismatch: store 'kv' was opened with on_nonfinite='error', and is now" in said
 
 
 def test_one_who_does_not_say_it_applies() -> None:
@@ -159,8 +159,8 @@ def push_one_by_one(one: ServerStage, values: tuple[float, ...], lent: bool) -> 
     [
         ((NAN, 1, 1, 1), "(from rank 0)"),
         ((1, 1, 1, -INF), "(from rank 3)"),
-        ((1, INF, -INF, 1), "(from ranks among 1, 2, or"),
-        ((3e38, 3e38, 1, 1), "(every push is finite, their sum is not)"),
+        ((1, INF, -INF, 1), "(from some of ranks 1, 2, or"),
+        ((3e38, 3e38, 1, 1), "(every push is finite, but their sum is not)"),
     ],
 )
 def test_the_ranks_are_named(
@@ -172,7 +172,7 @@ def test_the_ranks_are_named(
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ((NAN, 1, 1, 1), "(from ranks among 0, 1, 2, or from their sum)"),
+        ((NAN, 1, 1, 1), "(from some of ranks 0, 1, 2, or from their sum)"),
         ((1, 1, 1, -INF), "(from rank 3)"),
         ((1, INF), "(from rank 1)"),
         ((INF, 1), "(from rank 0)"),
@@ -188,7 +188,7 @@ def test_a_push_for_several_ranks_names_them() -> None:
     one = stage(3)
     one.push(0, "b", [NAN], 0, ranks=(2, 0))
     one.push(1, "b", [1], 0)
-    assert "(from ranks among 0, 2, or" in notes(one)[0]
+    assert "(from some of ranks 0, 2, or" in notes(one)[0]
 
 
 def test_whose_the_parts_of_a_sum_are() -> None:
@@ -265,7 +265,7 @@ def test_a_sum_of_halves_is_looked_at_as_it_is_used(optimizer: str) -> None:
         assert notes(one) == []
         assert one.values("b") == [pytest.approx(1 - 120000 / 2**10, rel=1e-3)]
     else:
-        assert "(every push is finite, their sum is not)" in notes(one)[0]
+        assert "(every push is finite, but their sum is not)" in notes(one)[0]
         assert one.values("b") == [1]
     assert one.span("b").version == 1
 

@@ -178,7 +178,7 @@ def test_sums_that_do_not_fit_change_nothing() -> None:
     stage = cluster.stages[0]
     before = stage.snapshot()
     said = stage.other(1, Norms("kv", "w", None, 0, (1.0,), False))
-    assert "Mismatch: key 'w': server 1 told 1 sums of squares, expected 2" in refusal(said)
+    assert "Mismatch: key 'w': server 1 sent 1 sums of squares, expected 2" in refusal(said)
     assert stage.snapshot() == before
 
 

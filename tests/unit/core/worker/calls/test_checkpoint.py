@@ -83,7 +83,7 @@ class TestCheckpoint:
         one.wait(5.0)
         assert isinstance(one.error(ticket), Timeout)
         assert (
-            "checkpoint() of store 'kv' is not done: not every server has written its image"
+            "checkpoint() of store 'kv' is not done: not every server has written its snapshot"
             in str(one.error(ticket))
         )
         again = one.call(TAKE, timeout_s=5.0)

@@ -317,7 +317,7 @@ class TestRefuses:
         one = bench(machines=(2, 2, 3))
         error = self.refusal(one, message=HELLO, **more)  # type: ignore[arg-type]
         assert error.code == Mismatch.code
-        assert "is no neighbour of worker 0 of job 00010203" in error.text
+        assert "is not a neighbour of worker 0 of job 00010203" in error.text
 
     def test_an_older_life(self) -> None:
         one = bench()
@@ -435,7 +435,7 @@ class TestLeading:
         assert isinstance(said, Send)
         answer = said.packet.message
         assert isinstance(answer, Error)
-        assert "it goes to the server" in answer.text
+        assert "these go to the server" in answer.text
 
     def test_takes_in_once_what_comes_twice(self) -> None:
         one = bench()
@@ -530,7 +530,7 @@ class TestRefusal:
         assert [values_of(send)[0] for send in one.sends(Push)[1:]] == [1.0, 2.0, 3.0]
         assert said(effects, b"from 1") == said(effects, b"from 2") == []
         assert one.notes() == [
-            "debug: a bundle was refused, and is pushed one by one: some were counted"
+            "debug: a merged push was refused, and its pushes are sent separately: some were counted"
         ]
         own, first, second = one.seqs(Push, 0)[1:]
         effects = one.server(0, Error(first, ConfigError.code, "no optimizer"))
@@ -625,7 +625,7 @@ class TestTimeout:
         one = bench()
         ticket = one.call(push({"c": ONES}, eager=False), 0.02)
         at_once(one)
-        says = "other workers of this machine have not pushed the same. Nothing was cancelled"
+        says = "other workers of this machine have not made the same push. Nothing was cancelled"
         assert says in str(one.error(ticket))
 
     def test_names_the_server_once_it_was_asked(self) -> None:

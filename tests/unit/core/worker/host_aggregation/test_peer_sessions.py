@@ -69,7 +69,7 @@ def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(
 @pytest.mark.parametrize("more", [{"job": bytes([1] * 16)}, {"rank": 2}, {"role": Role.SERVER}])
 def test_others_are_no_neighbours(sessions: PeerSessions, more: dict[str, object]) -> None:
     sessions.learn({0: 4, 1: 5})
-    with pytest.raises(Mismatch, match="is no neighbour of worker 0"):
+    with pytest.raises(Mismatch, match="is not a neighbour of worker 0"):
         sessions.admit(from_peer(**more), Hello)
 
 
