@@ -49,6 +49,12 @@ class Door:
         self.endpoint = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def come(self, pair: KeyPair) -> None:
+        """Connect by this key, say something, and have the handler answer libzmq."""
+        self.knock(pair)
+        assert self.porter.socket.poll(10_000), "libzmq asks"
+        self.porter.answer()
+
+    def knock(self, pair: KeyPair) -> None:
         """Connect by this key, and say something."""
         dealer = self.context.socket(zmq.DEALER)
         self.dealers.append(dealer)
@@ -57,8 +63,6 @@ class Door:
         dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
         dealer.connect(self.endpoint)
         dealer.send(b"hello")
-        assert self.porter.socket.poll(10_000), "libzmq asks"
-        self.porter.answer()
 
     def heard(self, limit_ms: int = 10_000) -> str | None:
         """Return the name of the connection along which something comes."""
@@ -81,6 +85,16 @@ def test_a_known_key_gives_the_connection_its_name(door: Door) -> None:
     door.porter.trust({door.session.public: "worker:3:17"})
     door.come(door.session)
     assert door.heard() == "worker:3:17"
+
+
+@pytest.mark.spec("R245")
+def test_nobody_is_let_in_where_nothing_answers_libzmq(door: Door) -> None:
+    """ZAP_ENFORCE_DOMAIN: without it, libzmq takes every connection when its question finds no handler."""
+    monitor = door.router.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    door.porter.socket.unbind(zap.ENDPOINT)
+    door.knock(door.role)
+    assert monitor.poll(10_000), "the handshake fails"
+    assert door.heard(100) is None
 
 
 @pytest.mark.spec("R245")
