@@ -11,6 +11,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S
@@ -22,7 +23,14 @@ DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"
 BIGARRAY_VARIABLES = ("KVPS_BIGARRAY_BOUND", "MXNET_KVSTORE_BIGARRAY_BOUND")
 SILENCE, GRACE = "KVPS_SILENCE_MAX", "KVPS_DROP_GRACE"
 TRANSPORTS = ("auto", "shm", "tcp")
-_LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI", "PMI_RANK", "PMI_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Launchers of other projects, and the variables in which each tells a process its rank and how many there are. srun
+sets Slurm's; a batch script, which is one process, has SLURM_NTASKS alone."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
@@ -47,6 +55,15 @@ class Cluster:
     """The job of that seat."""
     workers: int | None = None
     servers: int | None = None
+
+
+class Launched(NamedTuple):
+    """The place that another project's launcher gave this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    size_variable: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +408,7 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     if scheduler is not None:
         return Cluster(
             as_address("KVPS_SCHEDULER", scheduler),
-            rank=whole("KVPS_RANK", env=env),
+            rank=_rank(env),
             incarnation=whole("KVPS_INCARNATION", 0, env=env) or 0,
             job=_job(env),
         )
@@ -400,24 +417,59 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
         return found
     if text("KVPS_RANK", env=env) is not None:
         raise ConfigError("KVPS_RANK is set but KVPS_SCHEDULER is not; set it to tcp://HOST:PORT")
-    for name, launcher in _LAUNCHERS.items():
-        if (whole(name, env=env) or 0) > 1:
+    place = launched(env)
+    if place is not None:
+        raise ConfigError(
+            f"{place.launcher} started {place.size} processes ({place.size_variable}) but KVPS_SCHEDULER "
+            "is not set, so each of them would train alone; start kvps-scheduler and set "
+            "KVPS_SCHEDULER=tcp://HOST:PORT for all of them"
+        )
+    return None
+
+
+def _rank(env: Mapping[str, str] | None) -> int | None:
+    """Return the rank of a worker: the one that KVPS_RANK says, or else that of another project's launcher."""
+    rank = whole("KVPS_RANK", env=env)
+    place = launched(env) if rank is None else None
+    return rank if place is None else place.rank
+
+
+def launched(env: Mapping[str, str] | None = None) -> Launched | None:
+    """Return the place that MPI or Slurm gave this process; None if it started no other.
+
+    Raises:
+        ConfigError: if what it says cannot be.
+
+    Example:
+        >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})[:3]
+        ('Open MPI', 1, 4)
+    """
+    for launcher, rank_variable, size_variable in _LAUNCHERS:
+        rank, size = whole(rank_variable, env=env), whole(size_variable, env=env)
+        if size is None or size <= 1:
+            continue
+        if rank is None or rank >= size:
+            said = "is not set" if rank is None else f"is {rank}"
             raise ConfigError(
-                f"{launcher} started {text(name, env=env)} processes ({name}) but KVPS_SCHEDULER "
-                "is not set, so each of them would train alone; start kvps-scheduler and set "
-                "KVPS_SCHEDULER=tcp://HOST:PORT for all of them"
+                f"{launcher} says {size_variable}={size}, but {rank_variable} {said}; ranks begin at 0. Start the "
+                f"script with the launcher, or unset {size_variable}"
             )
+        return Launched(launcher, rank, size, size_variable)
     return None
 
 
 def world(env: Mapping[str, str] | None = None) -> World | None:
     """Return the world that torchrun's variables describe; None if nothing says there is one.
 
+    Rank and size may be those of MPI or Slurm, if MASTER_ADDR and MASTER_PORT say where rank 0 is.
+
     Raises:
         ConfigError: if they describe half of one, or other variables say that there are others.
     """
     rank, size = whole("RANK", env=env), whole("WORLD_SIZE", env=env)
     address, port = text("MASTER_ADDR", env=env), whole("MASTER_PORT", env=env)
+    if rank is None and size is None and address is not None and (place := launched(env)):
+        rank, size = place.rank, place.size
     found = dict(zip(_WORLD, (rank, size, address, port), strict=True))
     missing = [name for name, value in found.items() if value is None]
     if not missing or size == 1:

@@ -822,7 +822,7 @@ def test_a_plugin_is_created_by_its_name():
 
 
 def test_a_store_without_a_cluster_starts_an_embedded_one(monkeypatch, caplog):
-    for name in ("KVPS_SCHEDULER", "KVPS_RANK", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+    for name in ("KVPS_SCHEDULER", "KVPS_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     kv = kvps.create("dist_sync", timeout=20)
     assert (kv.rank, kv.num_workers) == (0, 1)

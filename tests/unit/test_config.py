@@ -19,7 +19,10 @@ DMLC = {
 
 def test_no_sign_of_a_cluster():
     assert config.cluster({}) is None
-    assert config.cluster({"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert config.cluster({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert config.cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None, (
+        "a batch script is one process"
+    )
     assert config.cluster({"KVPS_SCHEDULER": ""}) is None
 
 
@@ -46,9 +49,11 @@ def test_half_a_dmlc_cluster_names_what_is_missing(missing):
     ("env", "says"),
     [
         ({"KVPS_RANK": "1"}, "KVPS_SCHEDULER is not"),
-        ({"SLURM_NTASKS": "4"}, "Slurm started 4 processes"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI started 2"),
-        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS='many' is not a number"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "Slurm started 4 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI started 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set; ranks begin at 0"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "2"}, "MPI says PMI_SIZE=2, but PMI_RANK is 2"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is not a number"),
         ({"KVPS_SCHEDULER": "h:1"}, "tcp://HOST:PORT"),
         ({"KVPS_SCHEDULER": "tcp://h:0"}, "has no port"),
         ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "-1"}, "KVPS_RANK=-1"),
@@ -215,9 +220,32 @@ def test_the_world_that_torchrun_describes():
         ({**RANKS, "RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
         ({**RANKS, "WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
         ({"KVPS_SCHEDULER": "tcp://h:1"}, "its ranks are not.*kvps-launch"),
-        ({"SLURM_NTASKS": "4"}, "Slurm started 4 processes"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "Slurm started 4 processes"),
     ],
 )
 def test_half_a_world_is_none(env, says):
     with pytest.raises(ConfigError, match=says):
+        config.world(env)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_ranks_of_other_launchers(rank: str, size: str) -> None:
+    env = {rank: "2", size: "4"}
+    cluster = config.cluster({**env, "KVPS_SCHEDULER": "tcp://host:9091"})
+    assert cluster is not None
+    assert cluster.rank == 2
+    cluster = config.cluster({**env, "KVPS_SCHEDULER": "tcp://host:9091", "KVPS_RANK": "1"})
+    assert cluster is not None
+    assert cluster.rank == 1
+    found = config.world({**env, "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
+    assert found == config.World(2, 4, "host", 29500)
+    with pytest.raises(ConfigError, match="started 4 processes"):
         config.world(env)
