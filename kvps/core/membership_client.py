@@ -146,7 +146,7 @@ class MembershipClient:
         self._leave: Leave | None = None
         """The LEAVE that was sent, until it is acknowledged."""
         self._next_beat = now
-        self._rang_at = now
+        self._last_timer_at = now
 
     # --- what it knows ----------------------------------------------------------------------
 
@@ -295,9 +295,9 @@ class MembershipClient:
 
     def on_timer(self, now: float) -> Effects:
         """Say HELLO again, or beat, or LEAVE again, if it is time."""
-        if now > self._rang_at + STILL_S:  # this process stood still, and not the scheduler
+        if now > self._last_timer_at + STILL_S:  # this process stood still, and not the scheduler
             self.heard_at = now
-        self._rang_at = now
+        self._last_timer_at = now
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
         self._next_beat = now + BEAT_EVERY_S

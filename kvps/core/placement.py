@@ -31,7 +31,7 @@ PAGE = 1024
 PAGES_MIN = 32
 """Parts of so many pages of float32 begin at one, so that they can be mapped side by side."""
 
-JUDGE = 0
+JOIN_SERVER = 0
 """The rank of the server that says when a join is over."""
 EMBEDDING = "kvps.embedding:"
 """The prefix of the keys of embedding tables: each has one element on every server, the number of the table's

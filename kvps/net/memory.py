@@ -1,4 +1,4 @@
-"""Memory of this process: how much it may use, and what its heap keeps for the next message.
+"""The heap of this process: how much memory the machine or container has, and what malloc keeps for the next message.
 
 glibc maps every block of 128 KiB or more anew and unmaps it when it is freed. A message of a
 megabyte then costs hundreds of page faults, which take longer than to copy it. With these limits

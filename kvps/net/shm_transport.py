@@ -1,4 +1,4 @@
-"""Payload through shared memory where both ends are on one host; a transport around another.
+"""Payload through shared memory where both ends are on one host: lent, read in place, and given back.
 
 A core sends packets with payload and knows nothing of this. Where a payload lies in this process's segment
 and the peer has mapped that, loans of it travel in place of its bytes; where a packet comes with loans, its

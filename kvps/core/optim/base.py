@@ -1,5 +1,8 @@
 """The interface of an updater: what is common to all update rules.
 
+The rules are in :mod:`~kvps.core.optim.torch_rules` and :mod:`~kvps.core.optim.extra_rules`, their parameters in
+:mod:`~kvps.core.optim.hyperparams`. A plug-in adds others by ``register``.
+
 Theory of operation
 -------------------
 A server keeps many keys side by side in a *chunk*: one flat tensor of weights, and for each

@@ -1,5 +1,6 @@
-"""The checkpoint coordinator: decides when a cut is taken, and when servers roll back to one.
+"""The checkpoint coordinator: begins cuts, and decides when servers roll back to one.
 
+The moment of a cut is that of its stage ``imaging`` (:mod:`kvps.core.scheduler.cut`).
 A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
 (``kv.checkpoint()``; they have met at a barrier before). Only one cut is taken at a time. Which cuts there
 are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so

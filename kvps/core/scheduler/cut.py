@@ -1,4 +1,4 @@
-"""One cut, stage by stage: all servers take their snapshots at one moment.
+"""One cut, stage by stage, and its moment: when all workers have halted, all servers take their snapshots.
 
 Theory of operation
 -------------------

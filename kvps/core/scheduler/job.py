@@ -85,7 +85,7 @@ class Job:
         self.checkpoints = CheckpointCoordinator(settings.workers, settings.servers)
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
-        self.picture = StatusReport()
+        self.status_report = StatusReport()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """The STOP for members when the job is over."""
@@ -121,7 +121,7 @@ class Job:
             return phase, self.checkpoints.failure
         return phase, reason
 
-    def settle(self, now: float) -> None:
+    def apply_changes(self, now: float) -> None:
         """Draw the consequences of a change of seats, or of time."""
         self.has_changed = True
         if self.due is None:
@@ -160,7 +160,7 @@ class Job:
         for seat in lost:
             self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
         if lost or self.assess(now)[0] is not self.phase:
-            self.settle(now)
+            self.apply_changes(now)
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
             self._end(code, f"given up: {self.reason}", now)
@@ -183,13 +183,13 @@ class Job:
                 f"ends: {told(self.seats.workers(State.LOST))}",
             )
 
-    def take_in(self, node: Node, message: Message, now: float) -> None:
+    def hear_of_cut(self, node: Node, message: Message, now: float) -> None:
         """A member says something of cuts."""
         was_returning = self.checkpoints.recovery is not None
         self.checkpoints.hear(node, message, now)
         self._heed_checkpoints()
         if was_returning and self.checkpoints.recovery is None:
-            self.settle(now)
+            self.apply_changes(now)
         self._schedule()
 
     def wish(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
@@ -232,7 +232,7 @@ class Job:
         if seat.state is State.LOST and seat.is_alive:
             seat.revive()
             self.note("info", f"{seat.node} is back")
-            self.settle(now)
+            self.apply_changes(now)
 
     def withdraw(self, seat: Seat) -> None:
         """Nobody waits at a barrier for this seat any more: its process ended."""
@@ -274,7 +274,7 @@ class Job:
             CheckpointCoordinator(self.settings.workers, self.settings.servers),
             0,
         )
-        self.picture = StatusReport()
+        self.status_report = StatusReport()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()

@@ -206,7 +206,7 @@ class Scheduler:
             if replaces and seat.node.role is Role.SERVER:
                 self.job.return_to_cut(seat, now)
             self.job.withdraw(seat)
-            self.job.settle(now)
+            self.job.apply_changes(now)
             if not seat.is_welcomed:
                 self.job.send(route, Beat(0, self.job.reason))
             return
@@ -294,7 +294,7 @@ class Scheduler:
             self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
             if seat.state is not State.LOST:
                 self.job.withdraw(seat)
-            self.job.settle(now)
+            self.job.apply_changes(now)
 
     def _on_evict(self, route: Route, seq: int, message: Evict, now: float) -> None:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
@@ -314,7 +314,7 @@ class Scheduler:
             self.job.send(at, Error(0, fenced.code, str(fenced)))
         self.job.seats.evict(seat, why, now)
         self.job.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) {why}")
-        self.job.settle(now)
+        self.job.apply_changes(now)
         self.job.send(route, Done(seq))
 
     def _on_cut(
@@ -324,7 +324,7 @@ class Scheduler:
         if seat.node.role is not role:
             raise ProtocolError(f"{seat.node} sent {type(message).__name__}; only a {role} may")
         self.job.revive(seat, now)
-        self.job.take_in(seat.node, message, now)
+        self.job.hear_of_cut(seat.node, message, now)
 
     def _on_checkpoint(
         self, route: Route, envelope: Envelope, wish: Checkpoint, now: float
@@ -376,12 +376,12 @@ class Scheduler:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} reported rounds; only servers may")
-        self.job.picture.tell(seat.node.rank, stalled.rounds, now)
+        self.job.status_report.tell(seat.node.rank, stalled.rounds, now)
 
     def _seen(self, seq: int, now: float) -> Seen:
         """Return the answer to a status query."""
         seats = self.job.seats.by_node
-        members, rounds = sights(seats.values(), now), self.job.picture.rounds(seats, now)
+        members, rounds = sights(seats.values(), now), self.job.status_report.rounds(seats, now)
         return Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
 
     def _examine(self, envelope: Envelope, hello: Hello) -> None:

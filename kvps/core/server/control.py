@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvps.core.optim.hyperparams import HyperParams
-from kvps.core.placement import JUDGE
+from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
 from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
@@ -174,7 +174,7 @@ class Control:
 
     # --- members --------------------------------------------------------------------------------
 
-    def look_again(self) -> None:
+    def retry_pending(self) -> None:
         """After a new view: close rounds that are complete now, and try all pending requests."""
         for store in list(self._context.stores.values()):
             self._look_at(store)
@@ -354,7 +354,7 @@ class Control:
 
     def _judge(self, store: ServerStore) -> None:
         """End a join that is complete, if this server is the judge."""
-        if self._chunks.server == JUDGE:
+        if self._chunks.server == JOIN_SERVER:
             self.end_join(store, store.joins.judge(self._context.members(store)))
 
     def end_join(self, store: ServerStore, call: int) -> None:

@@ -1,11 +1,11 @@
-"""Memory budget of a server: what its stores will take, checked before anything is allocated.
+"""Memory budget of a server: what its stores will take, checked before anything is allocated (``Overload``).
 
 A key takes more than its weights: a second buffer while readers hold the first, the sum of an open round, and the
 optimizer's state once it is updated. All of that is reserved when the key is declared and when the optimizer is set,
 so that a model that does not fit is refused there, with the sum, and not by the kernel in the middle of training.
 What a push or an answer takes on its way is bounded by the protocol's windows, and is within the fifth of the memory
 that a server leaves alone by default. Tables grow by pushes, and count what they hold. Rounds beyond the oldest one
-are opened while what is left has room for their sums: a push that would open another is early.
+are opened while what is left has room for their sums: a push that would open another is not taken in, and is sent again later.
 """
 
 from __future__ import annotations

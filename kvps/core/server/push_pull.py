@@ -1,7 +1,8 @@
 """Pushes, loads and pulls on a server, and the moment when each is answered.
 
 Pushes and pulls come for chunks, or for rows of a key or of an embedding table; what happens to
-them is one and the same (:mod:`kvps.core.server.update.aggregator`). A pull that cannot be answered yet is *pending* in its
+them is one and the same (:mod:`kvps.core.server.update.aggregator`; :mod:`kvps.core.server.chunks.rounds` recognises
+duplicates). A pull that cannot be answered yet is *pending* in its
 session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again when what holds it up has moved.
 """
 
@@ -322,7 +323,7 @@ class PushPull:
             if store.drops is not None:
                 self._context.outbox.extend(store.drops.report())
 
-    def look_at_drops(self) -> None:
+    def report_drops(self) -> None:
         """Log the updates that were dropped since the last line about that; called periodically."""
         for store in self._context.stores.values():
             if store.drops is not None:

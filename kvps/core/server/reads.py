@@ -1,4 +1,4 @@
-"""Reads of values: when a pull can be answered, and its payload.
+"""Reads of values: when a pull can be answered (rounds, staleness of dist_ssp), and its payload.
 
 A pull waits at the first element that lacks something. An element that once had what the pull
 needs is not looked at again: so however many keys one pull names, and however often it is woken,
@@ -57,7 +57,7 @@ def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum
         reading.index, reading.at = index, max(reading.at, ask.start)
         for span in chunk.spans_in(reading.at, ask.start + ask.size):
             reading.at = max(reading.at, span.start)
-            if lack(store, span, ask, reading, quorum):
+            if why_unreadable(store, span, ask, reading, quorum):
                 return False
     chunk.validate(reading.asks)
     return True
@@ -91,11 +91,11 @@ def why(
         creator = store.shards[key].loading[1][0]
         return f"key {key[:64]!r}: {ranks_in_words([creator], describe)} has not loaded all of its value"
     ask = reading.asks[reading.index]
-    missing = lack(store, span, ask, reading, quorum, describe)
+    missing = why_unreadable(store, span, ask, reading, quorum, describe)
     return f"key {key[:64]!r}: {missing}"
 
 
-def lack(
+def why_unreadable(
     store: ServerStore,
     span: Span,
     ask: Ask,
@@ -103,7 +103,7 @@ def lack(
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """Say what ``span`` lacks for an answer; nothing if it lacks nothing."""
+    """Return why ``span`` cannot be read yet: a round, a push, or the staleness bound; empty if it can."""
     rank = reading.session.rank
     if store.ordered:
         if span.version >= max(ask.after, ask.least):
@@ -247,7 +247,7 @@ def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quor
         ask, piece = reading.asks[reading.index], reading.target.pieces[reading.index]
         reading.chunk, reading.at = piece.chunk, piece.start
         span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
-        if lack(store, span, ask, reading, quorum):
+        if why_unreadable(store, span, ask, reading, quorum):
             return False
         reading.index += 1
     return True

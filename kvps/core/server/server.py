@@ -140,14 +140,14 @@ class Server:
         self._memory = memory
         self._threads = threads
         self._memory_limit = memory_limit
-        self._hold_nothing(0, 1, 0, {})
+        self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
         self._early: dict[Node, tuple[Route, Envelope, Hello]] = {}
         """Member -> its last HELLO, of an incarnation that the view does not name yet."""
         self._heard_at = now
         """Time at which a worker of this job last spoke."""
-        self._rang_at = now
+        self._last_timer_at = now
         self._next_tell = now
         self._next_look = now + LOOK_EVERY_S
         self._stalls = StragglerLog()
@@ -237,10 +237,10 @@ class Server:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look(now)
-            self.push_pull.look_at_drops()
-        if now > self._rang_at + STILL_S:  # this process stood still, and not the others
+            self.push_pull.report_drops()
+        if now > self._last_timer_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
-        self._rang_at = now
+        self._last_timer_at = now
         limit_s = SILENCES_MAX * self.member.identity.silence_max_s
         if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
             reason = f"the scheduler and all workers have been silent for {limit_s:.0f} s"
@@ -303,15 +303,15 @@ class Server:
     def _begin(self) -> None:
         """Start a job with no stores."""
         self.checkpointer.begin()
-        self._begin_anew({})
+        self._reset({})
 
-    def _begin_anew(self, lives: dict[int, int]) -> None:
+    def _reset(self, lives: dict[int, int]) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
         welcome = self.member.welcome
         assert welcome is not None
-        self._hold_nothing(self.member.rank, welcome.servers, welcome.workers, lives)
+        self._make_parts(self.member.rank, welcome.servers, welcome.workers, lives)
 
-    def _hold_nothing(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
+    def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
         chunks = Chunks(self._memory, server, servers)
         self.context = RequestContext(self.member, chunks, self._outbox, lives)
         self.push_pull = PushPull(self.context, workers, self._threads)
@@ -319,7 +319,7 @@ class Server:
 
     def _return(self, loaded: Loaded) -> None:
         """Replace all stores by those of a snapshot."""
-        self._begin_anew(self.context.lives)
+        self._reset(self.context.lives)
         error = loaded.error
         if loaded.snapshot is not None:
             try:
@@ -363,7 +363,7 @@ class Server:
                     key = self.member.key_of(Node(Role.SERVER, member.rank))
                     self._outbox.append(Connect(name, member.endpoint, None, key, bool(key)))
                     self._outbox.append(Send(name, self.member.hello()))
-        self.control.look_again()
+        self.control.retry_pending()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
             if not self._serves(envelope, Hello):

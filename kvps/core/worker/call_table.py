@@ -1,4 +1,4 @@
-"""Calls in flight on a worker: how their operations advance, and how they end.
+"""Calls in flight on a worker: how their operations advance, and how they end: answered, late, or with a lost member.
 
 Theory of operation
 -------------------
@@ -26,7 +26,7 @@ import torch
 
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
-from kvps.core.placement import JUDGE
+from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls import ANSWERS, Call, OnTimeout
 from kvps.core.worker.calls.base import Operation
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, SendScheduler
@@ -196,7 +196,7 @@ class CallTable:
             if isinstance(request.message, Push | PushRows | PushIds):
                 unacked[request] = None
                 pending.has_pushed = True
-            if isinstance(request.message, Join | Return) and request.server == JUDGE:
+            if isinstance(request.message, Join | Return) and request.server == JOIN_SERVER:
                 yield from self.neighbours.tell(request.message)
             if self.neighbours.is_active and self.neighbours.collect(store, request):
                 yield from self.neighbours.ask(request, now)

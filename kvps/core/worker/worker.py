@@ -106,7 +106,7 @@ class Worker:
         """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1
         name = call.store
-        error = self._hopeless(call, now)
+        error = self._error_of(call, now)
         if error is not None:
             yield Finish(ticket, error=error)
             return
@@ -193,8 +193,8 @@ class Worker:
         yield from self.table.on_timer(now)
         yield from self._end_joining(now)
         yield from self.table.take_what_lags(now)
-        yield from self._end_what_is_lost(now)
-        yield from self._end_what_is_late(now)
+        yield from self._end_calls_of_lost_members(now)
+        yield from self._end_overdue_calls(now)
         if self._quiesce.is_impatient(self.member.heard_at, now):
             yield Send(SCHEDULER, self.member.packet(Proceeding(self._quiesce.cut, False)))
             yield from self._make(self._quiesce.go_on(), now)
@@ -249,9 +249,11 @@ class Worker:
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        ends_us = isinstance(message, Error) and message.code == Fenced.code  # and not just a call
+        is_fenced = (
+            isinstance(message, Error) and message.code == Fenced.code
+        )  # and not just a call
         is_asked = isinstance(message, Error) and message.seq in self.table.asked
-        if isinstance(message, ANSWERS) or (is_asked and not ends_us):
+        if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
             yield from self.table.on_scheduler(packet, now)
             return
         if isinstance(message, Halt):
@@ -326,7 +328,7 @@ class Worker:
         self.losses.learn(view, lives, now)
         for store in self.stores.values():
             store.is_short = bool(self.losses.workers)
-        yield from self._end_what_is_lost(now)
+        yield from self._end_calls_of_lost_members(now)
         yield from self.table.take_what_lags(now)
         yield from self.table.flow(now)
 
@@ -444,7 +446,7 @@ class Worker:
                 del self._joining[ticket]
                 yield Finish(ticket, error=error)
 
-    def _hopeless(self, call: calls.Call, now: float) -> KvpsError | None:
+    def _error_of(self, call: calls.Call, now: float) -> KvpsError | None:
         """Return why ``call`` cannot even begin, if it cannot."""
         if self.member.error is not None:
             return self.member.error
@@ -457,7 +459,7 @@ class Worker:
             return None
         return self.losses.error(self.stores.get(call.store), now)
 
-    def _end_what_is_lost(self, now: float) -> Effects:
+    def _end_calls_of_lost_members(self, now: float) -> Effects:
         errors = {name: self.losses.error(store, now) for name, store in self.stores.items()}
         for pending in list(self.table.pending.values()):
             error = errors[pending.call.store]
@@ -475,7 +477,7 @@ class Worker:
         for deferred in self._quiesce.go_on():
             yield Finish(deferred.ticket, error=error)
 
-    def _end_what_is_late(self, now: float) -> Effects:
+    def _end_overdue_calls(self, now: float) -> Effects:
         yield from self.table.end_late_calls(now)
         for name, resync in self._rejoins.items():
             for deferred in [call for call in resync.held if now >= call.deadline]:

@@ -1,4 +1,4 @@
-"""Rounds of a span: the pushes of each rank, and when a round closes.
+"""Rounds of a span: the pushes of each rank, which of them are duplicates, and when a round closes.
 
 Theory of operation
 -------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvps.core.placement import JUDGE
+from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
@@ -121,7 +121,7 @@ class JoinStore(Call):
         call = store.joins + 1
         servers = range(store.servers)
         answers = yield [
-            Request(server, Join(store.name, call, server == JUDGE)) for server in servers
+            Request(server, Join(store.name, call, server == JOIN_SERVER)) for server in servers
         ]
         yield [Request(server, Return(store.name, call)) for server in servers]
         store.joins, store.is_away = call, False
@@ -129,7 +129,7 @@ class JoinStore(Call):
             for key in store.keys.values():
                 key.is_refused = True
             yield from numbered(store, tuple(store.keys))
-        judged = answers[JUDGE].message
+        judged = answers[JOIN_SERVER].message
         assert isinstance(judged, Joined)
         return judged.last
 
