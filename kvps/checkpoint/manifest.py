@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvps.checkpoint import validation
-from kvps.core.server.snapshot.model import Snapshot
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -163,32 +162,3 @@ def _holding(given: object) -> StoreVersions:
 def now_in_words() -> str:
     """Return the time as manifests have it: UTC, as ISO 8601 writes it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def holdings(snapshot: Snapshot) -> dict[str, StoreVersions]:
-    """Return what a manifest says of one server's stores; :func:`together` adds them up.
-
-    A key counts where its first element lies, a table on server 0. A store without elements here is left
-    out.
-    """
-    found = {}
-    for store in snapshot.stores:
-        firsts = [key.portions[0].start == 0 for key in store.keys if key.portions]
-        tables = 0 if snapshot.server else len(store.tables)
-        if firsts or store.tables:
-            found[store.name] = StoreVersions(sum(firsts) + tables, *store.versions)
-    return found
-
-
-def together(some: Iterable[Mapping[str, StoreVersions]]) -> dict[str, StoreVersions]:
-    """Return what all servers hold of each store."""
-    found: dict[str, StoreVersions] = {}
-    for each in some:
-        for name, one in each.items():
-            sofar = found.get(name, one._replace(keys=0))
-            found[name] = StoreVersions(
-                sofar.keys + one.keys,
-                min(sofar.lowest, one.lowest),
-                max(sofar.highest, one.highest),
-            )
-    return found

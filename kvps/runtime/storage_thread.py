@@ -85,13 +85,13 @@ def _bring(answer: Answer) -> Any:
     return lambda core, now: core.on_disk(answer, now)
 
 
-def carry_out(folder: str, order: AnyOrder) -> Answer | None:
+def carry_out(folder: str, order: AnyOrder, rest_s: float = REST) -> Answer | None:
     """Carry out an order; return its answer, or None."""
     began = time.monotonic()
     match order:
         case Write(cut, image):
             try:
-                written = CheckpointDirectory(folder, image.server, REST).write(cut, image)
+                written = CheckpointDirectory(folder, image.server, rest_s).write(cut, image)
             except KvpsError as error:
                 return SnapshotWritten(cut, 0, "", error)
             log.debug(

@@ -17,14 +17,15 @@ from kvps.errors import ConfigError
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.stores import Open
 from kvps.runtime import process
+from kvps.runtime.in_process import InProcessSession
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
 from kvps.store.allreduce.store import AllreduceStore
 from kvps.store.arguments import seconds
 from kvps.store.base import KVStoreBase
+from kvps.store.device_codec import DeviceCodec
 from kvps.store.kvstore import KVStore
-from kvps.store.local.store import LocalStore
 from kvps.store.names import Kind, kind_of
 from kvps.store.server_store import DistStore
 
@@ -106,7 +107,12 @@ def create(
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
     if kind.mode == "local":  # one worker: its sum is the mean
-        return LocalStore(kind, name or "local", timeout_s, on_nonfinite)
+        opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, False, on_nonfinite, False)
+        named = replace(
+            opened, store=name or "local", mode="sync", chunk_bytes=LOOPBACK_CHUNK_BYTES
+        )
+        here = InProcessSession(config.checkpoint_dir())
+        return DistStore(kind, here, named, timeout_s, WORKER_GRACE_S, DeviceCodec())
     if kind.mode == "allreduce":
         _refuse_servers_options(
             staleness=staleness,

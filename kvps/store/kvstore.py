@@ -1,9 +1,9 @@
 """The KVStore that users call: one class for every kind of store.
 
 Its methods check the user's arguments and turn them into the calls of :mod:`kvps.core.worker.calls`. A kind of
-store answers these, by :meth:`KVStore._start`: :class:`~kvps.store.local.store.LocalStore` within the process,
-:class:`~kvps.store.server_store.DistStore` by the worker core, and
-:class:`~kvps.store.allreduce.store.AllreduceStore` by collectives among the workers.
+store answers these, by :meth:`KVStore._start`: :class:`~kvps.store.server_store.DistStore` by the core of a worker, in
+a cluster or in this process alone, and :class:`~kvps.store.allreduce.store.AllreduceStore` by collectives among the
+workers.
 """
 
 from __future__ import annotations

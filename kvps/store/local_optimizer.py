@@ -16,10 +16,10 @@ from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.optim.sparse_update import may_be_lazy, update_rows
 from kvps.core.optim.torch_rules import State, create
 from kvps.dtypes import Spec
-from kvps.errors import ConfigError, Mismatch, StorageError
+from kvps.errors import Mismatch, StorageError
 from kvps.store import optimizer_state
 from kvps.store.rows import has_rows, rows_of
-from kvps.tensors import accumulator, dtype_of, spec_of
+from kvps.tensors import accumulator, spec_of
 
 
 class ServerRules:
@@ -31,31 +31,9 @@ class ServerRules:
         self._states: dict[str, State] = {}
         self._steps: dict[str, int] = {}
 
-    def change(self, hyper: HyperParams, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go on with other hyper-parameters: state is kept under the same rule."""
-        same = self.hyper.name == hyper.name
-        self.hyper, self._updater = hyper, create(hyper)
-        if not same:
-            self._states.clear()
-            self._steps.clear()
-        for key, state in self._states.items():
-            self._states[key] = self._updater.adopt(weights[key], state)
-
     def set_rate(self, hyper: HyperParams) -> None:
         """Go on with ``hyper``, which differs in its learning rate only."""
         self.hyper, self._updater = hyper, create(hyper)
-
-    def check(self, key: str, weight: torch.Tensor) -> None:
-        """Check that ``weight`` can be updated.
-
-        Raises:
-            ConfigError: for integers, where the optimizer takes none.
-        """
-        if dtype_of(weight).kind == "int" and not self._updater.takes_integers:
-            raise ConfigError(
-                f"optimizer {self.hyper.name!r} cannot update the integers of key {key!r}; keep "
-                "them in a store without an optimizer"
-            )
 
     def update(
         self, key: str, weight: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0
@@ -106,16 +84,6 @@ class ServerRules:
             lr=lr,
             weight_decay=weight_decay,
         )
-
-    def state_of(self, key: str) -> tuple[int, State]:
-        """Return how often ``key`` was updated, and its state."""
-        return self._steps.get(key, 0), self._states.get(key, {})
-
-    def restore(self, key: str, step: int, state: State) -> None:
-        """Go on with ``key`` from a state that :meth:`state_of` gave."""
-        self.forget(key)
-        if step:
-            self._steps[key], self._states[key] = step, state
 
     def forget(self, key: str) -> None:
         """Begin the state of ``key`` anew."""

@@ -1,4 +1,4 @@
-"""A store whose values lie on servers: ``dist_sync``, ``dist_async``, ``dist_ssp``.
+"""A store whose values lie on servers, or in a server of this process: all but ``allreduce``.
 
 Everything that decides is in the worker core; this file only turns a user's call into one of the
 core's and waits for its end.
@@ -17,10 +17,10 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime.cuda_staging import ready_on_device
 from kvps.runtime.preemption import RoundTracker
+from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
-from kvps.runtime.worker_session import WorkerSession
-from kvps.store.arguments import reduce
-from kvps.store.embedding.over_servers import DistEmbedding
+from kvps.store.arguments import check_values, reduce, values_of
+from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.names import Kind
@@ -37,10 +37,11 @@ class DistStore(KVStore):
     def __init__(
         self,
         kind: Kind,
-        session: WorkerSession,
+        session: Session,
         opened: Open,
         timeout_s: float,
         worker_grace_s: float,
+        codec: DeviceCodec | None = None,
     ) -> None:
         super().__init__(kind, opened.store, timeout_s)
         known = session.names.setdefault(opened.store, kind.type)
@@ -52,11 +53,13 @@ class DistStore(KVStore):
         self._session = session
         self._opened = opened
         self._worker_grace_s = worker_grace_s
+        self._codec = codec
+        """Compresses the values of each device, in place of their sum on its way to servers."""
         self._step = RoundTracker(opened.store)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
-    def session(self) -> WorkerSession:
+    def session(self) -> Session:
         """This process's place in the cluster, for front ends that make their own calls."""
         return self._session
 
@@ -156,7 +159,23 @@ class DistStore(KVStore):
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
         if isinstance(call, calls.PushValues | calls.PushKeyRows):
             self._step.push(call.keys)
-        return self._session.call(call, limit_s)
+        answer = None if self._codec is None else self._codec.answer(call)
+        return answer or self._session.call(call, limit_s)
+
+    def _rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+    ) -> tuple[torch.Tensor, ...]:
+        if self._codec is None or self._compression.are_off:
+            return super()._rows(names, is_many, value, timeout)
+        self._know(names, timeout)
+        values = values_of(names, is_many, value)
+        check_values(names, values, self._specs, "push")
+        settings = [self._compression.setting_of(name, self._specs[name]) for name in names]
+        decoded = [
+            devices if setting is None else self._codec.decoded(name, setting, devices)
+            for name, setting, devices in zip(names, settings, values, strict=True)
+        ]
+        return self._rows_of(names, decoded, self._limit(timeout))
 
     def _rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
@@ -170,7 +189,9 @@ class DistStore(KVStore):
         reduced = [reduce(devices, self._kind.on_device) for devices in values]
         rows: list[torch.Tensor | None] = [
             ready_on_device(row)
-            if row.is_cuda and self._compression.setting_of(name, self._specs[name])
+            if row.is_cuda
+            and self._codec is None
+            and self._compression.setting_of(name, self._specs[name])
             else None  # a compressed row leaves its device as few bytes
             for name, row in zip(names, reduced, strict=True)
         ]
@@ -192,7 +213,7 @@ class DistStore(KVStore):
             self._later.append(error)
 
     def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
-        table = DistEmbedding(self, name, recipe)
+        table = EmbeddingTable(self, name, recipe)
         table.make(limit_s)
         return table
 

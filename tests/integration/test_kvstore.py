@@ -342,7 +342,7 @@ def test_workers_with_different_numbers_of_batches_join(name):
         return last, found, kv.joins
 
     if name in ("local", "device"):
-        assert run(work) == [(0, [1.0] * 3, 0)]
+        assert run(work) == [(0, [1.0] * 3, 1)]
         return
     (first, second) = run(work, workers=2)
     assert first == second

@@ -389,7 +389,7 @@ def test_what_changed_is_returned(kind: str) -> None:
                 assert row_ids.tolist() == [step - 1, step, 7]
         first, second = kv.pull_changed(["t", "u"], [held, None])
         assert second.rows.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-        assert len(first.row_ids) == (0 if kind == "dist_sync" else COUNT)
+        assert len(first.row_ids) == (COUNT if kind == "allreduce" else 0)
         with pytest.raises(Mismatch, match=r"key 'v' is .* only keys of two or more"):
             kv.pull_changed("v")
         with pytest.raises(ConfigError, match="2 keys need as many entries in held="):

@@ -35,6 +35,8 @@ from kvps.torch.serialization import pack, unpack
 SLACK = 10
 """How many times slower than on a machine of its own a reader may be: other tests run beside it."""
 MS_PER_KIB, MS = 0.02 * SLACK, 1.0 * SLACK
+TRIALS = 3
+"""A collection of garbage may fall into one."""
 TIMES, KIB = 10, 256
 """Memory: so many times the input, and so many KiB for what is loaded on first use."""
 
@@ -129,11 +131,14 @@ def inputs(reader: Reader) -> st.SearchStrategy[bytes]:
 
 def check(reader: Reader, data: bytes) -> None:
     """Read, and assert what is promised."""
-    began = time.process_time()
-    with contextlib.suppress(*reader.errors, UnicodeDecodeError):
-        reader.read(data)
-    took_ms = 1000 * (time.process_time() - began)
-    assert took_ms <= MS + MS_PER_KIB * len(data) / 1024, f"{took_ms} ms for {len(data)} bytes"
+    limit_ms = MS + MS_PER_KIB * len(data) / 1024
+    took_ms = []
+    while not took_ms or (took_ms[-1] > limit_ms and len(took_ms) < TRIALS):
+        began = time.thread_time()
+        with contextlib.suppress(*reader.errors, UnicodeDecodeError):
+            reader.read(data)
+        took_ms.append(1000 * (time.thread_time() - began))
+    assert took_ms[-1] <= limit_ms, f"{took_ms} ms for {len(data)} bytes"
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from kvps.checkpoint.directory import CheckpointDirectory
-from kvps.checkpoint.manifest import ImageFile, Manifest, holdings, image_name, together
+from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
 from kvps.core.server.snapshot.model import (
@@ -182,3 +182,32 @@ def elements(images: Sequence[Snapshot]) -> dict[tuple[str, str], list[object]]:
                         here = {name: row[index] for name, row in states.items()}
                         rows.append((portion.start + index, weight, portion.history, here))
     return {key: sorted(rows, key=lambda row: row[0]) for key, rows in found.items()}
+
+
+def holdings(snapshot: Snapshot) -> dict[str, StoreVersions]:
+    """Return what a manifest says of one server's stores; :func:`together` adds them up.
+
+    A key counts where its first element lies, a table on server 0. A store without elements here is left
+    out.
+    """
+    found = {}
+    for store in snapshot.stores:
+        firsts = [key.portions[0].start == 0 for key in store.keys if key.portions]
+        tables = 0 if snapshot.server else len(store.tables)
+        if firsts or store.tables:
+            found[store.name] = StoreVersions(sum(firsts) + tables, *store.versions)
+    return found
+
+
+def together(some: Iterable[Mapping[str, StoreVersions]]) -> dict[str, StoreVersions]:
+    """Return what all servers hold of each store."""
+    found: dict[str, StoreVersions] = {}
+    for each in some:
+        for name, one in each.items():
+            sofar = found.get(name, one._replace(keys=0))
+            found[name] = StoreVersions(
+                sofar.keys + one.keys,
+                min(sofar.lowest, one.lowest),
+                max(sofar.highest, one.highest),
+            )
+    return found

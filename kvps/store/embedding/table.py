@@ -1,12 +1,11 @@
 """The embedding table that users call: rows by 64-bit ids, pulled and pushed by the list.
 
 This file checks and normalises arguments: ids are sorted and distinct, and gradients of the same id are
-summed. A kind of store only has to pull, push and export blocks.
+summed. Each method is then a call of the worker core.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,12 @@ import torch
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
-from kvps.errors import ConfigError, Mismatch
+from kvps.core.placement import EMBEDDING
+from kvps.core.worker import calls
+from kvps.core.worker.calls.embeddings import check_size, split
+from kvps.errors import ConfigError, KvpsError, Mismatch
+from kvps.runtime.session import Session
+from kvps.runtime.ticket import Handle
 from kvps.store.embedding.export import write
 from kvps.tensors import TORCH, as_tensor
 
@@ -47,10 +51,21 @@ class Owner(Protocol):
     def average(self) -> bool:
         """Whether a round is the mean of its pushes."""
 
+    @property
+    def session(self) -> Session:
+        """This process's place in the cluster."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    _later: list[KvpsError]
+
     def _begin(self) -> None: ...
+    def _limit(self, timeout: float | None) -> float: ...
 
 
-class EmbeddingTable(abc.ABC):
+class EmbeddingTable:
     """A table of rows that grows with its ids, from :meth:`kvps.KVStore.embedding`.
 
     An id is any 64-bit number. The first *push* of an id creates its row (or a later push, see ``admit``). A
@@ -80,6 +95,7 @@ class EmbeddingTable(abc.ABC):
         self.name = name
         self.recipe = recipe
         """The specification of the table; all workers must agree on it."""
+        self._key = EMBEDDING + name
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 
@@ -260,35 +276,85 @@ class EmbeddingTable(abc.ABC):
     def __repr__(self) -> str:
         return f"<EmbeddingTable {self.name!r} of {self.dtype}[{self.dim}] in {self.store!r}>"
 
-    # --- hooks ------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
+    def make(self, limit_s: float) -> None:
+        """Have the servers make it, or check that what they have is the same."""
+        self._call(
+            calls.MakeTable(self.store.name, self._key, self.recipe, self.store.rank), limit_s
+        )
+
     def __len__(self) -> int:
-        """Return the number of rows on all servers."""
+        """Return how many rows there are, on all servers, after this rank's own pushes."""
+        counts = torch.empty(self._servers, dtype=torch.int64)
+        self._make(calls.PullValues(self.store.name, (self._key,), (counts,), 0, 0), None)
+        return int(counts.sum())
 
-    @abc.abstractmethod
     def version(self, *, timeout: float | None = None) -> int:
-        """Return the closed rounds (sync) or applied pushes (async) of the table."""
+        """Return the closed rounds (sync) or applied pushes (async), after this rank's pushes."""
+        found = self._make(calls.Versions(self.store.name, (self._key,)), timeout)
+        assert isinstance(found, list)
+        return int(found[0])
 
-    @abc.abstractmethod
     def resume(self, *, timeout: float | None = None) -> int:
-        """Number the next pushes from the lowest that this rank still owes; return it. Like
-        :meth:`kvps.KVStore.resume`, for a worker that replaces a lost worker.
-        """
+        """Number the next pushes from the lowest one that this rank still owes; return it."""
+        owed = self._make(calls.ResumeKeys(self.store.name, (self._key,)), timeout)
+        assert isinstance(owed, int)
+        return owed
 
-    @abc.abstractmethod
-    def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor: ...
+    def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
+        call = calls.PullTableRows(self.store.name, (self._key,), self.recipe, ids)
+        rows = self._make(call, timeout)
+        assert isinstance(rows, torch.Tensor)
+        return rows
 
-    @abc.abstractmethod
     def _push(
         self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None
-    ) -> Any: ...
+    ) -> Any:
+        whole = torch.from_numpy(ids)
+        places = [torch.from_numpy(one) for one in split(ids, self._servers)]
+        parts = tuple([(whole[place], gradients[place]) for place in places])
+        check_size(f"table {self.name!r}", parts)
+        store = self.store
+        store._begin()
+        call = calls.PushTableRows(store.name, (self._key,), not async_op, self.dim, parts)
+        ticket = store.session.call(call, store._limit(timeout))
+        if async_op:
+            return Handle(ticket, lambda: None)
+        ticket.on_error(store._later.append)
+        ticket.wait_copied()
+        return None
 
-    @abc.abstractmethod
-    def _set_rate(self, lr: float, timeout: float | None) -> None: ...
+    def _set_rate(self, lr: float, timeout: float | None) -> None:
+        self.store._begin()
+        if self.store.rank == 0:
+            self._make(calls.SetTableRate(self.store.name, self._key, lr), timeout)
 
-    @abc.abstractmethod
-    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]: ...
+    def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
+        self.version()  # this rank's own pushes are in it then
+        for server in range(self._servers):
+            start = 0
+            while True:
+                call = calls.ExportBlock(
+                    self.store.name, self._key, server, self.dim, start, rows, since, with_state
+                )
+                block = self._make(call, None)
+                assert isinstance(block, ExportBatch)
+                yield block
+                start = block.next
+                if not start:
+                    break
+
+    @property
+    def _servers(self) -> int:
+        return self.store.session.info.servers
+
+    def _make(self, call: calls.Call, timeout: float | None) -> object:
+        self.store._begin()
+        return self._call(call, self.store._limit(timeout))
+
+    def _call(self, call: calls.Call, limit_s: float) -> object:
+        return self.store.session.call(call, limit_s).wait()
 
 
 def _ids_of(ids: object) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
+from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
-from kvps.runtime.worker_session import WorkerSession
 from kvps.store.create import create_own
 from kvps.tensors import NAMES
 
@@ -37,7 +37,7 @@ class Board:
         self._sums = create_own("dist_sync", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
         self._posts = create_own("dist_async", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
         self._posts.set_optimizer("assign")
-        self._session: WorkerSession = self._sums.session
+        self._session: Session = self._sums.session
         self._made: set[str] = set()
         self._uses: dict[str, int] = {}
 

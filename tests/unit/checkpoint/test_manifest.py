@@ -13,9 +13,7 @@ from kvps.checkpoint.manifest import (
     ImageFile,
     Manifest,
     StoreVersions,
-    holdings,
     image_name,
-    together,
 )
 from kvps.core.server.snapshot.model import Snapshot
 from tests.support import snapshots
@@ -93,7 +91,9 @@ def test_text_that_is_none(text: str) -> None:
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
 def test_what_all_servers_hold(servers: int) -> None:
-    some = [holdings(snapshots.image(server, servers)) for server in range(servers)]
-    assert together(some) == {"default": StoreVersions(len(snapshots.KEYS), 5, 7)}
-    assert together([*some, holdings(Snapshot(0, 1, ()))]) == together(reversed(some))
-    assert together([]) == {}
+    some = [snapshots.holdings(snapshots.image(server, servers)) for server in range(servers)]
+    assert snapshots.together(some) == {"default": StoreVersions(len(snapshots.KEYS), 5, 7)}
+    assert snapshots.together(
+        [*some, snapshots.holdings(Snapshot(0, 1, ()))]
+    ) == snapshots.together(reversed(some))
+    assert snapshots.together([]) == {}

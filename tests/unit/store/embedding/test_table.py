@@ -182,7 +182,7 @@ def test_checkpoints_have_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert torch.equal(table.pull(ids), expected)
     with kvps.create("local") as kv:
         assert kv.restore() == 1
-        with pytest.raises(Mismatch, match="another dim"):
+        with pytest.raises(Mismatch, match="has dim 2, but 3 was requested"):
             kv.embedding("t", 3, **options)
         table = kv.embedding("t", 2, **options)
         table.push(ids, torch.ones(3, 2))

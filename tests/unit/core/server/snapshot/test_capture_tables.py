@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvps.checkpoint import atomic_file, snapshot_writer
-from kvps.checkpoint.manifest import holdings
 from kvps.checkpoint.reshard import regroup
 from kvps.core.embedding import arena
 from kvps.core.embedding.id_hash import servers_of
@@ -26,6 +25,7 @@ from kvps.protocol.stores import Declared, Find, FoundAll
 from kvps.protocol.values import PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import from_frame
 from tests.support.server_harness import ServerStage, acked, heard
+from tests.support.snapshots import holdings
 
 KEY = "kvps.embedding:t"
 ALL = np.arange(100)

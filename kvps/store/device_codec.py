@@ -1,43 +1,53 @@
-"""Compression where nothing travels: gradients become what servers would decode.
+"""Compression where nothing travels: the values of each device become what a server would decode.
 
-So a training within one process makes the steps that it would make over servers.
+MXNet compresses between the devices of one process, each with a residual of its own; so does a ``local`` or ``device``
+store. With one device it makes the steps that it would make over servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 
 import torch
 
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import KeyCompression
 from kvps.compression.spec import seeded
+from kvps.core.worker import calls
+from kvps.runtime.ticket import Ticket, finished
 from kvps.tensors import Array, as_tensor
 
 
-class LocalCoding:
-    """Error feedback of a local store: the residuals that compression has left so far."""
+class DeviceCodec:
+    """The residuals of one store."""
 
     def __init__(self) -> None:
         self._residuals: dict[str, torch.Tensor] = {}
         """Key, or ``key@device`` -> flat residual."""
+        self._pushes: Counter[str] = Counter()
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Return copies of all residuals, on the CPU."""
-        return {title: row.to("cpu", copy=True) for title, row in self._residuals.items()}
+    def answer(self, call: calls.Call) -> Ticket | None:
+        """Answer a call about compression; None for others."""
+        match call:
+            case calls.Compress():
+                return finished()
+            case calls.SaveResiduals():
+                copies = {title: row.to("cpu", copy=True) for title, row in self._residuals.items()}
+                return finished(copies)
+            case calls.LoadResiduals():
+                self._residuals = {title: row.clone() for title, row in call.residuals.items()}
+                return finished()
+            case _:
+                return None
 
-    def put(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what :meth:`residuals` gave."""
-        self._residuals = {title: row.clone() for title, row in residuals.items()}
-
-    def decoded(
-        self, name: str, setting: KeyCompression, version: int, devices: list[Array]
-    ) -> list[Array]:
+    @torch.no_grad()
+    def decoded(self, name: str, setting: KeyCompression, devices: list[Array]) -> list[Array]:
         """Encode one key's values, one per device, and return them decoded.
 
         Values that are not finite come back as they are; ``on_nonfinite`` decides about those.
         """
-        code = seeded(setting.code, version)
+        code = seeded(setting.code, self._pushes[name])
+        self._pushes[name] += 1
         results: list[Array] = []
         for index, value in enumerate(devices):
             tensor = as_tensor(value)

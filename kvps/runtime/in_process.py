@@ -1,0 +1,185 @@
+"""A whole job in the calling thread: the cores of a scheduler, a server and a worker, and no other copy of their rules.
+
+There is no thread and no socket. A call goes to the worker's core, and the cores are passed each other's packets until
+the call has ended. Where no packet is left and the call still waits, nobody else could end it: its time passes at
+once, up to its timeout. Between calls no more than a second passes, so that a pause is nobody's silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from kvps.core.effects import Copied, Core, Disk, Effects, Finish, Note, Route, Send
+from kvps.core.membership_client import Identity
+from kvps.core.scheduler.scheduler import Scheduler
+from kvps.core.scheduler.seat import Settings
+from kvps.core.server.server import Server
+from kvps.core.server.snapshot.storage import AnyOrder
+from kvps.core.worker.calls import Call
+from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.worker import Worker
+from kvps.net.driver import LEVELS
+from kvps.protocol.envelope import Loan, Packet, Role
+from kvps.runtime.cuda_staging import Staging
+from kvps.runtime.storage_thread import carry_out
+from kvps.runtime.ticket import Ticket
+
+log = logging.getLogger("kvps")
+SCHEDULER, SERVER, WORKER = "scheduler", "server 0", "worker 0"
+JOIN_MAX_S = 60.0
+PAUSE_MAX_S = 1.0
+"""Seconds that pass between two calls at most."""
+_LENT = Loan(0, 0, 0, 0)
+"""In place of each payload that lies in its sender's memory: a receiver does not write to it."""
+
+
+class InProcessSession:
+    """A worker whose whole cluster is this object; as a :class:`~kvps.runtime.worker_session.WorkerSession`.
+
+    Args:
+        folder: where checkpoints are written and read; None for a job without.
+        clock: seconds.
+
+    Example:
+        >>> session = InProcessSession(None)
+        >>> session.info.workers, session.info.servers
+        (1, 1)
+    """
+
+    def __init__(self, folder: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.names: dict[str, str] = {}
+        """Name of each store -> its type."""
+        self.staging = Staging((0, 0))
+        self.is_over = False
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._clock = clock
+        self._called_at = clock()
+        self._now = 0.0
+        self._numbers = itertools.count(1)
+        self._tickets: dict[int, Ticket] = {}
+        self._arrivals: deque[tuple[str, Route, Packet]] = deque()
+        every_s = None if folder is None else 0.0  # cuts are taken when the user asks for one
+        self._server = Server(_identity(Role.SERVER), self._now, checkpoint_every_s=every_s)
+        self._worker = Worker(_identity(Role.WORKER), self._now)
+        self._cores: dict[str, Core] = {
+            SCHEDULER: Scheduler(Settings(1, 1), os.urandom(16), self._now),
+            SERVER: self._server,
+            WORKER: self._worker,
+        }
+        self._perform(SERVER, self._server.start(self._now))
+        self._perform(WORKER, self._worker.start(self._now))
+        number, ticket = self._ticket()
+        self._perform(WORKER, self._worker.on_join(number, JOIN_MAX_S, self._now))
+        self._pump(ticket)
+        ticket.wait()
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return self.info.rank
+
+    @property
+    def info(self) -> ClusterInfo:
+        """The cluster: this worker and one server."""
+        return self._worker.info
+
+    @torch.no_grad()
+    def call(self, call: Call, timeout_s: float) -> Ticket:
+        """Carry a call out; its ticket has ended."""
+        with self._lock:
+            self._let_time_pass()
+            number, ticket = self._ticket()
+            deadline = self._now + timeout_s
+            self._perform(WORKER, self._worker.on_call(number, call, deadline, self._now))
+            self._pump(ticket)
+        return ticket
+
+    def _ticket(self) -> tuple[int, Ticket]:
+        number, ticket = next(self._numbers), Ticket()
+        self._tickets[number] = ticket
+        return number, ticket
+
+    def _let_time_pass(self) -> None:
+        """Let the cores do what has become due since the last call."""
+        now = self._clock()
+        self._now += min(now - self._called_at, PAUSE_MAX_S)
+        self._called_at = now
+        while (due := self._due())[0] <= self._now:
+            self._ring(due[1])
+
+    def _due(self) -> tuple[float, str]:
+        """Return the next deadline of a core, and whose it is."""
+        dues = [(core.deadline(), name) for name, core in self._cores.items()]
+        return min([(due, name) for due, name in dues if due is not None])
+
+    def _ring(self, name: str) -> None:
+        self._perform(name, self._cores[name].on_timer(self._now))
+        self._hear()
+
+    def _hear(self) -> None:
+        while self._arrivals:
+            self._serve(*self._arrivals.popleft())
+
+    def _pump(self, ticket: Ticket) -> None:
+        """Pass packets on until ``ticket`` has ended, and time where there are none."""
+        self._hear()
+        while not ticket.is_over:
+            due, name = self._due()
+            self._now = max(self._now, due)
+            self._ring(name)
+
+    def _serve(self, name: str, route: Route, packet: Packet) -> None:
+        core = self._cores[name]
+        try:
+            self._perform(name, core.on_packet(route, packet, self._now))
+        except Exception as error:
+            log.debug("a packet to %s", name, exc_info=error)
+            self._perform(name, core.on_failure(route, packet.envelope, error, self._now))
+
+    def _perform(self, name: str, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(name, effect)
+                case Finish():
+                    self._tickets.pop(effect.ticket).end(effect.value, effect.error)
+                case Copied():
+                    self._tickets[effect.ticket].copied()
+                case Disk():
+                    assert self._folder is not None
+                    answer = carry_out(self._folder, cast("AnyOrder", effect.order), rest_s=0.0)
+                    if answer is not None:
+                        self._perform(name, self._server.on_disk(answer, self._now))
+                case Note(level, text) if level != "info":  # who joined is no news here
+                    log.log(LEVELS[level], "%s", text)
+
+    def _send(self, source: str, effect: Send) -> None:
+        """Bring a packet to its receiver; a route is the name of the other end, as bytes where that one connected."""
+        to, packet = effect.to, effect.packet
+        target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
+        if (
+            packet.payload and source == SERVER
+        ):  # which changes its values while they are still read
+            copies = tuple([memoryview(bytearray(one)) for one in packet.payload])
+            packet = replace(packet, payload=copies)
+        elif packet.payload:
+            packet = replace(packet, loans=(_LENT,) * len(packet.payload))
+        self._arrivals.append((target, route, packet))
+        if effect.hold is not None:
+            effect.hold.release()
+
+
+def _identity(role: Role) -> Identity:
+    endpoint = "tcp://127.0.0.1:1" if role is Role.SERVER else ""  # to which nobody connects
+    return Identity(role, SCHEDULER, "localhost", os.getpid(), "kvps", 0, endpoint=endpoint)

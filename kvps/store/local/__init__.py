@@ -1,1 +1,0 @@
-"""The ``local`` and ``device`` stores: one process, no servers."""
