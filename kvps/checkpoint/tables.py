@@ -1,13 +1,13 @@
-"""Embedding tables in a server's snapshot: rows in columns, the rest in JSON.
+"""Embedding tables in the file of a snapshot: rows as columns, everything else as JSON.
 
-Of table j of store i the file has these tensors, each flat; what is no tensor is one JSON record::
+The file has these flat tensors for table j of store i, and one JSON record for everything else::
 
     i/table/j/ids/int64, i/table/j/stamps/int64    [n]
     i/table/j/weight/TYPE                          [n * dim]
     i/table/j/state.NAME/TYPE                      [n * dim]
     i/table/j/counts/uint8                         [depth * width]; where pushes are counted
 
-A row whose stamp is 0 is none: its slot was free. Whoever reads the file passes over it.
+A stamp of 0 marks a free slot: readers of the file skip that row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnap
 from kvps.tensors import NAMES, TORCH
 
 Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
-"""Returns the elements of a column of the file in pieces of these sizes."""
+"""Function that returns a column of the file in pieces of these sizes."""
 
 _ENTRIES = ("key", "recipe", "lr", "history", "rows", "width", "counted")
 
@@ -77,8 +77,8 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
     """Return the table that JSON and the columns of a file describe.
 
     Raises:
-        ValueError: if they describe none.
-        KvpsError: if its recipe cannot be.
+        ValueError: if they do not describe a table.
+        KvpsError: if its specification is invalid.
     """
     row = validation.record("a table", given, *_ENTRIES)
     key = validation.text("a table's key", row["key"], least=1)
@@ -112,7 +112,7 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
             validation.natural("counted", row["counted"]),
         )
         lr = validation.finite("lr", row["lr"])
-        recipe.hyper.with_lr(lr)  # refuses one that cannot be
+        recipe.hyper.with_lr(lr)  # refuses an invalid learning rate
         return TableSnapshot(key, recipe, lr, history_of(row["history"]), (part,))
     except ValueError as error:
         raise ValueError(f"table {key!r}: {error}") from error
@@ -139,7 +139,7 @@ def _recipe(given: object) -> EmbeddingSpec:
 
 
 def history_of(given: object) -> SpanHistory:
-    """Return what was done to some elements."""
+    """Return the history that JSON describes."""
     version, step, pushed, head_start = validation.array("a history", given, 4)
     return SpanHistory(
         validation.natural("version", version),
@@ -150,7 +150,7 @@ def history_of(given: object) -> SpanHistory:
 
 
 def by_rank(what: str, given: object) -> dict[int, int]:
-    """Return a map by rank, written as pairs."""
+    """Return the map rank -> number that JSON describes as pairs."""
     found: dict[int, int] = {}
     for pair in validation.array(what, given):
         rank, count = validation.array(what, pair, 2)

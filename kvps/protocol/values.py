@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvps.compression.spec import CodecSpec
 from kvps.compression.spec import size as size_of
 from kvps.dtypes import BY_ID
-
-if TYPE_CHECKING:
-    pass
 from kvps.protocol.envelope import Message, tag
 from kvps.protocol.stores import Field
 
 ROWS_FRAME_BYTES = 32 << 20
 ROWS_FRAMES_MAX = 63
-"""Rows fill payload frames of so many octets, or of one row; and at most so many frames."""
+"""Limits of the rows in a message: octets of a payload frame, unless one row is larger; and number of frames."""
 IDS_FRAME_BYTES = 64 << 20
-"""Octets of the numbers of rows, which are one frame, at most."""
+"""Most octets of the frame that holds the numbers of rows."""
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -33,18 +30,18 @@ class Run(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Neighbouring elements of a chunk that a pull wants, and what must have happened before."""
+    """Neighbouring elements of a chunk that a pull wants, and the conditions for the answer."""
 
     start: int
     size: int
     after: int
-    """How many pushes of this rank must have been applied to them."""
+    """Pushes of this rank that must have been applied to them."""
     least: int
     """The lowest version that will do."""
 
 
 class Stand(NamedTuple):
-    """Where neighbouring elements of a chunk stand when they are read."""
+    """Version of neighbouring elements of a chunk when they are read."""
 
     start: int
     size: int
@@ -58,31 +55,32 @@ def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, 
 
 
 def _octets(dtype: int, stand: Stand, steps: Steps) -> int:
-    """Return the octets of one run that is written so."""
+    """Return the octets of the run ``stand``, written as ``steps``."""
     if steps.whole:
         return BY_ID[dtype].itemsize * stand.size
     return sum([size_of(code, stand.size) for code in steps.codes])
 
 
 def rows_in_frame(dtype: int, width: int) -> int:
-    """Return how many rows of so many elements one payload frame holds."""
+    """Return the number of rows of ``width`` elements that one payload frame holds."""
     return max(1, ROWS_FRAME_BYTES // max(1, width * BY_ID[dtype].itemsize))
 
 
 def rows_in_message(dtype: int, width: int) -> int:
-    """Return how many rows of so many elements, with their numbers, one message holds."""
+    """Return the number of rows of ``width`` elements that one message holds with their numbers."""
     return min(rows_in_frame(dtype, width) * ROWS_FRAMES_MAX, IDS_FRAME_BYTES // 8)
 
 
 def _id_sizes(count: int) -> tuple[int, ...]:
+    """Return the size of the frame of ``count`` row numbers; no frame for no rows."""
     return (8 * count,) if count else ()
 
 
 def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
-    """Return the sizes of the frames that so many rows fill one after another."""
+    """Return the sizes of the frames that ``count`` rows fill one after another."""
     each, row = rows_in_frame(dtype, width), width * BY_ID[dtype].itemsize
     if count > each * ROWS_FRAMES_MAX:
-        return (count * row,)  # which no frame is
+        return (count * row,)  # larger than any frame may be
     full, rest = divmod(count, each)
     return (each * row,) * full + ((rest * row,) if rest else ())
 
@@ -90,12 +88,12 @@ def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
 @tag(30)
 @dataclass(frozen=True, slots=True)
 class Load(Message):
-    """Creator to server: the first value of these elements (or its k-th broadcast)."""
+    """Creator to server: the first value of these elements, or that of the k-th broadcast."""
 
     chunk: int
     dtype: int
     runs: tuple[Run, ...]
-    """Their ``number`` is the ``call`` of the DECLARE that asked for them."""
+    """The elements; ``number`` is the ``call`` of the DECLARE that asked for them."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""
@@ -112,17 +110,17 @@ class Push(Message):
     ranks: tuple[int, ...]
     """The ranks it speaks for."""
     weight: float
-    """What it counts in a weighted mean (samples)."""
+    """Its weight in a weighted mean (samples)."""
     pull: bool
-    """Answer with the new values."""
+    """Whether to answer with the new values."""
     runs: tuple[Run, ...]
     code: CodecSpec | None = None
-    """How the elements of each run are written; None for as they are."""
+    """Codec of the elements of each run; None for uncompressed elements."""
     back: CodecSpec | None = None
-    """How the update that this makes is to be written for those who pull it; None for as it is."""
+    """Codec in which ranks pull the update that this push makes; None for an uncompressed update."""
     held: tuple[int, ...] = ()
-    """Of each run, the version of its values that the sender has, or -1; empty if the answer is not
-    to be written as steps from there."""
+    """Version of the values that the sender has, for each run, or -1 for none; empty if the answer is not to
+    be written as steps from there."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""
@@ -133,7 +131,7 @@ class Push(Message):
 
 
 class Receipt(NamedTuple):
-    """A push or load that was taken in, and the lowest version among its elements."""
+    """Receipt of one push or load: its number on the connection, and the lowest version among its elements."""
 
     seq: int
     version: int
@@ -142,7 +140,7 @@ class Receipt(NamedTuple):
 @tag(32)
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Server to worker: these are in, and will not be needed again."""
+    """Server to worker: these pushes and loads are taken in and need not be sent again."""
 
     receipts: tuple[Receipt, ...]
 
@@ -157,35 +155,35 @@ class Pull(Message):
     """False asks for the versions alone."""
     runs: tuple[Ask, ...]
     broadcasts: int = 0
-    """Of how many broadcasts of the store the asker wants to see the values."""
+    """Broadcasts of the store whose values the reader must see."""
     held: tuple[int, ...] = ()
-    """As in PUSH."""
+    """Versions that the sender has, as in PUSH."""
     call: int | None = None
-    """The DECLARE whose value is wanted, of which it may be a part."""
+    """The DECLARE whose value is wanted; the runs may be a part of it."""
     stamp: int = 0
-    """As the answer to that DECLARE said it."""
+    """The stamp in the answer to that DECLARE."""
 
 
 class Dropped(NamedTuple):
     """The last update of a key that was not made, since its gradient was not finite."""
 
     start: int
-    """Where the key's piece begins in the chunk."""
+    """Start of the key's piece in the chunk."""
     number: int
-    """Of the round; or, where each push is applied by itself, of the asking rank's push."""
+    """Number of the round or, where each push is applied by itself, of the asking rank's push."""
     values: int
-    """How many of the whole key were not finite."""
+    """Number of values of the whole key that were not finite."""
     ranks: tuple[int, ...]
-    """Among whose pushes they were; empty where all pushes were finite and their sum was not."""
+    """Ranks that pushed non-finite values; empty if all pushes were finite and only their sum was not."""
 
 
 class Steps(NamedTuple):
-    """How the values of one run are written."""
+    """Encoding of the values of one run."""
 
     whole: bool
-    """As they are; else as the last steps that led to them."""
+    """Whether the values are written uncompressed; if not, the last steps that led to them are written."""
     codes: tuple[CodecSpec, ...]
-    """How each step is written, the oldest first."""
+    """Codec of each step, the oldest first."""
 
 
 @tag(34)
@@ -199,11 +197,11 @@ class Pulled(Message):
     values: bool
     runs: tuple[Stand, ...]
     dropped: tuple[Dropped, ...] = ()
-    """Only of a store that makes errors of them."""
+    """Dropped updates of the elements; only in a store that reports them as errors."""
     steps: tuple[Steps, ...] = ()
-    """How each run is written; empty if all are as they are."""
+    """Encoding of each run; empty if all values are written uncompressed."""
     adds: bool = False
-    """Steps add up: the receiver keeps the values, and applies later steps to them."""
+    """Whether steps add up: the receiver keeps the values, and applies later steps to them."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame, the elements of all runs side by side, or none."""
@@ -227,11 +225,11 @@ class PushRows(Message):
     ranks: tuple[int, ...]
     """The ranks it speaks for."""
     number: int
-    """Of the push, as in the run of a PUSH."""
+    """Number of the push, as in a run of PUSH."""
     width: int
     """Elements of a row."""
     count: int
-    """How many rows; also none are a push."""
+    """Number of rows; a push of no rows counts, too."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The numbers of the rows, and the rows."""
@@ -241,12 +239,12 @@ class PushRows(Message):
 @tag(36)
 @dataclass(frozen=True, slots=True)
 class PullRows(Message):
-    """Worker to server: these rows of a key, once the conditions hold for all of it that is there."""
+    """Worker to server: these rows of a key, once the conditions hold for all of the key on this server."""
 
     store: str
     key: str
     after: int
-    """How many pushes of this rank must have been applied."""
+    """Pushes of this rank that must have been applied."""
     least: int
     """The lowest version that will do."""
     count: int
@@ -267,11 +265,11 @@ class PulledRows(Message):
     count: int
     lowest: int
     highest: int
-    """Versions of the parts of the key on this server."""
+    """Lowest and highest version of the parts of the key on this server."""
     owed: int
     """The number of the push that this rank owes next on some of them."""
     dropped: tuple[Dropped, ...] = ()
-    """As in PULLED; ``start`` is where the part begins in the key."""
+    """Dropped updates, as in PULLED; ``start`` is the start of the part in the key."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The rows."""
@@ -281,15 +279,15 @@ class PulledRows(Message):
 @tag(38)
 @dataclass(frozen=True, slots=True)
 class PullChanged(Message):
-    """Worker to server: those rows of a key that changed since a version, once the conditions hold."""
+    """Worker to server: the rows of a key that changed since a version, once the conditions hold."""
 
     store: str
     key: str
     after: int
     least: int
-    """As in PULL-ROWS."""
+    """Conditions, as in PULL-ROWS."""
     since: int
-    """The version that the worker has of all that is there."""
+    """The version that the worker has of all rows on this server."""
 
 
 @tag(39)
@@ -299,7 +297,7 @@ class Changed(Message):
 
     seq: int
     known: bool
-    """Whether this server still knows what changed; if not, there are no rows."""
+    """Whether this server still knows which rows changed; if not, the answer has no rows."""
     dtype: int
     width: int
     count: int
@@ -307,7 +305,7 @@ class Changed(Message):
     highest: int
     owed: int
     dropped: tuple[Dropped, ...] = ()
-    """As in PULLED-ROWS."""
+    """Versions, owed push and dropped updates, as in PULLED-ROWS."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The numbers of the rows, and the rows."""
@@ -318,14 +316,14 @@ class Changed(Message):
 
 
 def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
-    """Sizes of the frames with so many ids, and rows of so many elements; none of nothing."""
+    """Return the sizes of the frames with ``count`` ids and their rows; no frames for no ids."""
     return (8 * count, BY_ID[dtype].itemsize * dim * count) if count else ()
 
 
 @tag(100)
 @dataclass(frozen=True, slots=True)
 class Embed(Message):
-    """Worker to server: this store has an embedding table, made by this recipe."""
+    """Worker to server: make this embedding table of a store, unless it exists."""
 
     store: str
     key: str
@@ -337,7 +335,7 @@ class Embed(Message):
     admit: int
     max_age: int
     max_rows: int
-    """Of the whole table, on all servers; 0 for any number."""
+    """Most rows of the table, on all servers together; 0 for no limit."""
     optimizer: str
     numbers: dict[str, bool | int | float | None]
 
@@ -345,7 +343,7 @@ class Embed(Message):
 @tag(101)
 @dataclass(frozen=True, slots=True)
 class PushIds(Message):
-    """Worker to server: gradients for the rows of these ids; of none, it is a push as well."""
+    """Worker to server: gradients for the rows of these ids; a push of no ids counts, too."""
 
     chunk: int
     dtype: int
@@ -368,7 +366,7 @@ class PullIds(Message):
     chunk: int
     after: int
     least: int
-    """These two as in PULL."""
+    """Conditions, as in PULL."""
     count: int
 
     def payload_sizes(self) -> tuple[int, ...]:
@@ -411,11 +409,11 @@ class Export(Message):
     chunk: int
     start: int
     count: int
-    """At most so many."""
+    """Most rows of the answer."""
     since: int
-    """Only those pushed to after this version."""
+    """Export only rows that were pushed to after this version."""
     state: bool
-    """The optimizer's states, too."""
+    """Whether to export the optimizer's states, too."""
 
 
 @tag(105)
@@ -425,7 +423,7 @@ class Exported(Message):
 
     seq: int
     next: int
-    """Where the next rows begin; 0 after the last."""
+    """The slot to export from next; 0 after the last."""
     count: int
     fields: tuple[Field, ...]
     """The columns, the weights first; each has ``count`` rows."""

@@ -8,7 +8,7 @@ session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -16,6 +16,7 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.effects import Send
 from kvps.core.gradients import DenseGradient
+from kvps.core.row_gradients import RowGradient
 from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Verdict
 from kvps.core.server.chunks.slab import Chunk
@@ -31,7 +32,7 @@ from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.envelope import Message, Packet
-from kvps.protocol.stores import Declared, Norms, Piece, Place
+from kvps.protocol.stores import Declared, Norms, Place
 from kvps.protocol.values import (
     Ack,
     Ask,
@@ -160,62 +161,49 @@ class PushPull:
     # --- rows -------------------------------------------------------------------------------
 
     def push_rows(
-        self, session: Session, seq: int, message: PushRows, packet: Packet, now: float
+        self, session: Session, seq: int, message: PushRows | PushIds, packet: Packet, now: float
     ) -> None:
-        """Take in gradients for rows of a key."""
-        store = self._context.store(message.store)
-        target = KeyRows.of(store, message.key)
-        gradient = target.gradient(message, packet.payload)
+        """Take in gradients for rows of a key or of a table."""
+        target: KeyRows | TableRows
+        if isinstance(message, PushIds):
+            target, store = self._table(message.chunk)
+            gradient: RowGradient = target.gradient(message, packet.payload)
+        else:
+            target, store = self._rows(message)
+            gradient = target.gradient(message, packet.payload)
         is_lent = bool(packet.loans)
         judged = self.aggregator.judge_rows(store, target, message, gradient, is_lent=is_lent)
-        self._take_rows(session, seq, target.pieces, judged, now)
-
-    def push_ids(
-        self, session: Session, seq: int, message: PushIds, packet: Packet, now: float
-    ) -> None:
-        """Take in gradients for rows of a table."""
-        target, store = self._table(message.chunk)
-        gradient = target.gradient(message, packet.payload)
-        judged = self.aggregator.judge_rows(store, target, message, gradient)
-        if judged.verdict is Verdict.COUNTED:
+        if judged.verdict is Verdict.EARLY:
+            return  # as a PUSH that is early
+        if isinstance(target, TableRows) and judged.verdict is Verdict.COUNTED:
             store.budget.demand_growth(target.chunk.keys[0])
-        self._take_rows(session, seq, target.pieces, judged, now)
-
-    def _take_rows(
-        self,
-        session: Session,
-        seq: int,
-        pieces: Sequence[Piece],
-        judged: JudgedPush,
-        now: float,
-    ) -> None:
-        """Apply a push of rows and acknowledge it, unless it is early, as a PUSH."""
-        if judged.verdict is not Verdict.EARLY:
-            self._apply(judged, now)
-            spans = [self._chunks.span_at(piece) for piece in pieces]
-            self._acknowledge(session, seq, min([span.version for span in spans]))
+        self._apply(judged, now)
+        spans = [self._chunks.span_at(piece) for piece in target.pieces]
+        self._acknowledge(session, seq, min([span.version for span in spans]))
 
     def pull_rows(
-        self, session: Session, seq: int, message: PullRows | PullChanged, packet: Packet
+        self, session: Session, seq: int, message: PullRows | PullChanged | PullIds, packet: Packet
     ) -> None:
-        """Answer with the rows of a key that are named, or that changed since a version."""
-        store = self._context.store(message.store)
-        target = KeyRows.of(store, message.key)
+        """Answer with the rows of a key or table that are named, or that changed since a version."""
+        target: KeyRows | TableRows
         ids = None
-        if isinstance(message, PullRows):
-            ids = target.ids(packet.payload[0] if packet.payload else None)
+        if isinstance(message, PullIds):
+            target, store = self._table(message.chunk)
+            ids = target.asked(message, packet.payload)
+        else:
+            target, store = self._rows(message)
+            if isinstance(message, PullRows):
+                ids = target.ids(packet.payload)
         self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
 
-    def pull_ids(self, session: Session, seq: int, message: PullIds, packet: Packet) -> None:
-        """Answer with rows of a table."""
-        target, store = self._table(message.chunk)
-        ids = target.asked(message, packet.payload)
-        self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
-
-    # --- embedding tables -------------------------------------------------------------------
+    def _rows(self, message: PushRows | PullRows | PullChanged) -> tuple[KeyRows, ServerStore]:
+        store = self._context.store(message.store)
+        return KeyRows.of(store, message.key), store
 
     def _table(self, chunk: int) -> tuple[TableRows, ServerStore]:
         return TableRows.of(self._chunks, chunk), self._context.store_of(chunk)
+
+    # --- embedding tables -------------------------------------------------------------------
 
     def embed(self, seq: int, message: Embed) -> Message:
         """Make a table, or find it."""

@@ -408,13 +408,9 @@ class Server:
                 push_pull.push(session, seq, message, packet, now)
             case Pull():
                 push_pull.pull(session, seq, message)
-            case PushIds():
-                push_pull.push_ids(session, seq, message, packet, now)
-            case PullIds():
-                push_pull.pull_ids(session, seq, message, packet)
-            case PushRows():
+            case PushRows() | PushIds():
                 push_pull.push_rows(session, seq, message, packet, now)
-            case PullRows() | PullChanged():
+            case PullRows() | PullChanged() | PullIds():
                 push_pull.pull_rows(session, seq, message, packet)
             case Load():
                 push_pull.load(session, seq, message, packet)

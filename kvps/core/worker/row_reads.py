@@ -7,15 +7,16 @@ does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`)
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvps.core.placement import lies_by_rows
 from kvps.core.worker.connection import Request
-from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
+from kvps.dtypes import BY_NAME
+from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.protocol.values import Changed, Dropped, PulledRows
 
@@ -45,37 +46,53 @@ def ranges(key: Key) -> list[Range]:
     return by_server
 
 
-Answer = TypeVar("Answer", PulledRows, Changed)
-
-
 @dataclass(slots=True)
-class ServerPart(abc.ABC, Generic[Answer]):
+class ServerPart(abc.ABC):
     """The part of a read of rows that one server answers; it takes the answer in."""
 
     key: Key
     range: Range
-    answer: Answer | None = field(default=None, init=False)
+    answer: PulledRows | Changed | None = field(default=None, init=False)
+    is_unwanted: bool = field(default=False, init=False)
+    """The caller stopped waiting, and the rows are not taken in."""
 
     @abc.abstractmethod
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
         """Return the request for these rows."""
 
     @abc.abstractmethod
+    def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
+        """Take the rows of an answer in; their type and width are checked.
+
+        Raises:
+            ProtocolError: if they do not fit the request.
+        """
+
     def __call__(self, packet: Packet, wanted: bool) -> None:
         """Note how the key stands, and take the rows in if they are ``wanted``.
 
         Raises:
             ProtocolError: if the answer does not fit the request.
         """
+        answer, spec = packet.message, self.key.spec
+        assert isinstance(answer, PulledRows | Changed)
+        if answer.width != spec.width or answer.dtype != BY_NAME[spec.dtype].id:
+            raise ProtocolError(
+                f"server {self.range.server} answered rows of {answer.width} elements of key "
+                f"{self.key.name!r}, which is {spec}"
+            )
+        self.answer, self.is_unwanted = answer, self.is_unwanted or not wanted
+        if wanted:
+            self.take(answer, packet.payload)
 
     @property
-    def told(self) -> Answer:
+    def told(self) -> PulledRows | Changed:
         """The answer, which is there."""
         assert self.answer is not None
         return self.answer
 
 
-PartT = TypeVar("PartT", bound="ServerPart[PulledRows] | ServerPart[Changed]")
+PartT = TypeVar("PartT", bound=ServerPart)
 
 
 @dataclass(slots=True)
@@ -86,6 +103,17 @@ class RowRead(Generic[PartT]):
     after: int
     priority: int
     parts: list[PartT] = field(default_factory=list)
+
+    @property
+    def dropped(self) -> dict[str, Dropped]:
+        """Key -> the last update that was not made, if the servers tell."""
+        updates = [update for part in self.parts for update in part.told.dropped]
+        return {self.key.name: max(updates, key=lambda update: update.number)} if updates else {}
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether the caller stopped waiting."""
+        return any(part.is_unwanted for part in self.parts)
 
     def asked(self, store: WorkerStore) -> list[Request]:
         """Return the requests for all rows."""
@@ -111,18 +139,3 @@ class RowRead(Generic[PartT]):
             for part in self.parts
             if part.told.lowest < newest
         ]
-
-
-def report_dropped_rows(store: WorkerStore, reads: Iterable[RowRead[PartT]]) -> None:
-    """Tell the caller of updates that were not made, as the answers say.
-
-    Raises:
-        NonFinite: if there are any of which it was not told before.
-    """
-    dropped: dict[str, Dropped] = {}
-    for read in reads:
-        for part in read.parts:
-            for update in part.told.dropped:
-                dropped[read.key.name] = update
-    if dropped:
-        complain(store.name, store.ordered, store.keys, dropped)

@@ -1,10 +1,9 @@
-"""The model of a snapshot: what a server holds of its stores at one moment.
+"""The model of a snapshot: the contents of a server's stores at one moment.
 
-A snapshot says what every element is worth and what was done to it: with the values go the counters
-that recognise a push that comes again, since a server that goes on from a snapshot must refuse
-exactly the pushes that are in it. What is under way (open rounds, requests, readers) is no part of
-it: a *cut* is taken where nothing is (:mod:`kvps.core.scheduler.cut`), and the snapshots of all servers
-together are one cut.
+A snapshot has the value and the history of every element. The history recognises a push that comes again: a
+server that goes on from a snapshot must refuse exactly the pushes that are in it. Open rounds, requests and
+readers are no part of a snapshot: a *cut* is taken while there are none (:mod:`kvps.core.scheduler.cut`), and
+the snapshots of all servers together are one cut.
 
 Tensors of a snapshot are the server's own, held so that no update writes to them.
 """
@@ -24,7 +23,7 @@ from kvps.protocol.stores import Open
 
 
 class SpanHistory(NamedTuple):
-    """The history of some elements; as :class:`~kvps.core.server.chunks.rounds.Span` has it."""
+    """The history of some elements, taken from a :class:`~kvps.core.server.chunks.rounds.Span`."""
 
     version: int
     """Closed rounds, or applied pushes, since init."""
@@ -33,7 +32,7 @@ class SpanHistory(NamedTuple):
     pushed: dict[int, int]
     """Rank -> pushes taken in."""
     head_start: dict[int, int]
-    """Replaced rank -> by how much its clock is ahead of its pushes."""
+    """Replaced rank -> the pushes by which its clock is ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class SnapshotPart:
     weight: torch.Tensor
     """Flat."""
     state: dict[str, torch.Tensor]
-    """The optimizer's, by name; flat, and as long as the weight. Empty before the first update."""
+    """State name -> the optimizer's state, flat and as long as the weight. Empty before the first update."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySnapshot:
-    """What one server holds of one key that has a value."""
+    """The part of one key on one server; the key has a value."""
 
     name: str
     spec: Spec
@@ -59,12 +58,12 @@ class KeySnapshot:
     call: int
     """The last DECLARE whose value is loaded: 0 for init, k for the k-th broadcast."""
     portions: tuple[SnapshotPart, ...]
-    """In order; none overlaps another."""
+    """Parts in order, without overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsSnapshot:
-    """Rows of an embedding table, as one server had them."""
+    """Rows of an embedding table on one server."""
 
     ids: torch.Tensor
     """int64 [n]; undefined where the stamp is 0."""
@@ -73,13 +72,14 @@ class RowsSnapshot:
     columns: dict[str, tuple[torch.Tensor, ...]]
     """``weight`` and the optimizer's states: tensors [_, dim] that have n rows together."""
     counts: torch.Tensor
-    """uint8 [depth, width], of pushes of ids without a row; [0, 0] where those are not counted."""
+    """Count-min sketch of the pushes of ids without a row, uint8 [depth, width]; [0, 0] where they are not counted."""
     counted: int
+    """Pushes counted since the sketch was last halved."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSnapshot:
-    """What one server holds of one embedding table, or what all hold who took part in a cut."""
+    """One embedding table, on one server or on all servers of a cut."""
 
     key: str
     recipe: EmbeddingSpec
@@ -97,7 +97,7 @@ class TableSnapshot:
 
 
 class JoinsSnapshot(NamedTuple):
-    """The ranks that had run out of data; as :class:`~kvps.core.server.join.JoinTracker` has it."""
+    """The ranks that had run out of data, taken from a :class:`~kvps.core.server.join.JoinTracker`."""
 
     over: int
     last: dict[int, int]
@@ -109,13 +109,13 @@ NO_JOINS = JoinsSnapshot(0, {}, {})
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """What one server holds of one store."""
+    """One store on one server."""
 
     opened: Open
     hyper: HyperParams | None
-    """The optimizer as it is, with the learning rate that was set last."""
+    """The present optimizer, with the learning rate that was set last."""
     sent_hyper: HyperParams | None
-    """The optimizer as it was given to set_optimizer."""
+    """The optimizer that was given to set_optimizer."""
     sent_lr: float
     optimize_calls: int
     rate_calls: int
@@ -141,15 +141,15 @@ class StoreSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one server holds."""
+    """All stores of one server."""
 
     server: int
     servers: int
-    """Number of servers; this decides the placement of keys."""
+    """Number of servers, which decides the placement of keys."""
     stores: tuple[StoreSnapshot, ...]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors, in one order: of each portion the weight, then its state."""
+        """Yield all tensors in a fixed order: the weight of each portion, then its state."""
         for store in self.stores:
             for table in store.tables:
                 yield from table.tensors()

@@ -156,7 +156,7 @@ class TableRows:
         """Elements of a row."""
         return self.rows.recipe.dim
 
-    def ids(self, frame: memoryview | None) -> torch.Tensor:
+    def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
 
         They are copied: what was checked must not be changed by its sender afterwards.
@@ -164,9 +164,9 @@ class TableRows:
         Raises:
             ProtocolError: if the rows of some are not on this server.
         """
-        if frame is None:
+        if not payload:
             return torch.empty(0, dtype=torch.int64)
-        ids = from_frame(frame, "int64").numpy().copy()
+        ids = from_frame(payload[0], "int64").numpy().copy()
         foreign = servers_of(ids, self.servers) != self.server
         if foreign.any():
             raise ProtocolError(
@@ -188,7 +188,7 @@ class TableRows:
                 f"chunk {number} is a table of {self.dtype}[{self.width}], and the push has rows of "
                 f"{dtype}[{message.dim}]"
             )
-        ids = self.ids(payload[0] if payload else None)
+        ids = self.ids(payload)
         if bool((ids[1:] <= ids[:-1]).any()):
             raise ProtocolError(
                 f"chunk {number}: the {len(ids)} ids of a push are not in ascending order, each once"
@@ -208,7 +208,7 @@ class TableRows:
                 f"chunk {self.chunk.number}: {message.count} rows are {size} bytes, and the limit of "
                 f"an answer is {ANSWER_BYTES}; ask for fewer rows at once"
             )
-        return self.ids(payload[0] if payload else None)
+        return self.ids(payload)
 
     def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
         """Yield the table's one piece, and all of ``gradient``."""

@@ -63,7 +63,7 @@ class KeyRows:
         width = shard.spec.width
         return cls(shard, width, shard.start // width, at // width)
 
-    def ids(self, frame: memoryview | None) -> torch.Tensor:
+    def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the row numbers of a request, counted from the first row here.
 
         They are copied: what was checked must not be changed by its sender afterwards.
@@ -71,9 +71,9 @@ class KeyRows:
         Raises:
             ProtocolError: unless they ascend and are all here.
         """
-        if frame is None:
+        if not payload:
             return torch.empty(0, dtype=torch.int64)
-        ids = from_frame(frame, "int64").clone()
+        ids = from_frame(payload[0], "int64").clone()
         low, high = int(ids[0]), int(ids[-1])
         if not self.first <= low <= high < self.stop:
             raise ProtocolError(
@@ -102,7 +102,7 @@ class KeyRows:
                 f"key {self.shard.key!r} is {spec}, of {self.width} elements in a row, and the push "
                 f"has rows of {message.width}"
             )
-        ids = self.ids(payload[0] if payload else None)
+        ids = self.ids(payload)
         frames = [from_frame(frame, BY_ID[message.dtype].name) for frame in payload[1:]]
         if len(frames) == 1:
             rows = frames[0]

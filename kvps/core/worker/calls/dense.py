@@ -35,7 +35,7 @@ from kvps.core.worker.consistent_read import (
     read_versions,
     settle_reads,
 )
-from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.failure_policy import report_dropped
 from kvps.core.worker.plan import (
     CompressionGroup,
     Numbers,
@@ -125,7 +125,7 @@ class PushValues(PushCall):
         store.was_pushed_to = True
         if sink is not None:
             yield from settle_reads(store, reads)
-            _report_dropped(store, reads)
+            report_dropped(store, reads)
         return _views(store, plan, sink)
 
     def _pushed(
@@ -162,13 +162,6 @@ def _views(store: WorkerStore, plan: TransferPlan, sink: Sink | None) -> list[to
     return sink.views(plan.keys, store.memory) if isinstance(sink, Pieces) else None
 
 
-def _report_dropped(store: WorkerStore, reads: list[ReadTracker]) -> None:
-    """Raise NonFinite for updates that were dropped, if the caller is there to hear it."""
-    dropped = {key: update for read in reads for key, update in read.dropped.items()}
-    if dropped and not any(read.is_unwanted for read in reads):
-        complain(store.name, store.ordered, store.keys, dropped)
-
-
 @dataclass(frozen=True, slots=True)
 class PullValues(Call):
     """Pull values after this rank's own pushes; finishes with views if there are no ``sinks``."""
@@ -188,7 +181,7 @@ class PullValues(Call):
         sink = sink_for(self.sinks, plan)
         assert sink is not None
         reads = yield from read(store, plan, sink, after, self.min_version, self.priority)
-        _report_dropped(store, reads)
+        report_dropped(store, reads)
         return _views(store, plan, sink)
 
 

@@ -20,14 +20,13 @@ from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, repair_torn_reads
-from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.failure_policy import report_dropped
 from kvps.core.worker.plan import CopyVersion, Key, Numbers, PieceLocation, of_key
-from kvps.core.worker.row_reads import RowRead, ServerPart, ranges, report_dropped_rows
+from kvps.core.worker.row_reads import RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
-from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Changed, PullChanged, Pulled
+from kvps.protocol.values import Changed, PullChanged, Pulled, PulledRows
 from kvps.tensors import TORCH, from_frame
 
 
@@ -50,7 +49,7 @@ class Fresh(NamedTuple):
 
 
 @dataclass(slots=True)
-class ChangedRows(ServerPart[Changed]):
+class ChangedRows(ServerPart):
     """The rows of one server that changed."""
 
     since: int
@@ -66,18 +65,9 @@ class ChangedRows(ServerPart[Changed]):
             on_reply=self,
         )
 
-    def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Take in the answer."""
-        answer, spec = packet.message, self.key.spec
-        assert isinstance(answer, Changed)
-        if answer.width != spec.width or answer.dtype != BY_NAME[spec.dtype].id:
-            raise ProtocolError(
-                f"server {self.range.server} answered rows of {answer.width} elements of key "
-                f"{self.key.name!r}, which is {spec}"
-            )
-        self.answer, self.patch = answer, None
-        if answer.count and wanted:
-            self.patch = self._patch(packet.payload)
+    def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
+        """Keep the rows; those of an earlier answer count no more."""
+        self.patch = self._patch(payload) if answer.count else None
 
     def _patch(self, payload: Sequence[memoryview]) -> Patch:
         spec, range_ = self.key.spec, self.range
@@ -119,7 +109,7 @@ class Refresh(Call):
         for copy in known:
             copy.settle(store.ordered)
         yield from repair_torn_reads(store, known)
-        report_dropped_rows(store, known)
+        report_dropped(store, known)
         fresh = {
             index: _fresh(copy, pieces[index])
             for index, copy in enumerate(copies)
@@ -149,7 +139,8 @@ def _copy(key: Key, call: Refresh, index: int) -> RowRead[ChangedRows]:
 
 def _is_known(copy: RowRead[ChangedRows]) -> bool:
     """Whether all servers know what changed."""
-    return bool(copy.parts) and all(part.told.known for part in copy.parts)
+    answers = [part.told for part in copy.parts]
+    return bool(answers) and all(isinstance(one, Changed) and one.known for one in answers)
 
 
 def _fresh(copy: RowRead[ChangedRows], pieces: tuple[PieceLocation, ...]) -> Fresh:
@@ -173,10 +164,9 @@ def _read_whole(
     reads = yield from consistent_read.read(
         store, plan, consistent_read.Rows(wholes), after, 0, priority
     )
+    report_dropped(store, reads)
     known: dict[str, int] = {}
     for read in reads:
-        if read.dropped:
-            complain(store.name, store.ordered, store.keys, read.dropped)
         for key, parts in zip(read.plan.keys, read.by_key(), strict=True):
             versions = {version for version, _ in parts.values()}
             if len(versions) == 1:

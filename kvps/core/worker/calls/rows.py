@@ -30,20 +30,20 @@ from kvps.core.worker.calls.base import (
 )
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, repair_torn_reads
-from kvps.core.worker.failure_policy import complain
+from kvps.core.worker.failure_policy import report_dropped
 from kvps.core.worker.plan import Key, Numbers, make, of_key
 from kvps.core.worker.row_reads import (
     Range,
     RowRead,
     ServerPart,
     ranges,
-    report_dropped_rows,
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.protocol.values import (
+    Changed,
     Pulled,
     PulledRows,
     PullRows,
@@ -203,7 +203,7 @@ def _whole_pushes(
 
 
 @dataclass(slots=True)
-class NamedRows(ServerPart[PulledRows]):
+class NamedRows(ServerPart):
     """Rows that the caller named."""
 
     ids: torch.Tensor
@@ -224,21 +224,15 @@ class NamedRows(ServerPart[PulledRows]):
             on_reply=self,
         )
 
-    def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Take in the answer."""
-        answer = packet.message
-        assert isinstance(answer, PulledRows)
-        spec = self.key.spec
-        if (answer.count, answer.width) != (len(self.ids), spec.width) or (
-            answer.dtype != BY_NAME[spec.dtype].id
-        ):
+    def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
+        """Copy the rows to the result."""
+        if answer.count != len(self.ids):
             raise ProtocolError(
-                f"server {self.range.server} answered {answer.count} rows of {answer.width} "
-                f"elements of key {self.key.name!r}; asked for were {len(self.ids)} of {spec.width}"
+                f"server {self.range.server} answered {answer.count} rows of key {self.key.name!r}; "
+                f"{len(self.ids)} were requested"
             )
-        self.answer = answer
-        at = 0
-        for frame in packet.payload if wanted else ():
+        spec, at = self.key.spec, 0
+        for frame in payload:
             values = from_frame(frame, spec.dtype).view(-1, spec.width)
             self.out.index_copy_(0, self.places[at : at + len(values)], values)
             at += len(values)
@@ -275,7 +269,7 @@ class PullKeyRows(Call):
         for read in reads:
             read.settle(store.ordered)
         yield from repair_torn_reads(store, reads)
-        report_dropped_rows(store, reads)
+        report_dropped(store, reads)
         return results
 
 
@@ -302,6 +296,4 @@ def _read_whole(
         store, plan, consistent_read.Rows([dense]), read.after, 0, read.priority
     )
     out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))
-    for tracker in trackers:
-        if tracker.dropped:
-            complain(store.name, store.ordered, store.keys, tracker.dropped)
+    report_dropped(store, trackers)
