@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvps import protocol as p
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import (
@@ -22,19 +23,6 @@ from kvps.errors import (
     from_code,
 )
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Alive,
-    Beat,
-    Challenge,
-    Enrol,
-    Error,
-    Hello,
-    Leave,
-    Left,
-    Stop,
-    View,
-    Welcome,
-)
 
 SCHEDULER: Route = "scheduler"
 BEAT_EVERY_S = 1.0
@@ -108,7 +96,7 @@ class Identity:
     """A guardian has enrolled that key for the seat that it holds."""
 
 
-def check_protocol(hello: Hello, me: str) -> None:
+def check_protocol(hello: p.Hello, me: str) -> None:
     """Check that the sender of ``hello`` and ``me`` understand each other.
 
     Raises:
@@ -129,21 +117,21 @@ class MembershipClient:
         self.job = identity.job
         self.rank = (identity.rank or 0) if identity.incarnation else 0
         self.incarnation = identity.incarnation
-        self.welcome: Welcome | None = None
-        self.view: View | None = None
-        self._quorum: tuple[View, Quorum] | None = None
+        self.welcome: p.Welcome | None = None
+        self.view: p.View | None = None
+        self._quorum: tuple[p.View, Quorum] | None = None
         """That of the view it was made for."""
         self.reason = f"no answer from the scheduler at {identity.scheduler}"
         self.error: KvpsError | None = None
         """Why this process can be no member (any more)."""
-        self.stopped: Stop | None = None
+        self.stopped: p.Stop | None = None
         self.left = False
         self.progress = 0
         """How many calls the script has made."""
         self.waits_in = ""
         """The call that it waits in."""
         self.heard_at = now
-        self._leave: Leave | None = None
+        self._leave: p.Leave | None = None
         """The LEAVE that was sent, until it is acknowledged."""
         self._next_beat = now
         self._last_timer_at = now
@@ -203,7 +191,7 @@ class MembershipClient:
         """Say HELLO, and where there are keys, before it by which of them this process will speak."""
         one = self.identity
         if one.public_key and not one.is_enrolled:
-            yield Send(SCHEDULER, self.packet(Enrol(one.public_key, one.command_key)))
+            yield Send(SCHEDULER, self.packet(p.Enrol(one.public_key, one.command_key)))
         yield Send(SCHEDULER, self.hello())
 
     def key_of(self, node: Node) -> str:
@@ -225,7 +213,7 @@ class MembershipClient:
         one = self.identity
         return Packet(
             Envelope(self.job, 0, one.role, self.rank, self.incarnation, 0),
-            Hello(
+            p.Hello(
                 *PROTOCOL,
                 one.software,
                 0,
@@ -243,7 +231,7 @@ class MembershipClient:
     def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> Effects:
         """Say that this process ends, and how."""
         if not self.left and self.welcome is not None:
-            self._leave = Leave(done, exit_code, replaceable, reason)
+            self._leave = p.Leave(done, exit_code, replaceable, reason)
             yield Send(SCHEDULER, self.packet(self._leave))
 
     def on_packet(self, packet: Packet, now: float) -> Effects:
@@ -251,7 +239,7 @@ class MembershipClient:
         self.heard_at = now
         message = packet.message
         match message:
-            case Welcome():
+            case p.Welcome():
                 if self.welcome is None:
                     self.welcome = message
                     self.job = packet.envelope.job
@@ -260,31 +248,31 @@ class MembershipClient:
                     yield Note("debug", f"joined as {Node(self.identity.role, self.rank)}")
                     if self.identity.public_key and not self.identity.is_enrolled:
                         yield self._connect(is_member=True)
-                    yield Send(SCHEDULER, self.packet(Beat(self.progress, self.waits_in)))
+                    yield Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in)))
                     self._next_beat = now + BEAT_EVERY_S
-            case View():
+            case p.View():
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
                 is_new = message.number > self.number or packet.envelope.job != self.job
                 if is_new and self.welcome is not None:
                     self.view = message
                     self.job = packet.envelope.job
-            case Beat():
+            case p.Beat():
                 self.reason = message.reason or self.reason
-            case Challenge():
+            case p.Challenge():
                 # One that ends does not answer: another may take its seat.
                 if not (self._leave or self.stopped or self.error):
-                    alive = Alive(message.number, self.identity.guardian)
+                    alive = p.Alive(message.number, self.identity.guardian)
                     yield Send(SCHEDULER, self.packet(alive))
-            case Left():
+            case p.Left():
                 self.left = True
-            case Stop():
+            case p.Stop():
                 self.stopped = message
-            case Error():
+            case p.Error():
                 yield from self._refused(message)
             case _:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
 
-    def _refused(self, message: Error) -> Effects:
+    def _refused(self, message: p.Error) -> Effects:
         error = from_code(message.code, message.text)
         if self.welcome is None or isinstance(error, Fenced | Unauthorized):
             self.error = error
@@ -302,7 +290,7 @@ class MembershipClient:
             return
         self._next_beat = now + BEAT_EVERY_S
         if self.welcome is not None:
-            yield Send(SCHEDULER, self.packet(Beat(self.progress, self.waits_in)))
+            yield Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in)))
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))
         elif self.silent_for(now) < self.identity.join_max_s:

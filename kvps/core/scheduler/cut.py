@@ -25,21 +25,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvps import protocol as p
 from kvps.core.texts import shown
-from kvps.protocol.checkpoint import (
-    Commit,
-    Committed,
-    GiveUp,
-    Halt,
-    Halted,
-    ImageKept,
-    ImageSum,
-    ImageTaken,
-    Proceed,
-    Proceeding,
-    StoreSum,
-    TakeImage,
-)
 from kvps.protocol.envelope import Message, Node, Role
 
 HALT_MAX_S = 30.0
@@ -86,7 +73,7 @@ class Cut:
     halted: dict[int, dict[str, int]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     proceeding: set[int] = field(default_factory=set)
-    kept: dict[int, ImageKept] = field(default_factory=dict)
+    kept: dict[int, p.ImageKept] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
 
     @property
@@ -129,23 +116,23 @@ class Cut:
         """Take in what a member says of this cut."""
         rank = node.rank
         match message:
-            case Halted() if rank in self.workers:
+            case p.Halted() if rank in self.workers:
                 for store, number in message.numbers.items():
                     self.least[store] = max(number, self.least.get(store, 0))
                 if message.stands:
                     self.halted[rank] = message.numbers
-            case Proceeding() if rank in self.workers:
+            case p.Proceeding() if rank in self.workers:
                 self.proceeding.add(rank)
                 if not message.stood:
                     self.give_up(f"worker {rank} could not wait any longer", by_worker=True)
-            case ImageTaken() if rank in self.servers:
+            case p.ImageTaken() if rank in self.servers:
                 self.taken.add(rank)
-            case ImageKept() if rank in self.servers:
+            case p.ImageKept() if rank in self.servers:
                 self.taken.add(rank)
                 self.kept[rank] = message
                 if message.error:
                     self.give_up(f"server {rank}: {shown(message.error)}")
-            case Committed() if rank in self.servers:
+            case p.Committed() if rank in self.servers:
                 if message.error:
                     self.give_up(f"server {rank}: {shown(message.error)}")
                 self.committed.add(rank)
@@ -184,36 +171,39 @@ class Cut:
         stage = self.stage
         if stage is CutStage.HALTING:
             for rank in sorted(self.workers - self._standing):
-                yield Node(Role.WORKER, rank), Halt(self.number, self.least)
+                yield Node(Role.WORKER, rank), p.Halt(self.number, self.least)
         if stage in (CutStage.IMAGING, CutStage.WRITING):
             for rank in sorted(self.servers - self.kept.keys()):
-                yield Node(Role.SERVER, rank), TakeImage(self.number)
+                yield Node(Role.SERVER, rank), p.TakeImage(self.number)
         if stage in (CutStage.WRITING, CutStage.GIVEN_UP):
             for rank in sorted(self.workers - self.proceeding):
-                yield Node(Role.WORKER, rank), Proceed(self.number)
+                yield Node(Role.WORKER, rank), p.Proceed(self.number)
         if stage is CutStage.COMMITTING:
             commit = self.commit()
             for rank in sorted(self.servers - self.committed):
                 yield Node(Role.SERVER, rank), commit
         if stage is CutStage.GIVEN_UP:
             for rank in sorted(self.servers):
-                yield Node(Role.SERVER, rank), GiveUp(self.number)
+                yield Node(Role.SERVER, rank), p.GiveUp(self.number)
 
-    def commit(self) -> Commit:
+    def commit(self) -> p.Commit:
         """Return what the manifest has to say."""
         images = tuple(
-            ImageSum(self.kept[rank].size, self.kept[rank].sha256) for rank in sorted(self.servers)
+            p.ImageSum(self.kept[rank].size, self.kept[rank].sha256)
+            for rank in sorted(self.servers)
         )
-        stores: dict[str, StoreSum] = {}
+        stores: dict[str, p.StoreSum] = {}
         for kept in self.kept.values():
             for one in kept.stores:
                 known = stores.get(one.store)
                 stores[one.store] = one if known is None else _together(known, one)
-        return Commit(self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last)
+        return p.Commit(
+            self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last
+        )
 
 
-def _together(one: StoreSum, other: StoreSum) -> StoreSum:
-    return StoreSum(
+def _together(one: p.StoreSum, other: p.StoreSum) -> p.StoreSum:
+    return p.StoreSum(
         one.store,
         one.begins + other.begins,
         min(one.lowest, other.lowest),

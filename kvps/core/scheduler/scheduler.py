@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvps import protocol as p
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
@@ -39,44 +40,14 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.phrases import ranks_in_words
-from kvps.protocol.checkpoint import (
-    Checkpoint,
-    Committed,
-    Halted,
-    ImageKept,
-    ImageTaken,
-    Proceeding,
-    Restored,
-    Shelf,
-)
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Alive,
-    Barrier,
-    Beat,
-    Done,
-    Enrol,
-    Error,
-    Evict,
-    Hello,
-    Leave,
-    Left,
-    Look,
-    Pending,
-    Probed,
-    Resume,
-    Resumed,
-    Seen,
-    Stalled,
-    Stop,
-)
 
 if TYPE_CHECKING:
     from kvps.core.effects import Effects, Route
 
 NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
-FROM_ANYBODY = (Enrol, Hello, Look, Evict, Leave, Error)
+FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Evict, p.Leave, p.Error)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
 """Inquiries that are answered in such a time, all together; the others ask again."""
@@ -110,51 +81,51 @@ class Scheduler:
         envelope, message = packet.envelope, packet.message
         try:
             match message:
-                case Look():
+                case p.Look():
                     if self._looks.is_within(now):
                         self.job.send(route, self._seen(envelope.seq, now))
-                case Leave():
+                case p.Leave():
                     self._on_leave(route, envelope, message, now)
-                case Error():
+                case p.Error():
                     pass
-                case Evict():
+                case p.Evict():
                     self._on_evict(route, envelope.seq, message, now)
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
                     self.job.part((envelope.node, envelope.incarnation), now)
-                case Enrol():
+                case p.Enrol():
                     self.job.seats.enrol(route, (message.public, message.command))
-                case Hello():
+                case p.Hello():
                     self._on_hello(route, envelope, message, now)
-                case Beat():
+                case p.Beat():
                     self._on_beat(route, envelope, message, now)
-                case Alive():
+                case p.Alive():
                     self._on_alive(route, envelope, message, now)
-                case Barrier():
+                case p.Barrier():
                     self._on_barrier(route, envelope, message, now)
-                case Checkpoint():
+                case p.Checkpoint():
                     self._on_checkpoint(route, envelope, message, now)
-                case Halted() | Proceeding():
+                case p.Halted() | p.Proceeding():
                     self._on_cut(route, envelope, message, Role.WORKER, now)
-                case ImageTaken() | ImageKept() | Committed() | Shelf() | Restored():
+                case p.ImageTaken() | p.ImageKept() | p.Committed() | p.Shelf() | p.Restored():
                     self._on_cut(route, envelope, message, Role.SERVER, now)
-                case Resume():
+                case p.Resume():
                     self._on_resume(route, envelope, message, now)
-                case Stalled():
+                case p.Stalled():
                     self._on_stalled(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler does not accept {type(message).__name__}")
         except KvpsError as error:
-            if isinstance(message, Hello):
+            if isinstance(message, p.Hello):
                 self.job.seats.claims.close(route)
                 self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
-            self.job.send(route, Error(envelope.seq, error.code, str(error)))
+            self.job.send(route, p.Error(envelope.seq, error.code, str(error)))
         return self.job.flush()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet could not be served, as nobody foresaw: its sender is told, and the job goes on."""
         said = unforeseen("the scheduler", error)
-        self.job.send(route, Error(envelope.seq, said.code, str(said)))
+        self.job.send(route, p.Error(envelope.seq, said.code, str(said)))
         return self.job.flush()
 
     def on_drop(self, route: Route, now: float) -> Effects:
@@ -174,7 +145,7 @@ class Scheduler:
         """The operator ends the scheduler, and with it the job."""
         if self.job.stop is None:
             self.job.note("info", "asked to stop")
-            self.job.halt(Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
+            self.job.halt(p.Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
         return self.job.flush()
 
     def deadline(self) -> float | None:
@@ -183,7 +154,7 @@ class Scheduler:
 
     # --- what members say -------------------------------------------------------------------
 
-    def _on_hello(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> None:
+    def _on_hello(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> None:
         self._examine(envelope, hello)
         self.job.seats.part_mute(route, hello, now)
         known = self.job.seats.routes.get(route)
@@ -192,7 +163,7 @@ class Scheduler:
         elif not envelope.incarnation and self.job.phase is Phase.ENDING:
             raise WorkerLost(f"the job accepts no new members: {self.job.reason}")
         elif self._is_nameless(route, envelope):
-            self.job.send(route, Beat(0, "the scheduler waits for ENROL before HELLO"))
+            self.job.send(route, p.Beat(0, "the scheduler waits for ENROL before HELLO"))
             return
         elif self._is_doubtful(route, envelope, hello, now):
             return
@@ -208,7 +179,7 @@ class Scheduler:
             self.job.withdraw(seat)
             self.job.apply_changes(now)
             if not seat.is_welcomed:
-                self.job.send(route, Beat(0, self.job.reason))
+                self.job.send(route, p.Beat(0, self.job.reason))
             return
         was_welcomed = seat.is_welcomed
         self.job.revive(seat, now)
@@ -220,7 +191,7 @@ class Scheduler:
         is_new = self.job.settings.has_keys and not envelope.incarnation
         return is_new and not self.job.seats.has_enrolled(route)
 
-    def _is_doubtful(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> bool:
+    def _is_doubtful(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> bool:
         """Whether a newcomer must wait until it is known which holder is alive; then all of them are told."""
         claims = self.job.seats.claims
         is_new = route not in claims
@@ -229,12 +200,12 @@ class Scheduler:
             self.job.send(holder, challenge)
         claims.letters = []
         if doubt:
-            self.job.send(route, Beat(0, doubt))
+            self.job.send(route, p.Beat(0, doubt))
             if is_new:
                 self.job.note("info", f"{hello.host}:{hello.pid} waits: {doubt}")
         return bool(doubt)
 
-    def _on_alive(self, route: Route, envelope: Envelope, alive: Alive, now: float) -> None:
+    def _on_alive(self, route: Route, envelope: Envelope, alive: p.Alive, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
         link = seat.links[route]
@@ -258,9 +229,9 @@ class Scheduler:
         elif self.job.phase is Phase.ENDING:
             raise WorkerLost(f"the job cannot begin: {self.job.reason}")
         else:
-            self.job.send(route, Beat(0, self.job.reason))
+            self.job.send(route, p.Beat(0, self.job.reason))
 
-    def _on_beat(self, route: Route, envelope: Envelope, beat: Beat, now: float) -> None:
+    def _on_beat(self, route: Route, envelope: Envelope, beat: p.Beat, now: float) -> None:
         number = self.job.number
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
@@ -268,7 +239,7 @@ class Scheduler:
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
             if news:
                 self.job.note("info", f"{seat.node} {news}")
-        self.job.send(route, Beat(beat.progress, self.job.reason))
+        self.job.send(route, p.Beat(beat.progress, self.job.reason))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
         else:  # only those who were members of the former job have something to learn
@@ -277,18 +248,18 @@ class Scheduler:
         if is_behind and not is_told:
             self.job.send(route, self.job.view(now))
 
-    def _on_leave(self, route: Route, envelope: Envelope, leave: Leave, now: float) -> None:
+    def _on_leave(self, route: Route, envelope: Envelope, leave: p.Leave, now: float) -> None:
         try:
             seat = self._recognise(route, envelope, now)
         except KvpsError:
             if envelope.job in (NOBODY, self.job.name):
                 raise
-            self.job.send(route, Left())  # of a job that is over: there is nothing to give up
+            self.job.send(route, p.Left())  # of a job that is over: there is nothing to give up
             return
         if seat.node.role is Role.SERVER and leave.done and not self.job.formed:
-            leave = Leave(False, leave.exit_code, True, leave.reason)  # the job still needs one
+            leave = p.Leave(False, leave.exit_code, True, leave.reason)  # the job still needs one
         is_new = self.job.stop is None and seat.leave(leave, now)
-        self.job.send(route, Left())
+        self.job.send(route, p.Left())
         if is_new:
             level = "info" if seat.state is State.LEFT else "warning"
             self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
@@ -296,7 +267,7 @@ class Scheduler:
                 self.job.withdraw(seat)
             self.job.apply_changes(now)
 
-    def _on_evict(self, route: Route, seq: int, message: Evict, now: float) -> None:
+    def _on_evict(self, route: Route, seq: int, message: p.Evict, now: float) -> None:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
@@ -311,11 +282,11 @@ class Scheduler:
         why = "evicted by the operator"
         fenced = Fenced(f"{seat.node} was {why}: stop")
         for at in list(seat.links):
-            self.job.send(at, Error(0, fenced.code, str(fenced)))
+            self.job.send(at, p.Error(0, fenced.code, str(fenced)))
         self.job.seats.evict(seat, why, now)
         self.job.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) {why}")
         self.job.apply_changes(now)
-        self.job.send(route, Done(seq))
+        self.job.send(route, p.Done(seq))
 
     def _on_cut(
         self, route: Route, envelope: Envelope, message: Message, role: Role, now: float
@@ -327,7 +298,7 @@ class Scheduler:
         self.job.hear_of_cut(seat.node, message, now)
 
     def _on_checkpoint(
-        self, route: Route, envelope: Envelope, wish: Checkpoint, now: float
+        self, route: Route, envelope: Envelope, wish: p.Checkpoint, now: float
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
@@ -336,7 +307,7 @@ class Scheduler:
         if envelope.view >= self.job.since:
             self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
 
-    def _on_barrier(self, route: Route, envelope: Envelope, barrier: Barrier, now: float) -> None:
+    def _on_barrier(self, route: Route, envelope: Envelope, barrier: p.Barrier, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
             raise ProtocolError(f"{seat.node} waits at a barrier; only workers may")
@@ -353,9 +324,9 @@ class Scheduler:
             seats = self.job.seats.by_node
             who = ranks_in_words(missing, lambda rank: seats[Node(Role.WORKER, rank)].presence(now))
             why = f"waits for {who}"
-            self.job.send(route, Probed((), (Pending(envelope.seq, why),)))
+            self.job.send(route, p.Probed((), (p.Pending(envelope.seq, why),)))
 
-    def _on_resume(self, route: Route, envelope: Envelope, resume: Resume, now: float) -> None:
+    def _on_resume(self, route: Route, envelope: Envelope, resume: p.Resume, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER or not seat.is_alive:
             raise ProtocolError(
@@ -364,27 +335,27 @@ class Scheduler:
         self.job.revive(seat, now)
         barriers, rank = self.job.barriers, seat.node.rank
         if not seat.is_replacement:
-            self.job.send(route, Resumed(envelope.seq, False, {}))
+            self.job.send(route, p.Resumed(envelope.seq, False, {}))
             return
         if resume.pushed is not None:
             self.job.answer(barriers.resume(rank, resume.store, resume.pushed))
             self.job.has_changed = True
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
-        self.job.send(route, Resumed(envelope.seq, True, numbers))
+        self.job.send(route, p.Resumed(envelope.seq, True, numbers))
 
-    def _on_stalled(self, route: Route, envelope: Envelope, stalled: Stalled, now: float) -> None:
+    def _on_stalled(self, route: Route, envelope: Envelope, stalled: p.Stalled, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} reported rounds; only servers may")
         self.job.status_report.tell(seat.node.rank, stalled.rounds, now)
 
-    def _seen(self, seq: int, now: float) -> Seen:
+    def _seen(self, seq: int, now: float) -> p.Seen:
         """Return the answer to a status query."""
         seats = self.job.seats.by_node
         members, rounds = sights(seats.values(), now), self.job.status_report.rounds(seats, now)
-        return Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
+        return p.Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
 
-    def _examine(self, envelope: Envelope, hello: Hello) -> None:
+    def _examine(self, envelope: Envelope, hello: p.Hello) -> None:
         major, minor = PROTOCOL
         if hello.major != major:
             older = "the scheduler" if hello.major > major else f"{hello.host}:{hello.pid}"

@@ -7,14 +7,12 @@ rank 0 alone puts states back; nobody ends a join that it has not made.
 
 from __future__ import annotations
 
+from kvps import protocol as p
 from kvps.core.server.context import RequestContext
 from kvps.core.server.sessions import Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Overload, Unauthorized
 from kvps.protocol.envelope import Message, Role
-from kvps.protocol.membership import Return, View
-from kvps.protocol.stores import SetState
-from kvps.protocol.values import Push, PushIds, PushRows
 
 PENDING_MAX = 65_536
 """Requests of one worker that wait for an answer."""
@@ -23,7 +21,7 @@ PENDING_MAX = 65_536
 def check(
     message: Message,
     session: Session,
-    view: View | None,
+    view: p.View | None,
     context: RequestContext,
 ) -> None:
     """Check that a worker may say what it says.
@@ -39,7 +37,7 @@ def check(
         Overload: if too much of it waits for an answer.
     """
     rank = session.rank
-    if isinstance(message, Push | PushRows | PushIds):
+    if isinstance(message, p.Push | p.PushRows | p.PushIds):
         is_own = message.ranks == (rank,)
         is_bundle = not is_own and _store_of(message, context).opened.bundles
         if not is_own and not (is_bundle and _share_machine(view, rank, message.ranks)):
@@ -47,9 +45,9 @@ def check(
                 f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
                 "for workers of its machine in a store with host aggregation"
             )
-    elif isinstance(message, SetState) and rank != 0:
+    elif isinstance(message, p.SetState) and rank != 0:
         raise Unauthorized(f"worker {rank} may not load optimizer states; only rank 0 may")
-    elif isinstance(message, Return):
+    elif isinstance(message, p.Return):
         made = _store_of(message, context).joins.made.get(rank, 0)
         if message.call > made:
             raise Unauthorized(
@@ -60,13 +58,15 @@ def check(
         raise Overload(f"{PENDING_MAX} requests of worker {rank} already wait for an answer")
 
 
-def _store_of(message: Push | PushRows | PushIds | Return, context: RequestContext) -> ServerStore:
-    if isinstance(message, Push | PushIds):
+def _store_of(
+    message: p.Push | p.PushRows | p.PushIds | p.Return, context: RequestContext
+) -> ServerStore:
+    if isinstance(message, p.Push | p.PushIds):
         return context.store_of(message.chunk)
     return context.store(message.store)
 
 
-def _share_machine(view: View | None, rank: int, ranks: tuple[int, ...]) -> bool:
+def _share_machine(view: p.View | None, rank: int, ranks: tuple[int, ...]) -> bool:
     """Whether all of ``ranks`` are on the machine of ``rank``, as far as is known."""
     members = view.members if view is not None else ()
     machines = {one.rank: one.machine for one in members if one.role == Role.WORKER}

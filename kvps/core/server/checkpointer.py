@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvps import protocol as p
 from kvps.core.effects import Disk, Effect, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.server.control import Control
@@ -40,22 +41,9 @@ from kvps.core.server.snapshot.storage import (
     Write,
 )
 from kvps.errors import ConfigError, KvpsError
-from kvps.protocol.checkpoint import (
-    Commit,
-    Committed,
-    GiveUp,
-    ImageKept,
-    ImageTaken,
-    Recall,
-    Restore,
-    Restored,
-    Shelf,
-    StoreSum,
-    TakeImage,
-)
 from kvps.protocol.envelope import Message
 
-ORDERS = (TakeImage, Commit, GiveUp, Recall, Restore)
+ORDERS = (p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore)
 """The orders of the scheduler."""
 TEXT_MAX = 500
 """Maximum characters of an error that is reported: others embed it in their texts."""
@@ -69,9 +57,9 @@ class SnapshotInProgress:
     release: Callable[[], None] | None = None
     """Releases the snapshot; None while none is held."""
     taken: bool = False
-    stores: tuple[StoreSum, ...] = ()
-    kept: ImageKept | None = None
-    committed: Committed | None = None
+    stores: tuple[p.StoreSum, ...] = ()
+    kept: p.ImageKept | None = None
+    committed: p.Committed | None = None
     is_committing: bool = False
 
 
@@ -91,27 +79,27 @@ class Checkpointer:
         """A rollback was ordered and is not complete: this server serves nobody."""
         self.epoch = 0
         """The epoch of the values held here: how often the job was rolled back."""
-        self._returning: Restore | None = None
+        self._returning: p.Restore | None = None
         """The newest rollback that was ordered."""
-        self._restored: Restored | None = None
+        self._restored: p.Restored | None = None
         self._recall = 0
 
     def on_order(self, message: Message, control: Control) -> None:
         """Carry out an order of the scheduler."""
         match message:
-            case TakeImage():
+            case p.TakeImage():
                 self._take(message.cut, control)
-            case Commit():
+            case p.Commit():
                 self._commit(message)
-            case GiveUp():
+            case p.GiveUp():
                 self._give_up(message.cut)
-            case Recall():
+            case p.Recall():
                 self._recall = message.epoch
                 if self._every_s is None:
-                    self._say(Shelf(message.epoch, False, 0.0, (), 0))
+                    self._say(p.Shelf(message.epoch, False, 0.0, (), 0))
                 else:
                     self._order(self._look(self._member.job))
-            case Restore():
+            case p.Restore():
                 self._restore(message)
             case _:
                 raise AssertionError(f"{type(message).__name__} is no order")
@@ -125,13 +113,13 @@ class Checkpointer:
                 taking = self.taking
                 if taking.cut == answer.cut:
                     taking.is_committing = False
-                    taking.committed = Committed(answer.cut, _text(answer.error))
+                    taking.committed = p.Committed(answer.cut, _text(answer.error))
                     self._say(taking.committed)
             case FoundCuts() if answer.for_whom is None:
                 every_s = self._every_s or 0.0
                 if answer.error is not None:
                     self._outbox.append(Note("warning", str(answer.error)))
-                shelf = Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
+                shelf = p.Shelf(self._recall, True, every_s, answer.cuts, answer.highest)
                 self._say(shelf)
             case _:
                 raise AssertionError("it is the server's")
@@ -145,7 +133,7 @@ class Checkpointer:
             return
         snapshot, taking.release = control.snapshot()
         taking.taken, taking.stores = True, _sums(snapshot)
-        self._say(ImageTaken(taking.cut))
+        self._say(p.ImageTaken(taking.cut))
         self._order(Write(taking.cut, snapshot))
 
     def _take(self, cut: int, control: Control) -> None:
@@ -156,7 +144,7 @@ class Checkpointer:
         if taking.cut == cut and taking.kept is not None:
             self._say(taking.kept)
         elif taking.cut == cut and taking.taken:
-            self._say(ImageTaken(cut))
+            self._say(p.ImageTaken(cut))
         self.look(control)
 
     def _written(self, written: SnapshotWritten) -> None:
@@ -166,15 +154,15 @@ class Checkpointer:
         self._let_go()
         if written.error is not None:
             self._outbox.append(Note("error", str(written.error)))
-        taking.kept = ImageKept(
+        taking.kept = p.ImageKept(
             written.cut, written.size, written.sha256, taking.stores, _text(written.error)
         )
         self._say(taking.kept)
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: p.Commit) -> None:
         taking = self.taking
         if commit.cut != taking.cut:
-            self._say(Committed(commit.cut, f"cut {commit.cut} is not the cut in progress"))
+            self._say(p.Committed(commit.cut, f"cut {commit.cut} is not the cut in progress"))
         elif taking.committed is not None:
             self._say(taking.committed)
         elif not taking.is_committing:
@@ -190,7 +178,7 @@ class Checkpointer:
             if taking.taken:
                 self._order(Remove(cut, self._member.rank))
             self.taking = replace(taking, taken=True, kept=None, release=None)
-            self.taking.kept = ImageKept(cut, 0, "", (), "it was abandoned")
+            self.taking.kept = p.ImageKept(cut, 0, "", (), "it was abandoned")
 
     def _let_go(self) -> None:
         if self.taking.release is not None:
@@ -228,7 +216,7 @@ class Checkpointer:
         self._returning = self._restored = None
         self.taking = SnapshotInProgress(0, taken=True)
 
-    def _restore(self, order: Restore) -> None:
+    def _restore(self, order: p.Restore) -> None:
         if self._returning == order:
             if self._restored is not None:
                 self._say(self._restored)
@@ -250,7 +238,7 @@ class Checkpointer:
             self.epoch, self.is_returning = self._returning.epoch, False
         else:
             self._outbox.append(Note("error", str(error)))
-        self._restored = Restored(self._returning.epoch, self._returning.cut, _text(error))
+        self._restored = p.Restored(self._returning.epoch, self._returning.cut, _text(error))
         self._say(self._restored)
 
     # --- small things -------------------------------------------------------------------------
@@ -262,10 +250,10 @@ class Checkpointer:
         self._outbox.append(Send(SCHEDULER, self._member.packet(message)))
 
 
-def _sums(snapshot: Snapshot) -> tuple[StoreSum, ...]:
+def _sums(snapshot: Snapshot) -> tuple[p.StoreSum, ...]:
     """Return a summary of each store; a key is counted by the server of its first element."""
     return tuple(
-        StoreSum(
+        p.StoreSum(
             store.name,
             sum([not key.portions or key.portions[0].start == 0 for key in store.keys]),
             *store.versions,

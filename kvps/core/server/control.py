@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
+from kvps import protocol as p
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
@@ -38,38 +39,6 @@ from kvps.errors import (
 )
 from kvps.phrases import and_more, ranks_in_words
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import (
-    Done,
-    History,
-    HistoryIs,
-    Join,
-    Joined,
-    Pending,
-    Probe,
-    Probed,
-)
-from kvps.protocol.stores import (
-    Clock,
-    Declare,
-    Declared,
-    Field,
-    Find,
-    Found,
-    FoundAll,
-    GetState,
-    Open,
-    OpenRound,
-    Optimize,
-    Place,
-    Rate,
-    SetState,
-    StateIs,
-    Status,
-    StatusIs,
-)
-from kvps.protocol.values import (
-    Run,
-)
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 STORES_MAX = 4096
@@ -195,7 +164,7 @@ class Control:
 
     # --- what waits for something to exist --------------------------------------------------------
 
-    def declare(self, session: Session, seq: int, message: Declare) -> None:
+    def declare(self, session: Session, seq: int, message: p.Declare) -> None:
         """Make keys, or wait for the values that another rank gives them."""
         store, attempt = self._context.store(message.store), Attempt(message.call, message.refused)
         if message.create:
@@ -220,10 +189,10 @@ class Control:
                             f"key {shard.key!r} was replaced by another shape; read it again"
                         )
                         self._context.refuse(reading.session, reading.seq, gone)
-            self._context.send(session, Declared(seq, places))
+            self._context.send(session, p.Declared(seq, places))
             self._context.retry()  # a key without elements needs no LOAD
             return
-        known: list[Place] = []
+        known: list[p.Place] = []
 
         def retry() -> Message | None:
             for entry in message.entries:
@@ -234,7 +203,7 @@ class Control:
                 if place is None:
                     return None
                 known.append(place)
-            return Declared(seq, tuple(known), store.stamp(message.entries))
+            return p.Declared(seq, tuple(known), store.stamp(message.entries))
 
         def why(describe: Describe) -> str:
             key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
@@ -243,7 +212,7 @@ class Control:
 
         self._context.attempt(session, seq, PendingRequest(retry, why))
 
-    def optimize(self, session: Session, seq: int, message: Optimize) -> None:
+    def optimize(self, session: Session, seq: int, message: p.Optimize) -> None:
         """Set the optimizer, or wait until rank 0 has."""
         store = self._context.store(message.store)
         numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
@@ -260,7 +229,7 @@ class Control:
             hyper = HyperParams.from_wire(message.name, numbers)
             self._agree(session, seq, message, store.sent_optimizer, "optimizer", hyper)
 
-    def rate(self, session: Session, seq: int, message: Rate) -> None:
+    def rate(self, session: Session, seq: int, message: p.Rate) -> None:
         """Set the learning rate, or wait until rank 0 has."""
         store = self._context.store(message.store)
         if store.hyper is None:
@@ -280,7 +249,7 @@ class Control:
         self,
         session: Session,
         seq: int,
-        message: Optimize | Rate,
+        message: p.Optimize | p.Rate,
         setting: Setting[T],
         title: str,
         install: Callable[[], T],
@@ -296,14 +265,14 @@ class Control:
             raise
         if message.call > setting.calls:
             setting.value, setting.calls, setting.after = value, message.call, message.after
-        self._context.send(session, Done(seq))
+        self._context.send(session, p.Done(seq))
         self._context.retry()
 
     def _agree(
         self,
         session: Session,
         seq: int,
-        message: Optimize | Rate,
+        message: p.Optimize | p.Rate,
         setting: Setting[T],
         title: str,
         value: T,
@@ -315,7 +284,7 @@ class Control:
         def retry() -> Message | None:
             if message.resumed:
                 is_past = message.after <= setting.after or setting.value == value
-                return Done(seq) if is_past and setting.calls else None
+                return p.Done(seq) if is_past and setting.calls else None
             refusals.check((title,), attempt)
             if setting.calls < message.call:
                 return None
@@ -327,14 +296,14 @@ class Control:
                 )
                 refusals.keep((title,), attempt, error)
                 raise error
-            return Done(seq)
+            return p.Done(seq)
 
         why = _of(0, f"has not set the {title}")
         self._context.attempt(session, seq, PendingRequest(retry, why))
 
     # --- those who have run out of batches ----------------------------------------------------------
 
-    def join(self, session: Session, seq: int, message: Join) -> None:
+    def join(self, session: Session, seq: int, message: p.Join) -> None:
         """Let rounds close without a rank; answer when all ranks have joined."""
         store = self._context.store(message.store)
         store.joins.join(session.rank, message.call)
@@ -344,7 +313,7 @@ class Control:
         def retry() -> Message | None:
             if message.waits and store.joins.over < message.call:
                 return None
-            return Joined(seq, store.joins.last.get(message.call, 0))
+            return p.Joined(seq, store.joins.last.get(message.call, 0))
 
         def why(describe: Describe) -> str:
             missing = store.joins.missing(self._context.members(store))
@@ -366,12 +335,12 @@ class Control:
 
     # --- answered at once ---------------------------------------------------------------------------
 
-    def open(self, seq: int, message: Open) -> Message:
+    def open(self, seq: int, message: p.Open) -> Message:
         """Open a store, or check that it was opened alike."""
         self._open_store(message)
-        return Done(seq)
+        return p.Done(seq)
 
-    def _open_store(self, opened: Open) -> None:
+    def _open_store(self, opened: p.Open) -> None:
         store = self._context.stores.get(opened.store)
         if store is None:
             if len(self._context.stores) >= STORES_MAX:
@@ -382,10 +351,10 @@ class Control:
         else:
             store.agree(opened)
 
-    def history(self, session: Session, seq: int, message: History) -> Message:
+    def history(self, session: Session, seq: int, message: p.History) -> Message:
         """Return what was set in a store so far."""
         store = self._context.store(message.store)
-        return HistoryIs(
+        return p.HistoryIs(
             seq,
             store.sent_optimizer.calls,
             store.sent_optimizer.after,
@@ -397,19 +366,19 @@ class Control:
             store.restored,
         )
 
-    def find(self, seq: int, message: Find) -> Message:
+    def find(self, seq: int, message: p.Find) -> Message:
         """Return the types and shapes of keys."""
         shards = self._context.store(message.store).shards
         answers = []
         for key in message.keys:
             shard = shards.get(key)
             if shard is None or not shard.ready:
-                answers.append(Found(0, ()))
+                answers.append(p.Found(0, ()))
             else:
-                answers.append(Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
-        return FoundAll(seq, tuple(answers))
+                answers.append(p.Found(BY_NAME[shard.spec.dtype].id, shard.spec.shape, shard.call))
+        return p.FoundAll(seq, tuple(answers))
 
-    def probe(self, session: Session, message: Probe, now: float) -> None:
+    def probe(self, session: Session, message: p.Probe, now: float) -> None:
         """Say which requests were not heard of, and what the others wait for."""
         describe = self._context.description(now)
         missing, pending = [], []
@@ -420,17 +389,17 @@ class Control:
             elif isinstance(request, PendingRead):
                 store, chunk = self._context.stores[request.store], self._chunks.at(request.chunk)
                 why = reads.why(store, chunk, request, self._context.quorum(store), describe)
-                pending.append(Pending(seq, why))
+                pending.append(p.Pending(seq, why))
             else:
-                pending.append(Pending(seq, request.why(describe)))
-        self._context.send(session, Probed(tuple(missing), tuple(pending)))
+                pending.append(p.Pending(seq, request.why(describe)))
+        self._context.send(session, p.Probed(tuple(missing), tuple(pending)))
 
-    def status(self, seq: int, message: Status, now: float) -> Message:
+    def status(self, seq: int, message: p.Status, now: float) -> Message:
         """Return the open rounds, clocks and dropped updates of a store."""
         store = self._context.store(message.store)
         required = self._context.required(store)
-        rounds: list[OpenRound] = []
-        clocks: list[Clock] = []
+        rounds: list[p.OpenRound] = []
+        clocks: list[p.Clock] = []
         counts = 0
         for key, shard in store.shards.items():
             for piece in shard.pieces[:1]:
@@ -438,46 +407,46 @@ class Control:
                 span = next(chunk.spans_in(piece.start, piece.start + piece.size))
                 counts += len(span.pushed)
                 if len(clocks) < STATUS_MAX and counts <= COUNTS_MAX:
-                    clocks.append(Clock(key, {str(rank): n for rank, n in span.pushed.items()}))
+                    clocks.append(p.Clock(key, {str(rank): n for rank, n in span.pushed.items()}))
                 if span.rounds and len(rounds) < STATUS_MAX:
                     oldest = span.rounds[0]
                     missing = span.missing(required)
                     age_s = max(0.0, now - oldest.opened_at)
-                    rounds.append(OpenRound(key, oldest.number, missing, age_s))
+                    rounds.append(p.OpenRound(key, oldest.number, missing, age_s))
         dropped = {} if store.drops is None else store.drops.counts
-        return StatusIs(
+        return p.StatusIs(
             seq, tuple(rounds), tuple(clocks), dict(islice(dropped.items(), STATUS_MAX))
         )
 
     # --- the optimizer's state ------------------------------------------------------------------------
 
-    def get_state(self, session: Session, seq: int, message: GetState) -> None:
+    def get_state(self, session: Session, seq: int, message: p.GetState) -> None:
         """Answer with a piece of the optimizer's state."""
         chunk = self._chunks.at(message.chunk)
-        chunk.validate([Run(message.start, message.size, 0)])
+        chunk.validate([p.Run(message.start, message.size, 0)])
         stop = message.start + message.size
         span = next(chunk.spans_in(message.start, stop))
         state = chunk.state or {}
         rows = {name: tensor[message.start : stop].clone() for name, tensor in state.items()}
-        answer = StateIs(
+        answer = p.StateIs(
             seq,
             span.step,
-            tuple(Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()),
+            tuple(p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()),
         )
         payload = tuple(to_frame(row) for row in rows.values())
         self._context.send(session, answer, payload)
 
-    def set_state(self, seq: int, message: SetState, payload: Sequence[memoryview]) -> Message:
+    def set_state(self, seq: int, message: p.SetState, payload: Sequence[memoryview]) -> Message:
         """Put a piece of the optimizer's state."""
         store = self._context.store_of(message.chunk)
         chunk = self._chunks.at(message.chunk)
-        chunk.validate([Run(message.start, message.size, 0)])
+        chunk.validate([p.Run(message.start, message.size, 0)])
         rows = {
             entry.name: from_frame(frame, BY_ID[entry.dtype].name)
             for entry, frame in zip(message.fields, payload, strict=True)
         }
         store.restore(chunk, message.start, message.start + message.size, message.step, rows)
-        return Done(seq)
+        return p.Done(seq)
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from kvps import protocol as p
 from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.effects import Send
@@ -32,25 +33,6 @@ from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.envelope import Message, Packet
-from kvps.protocol.stores import Declared, Norms, Place
-from kvps.protocol.values import (
-    Ack,
-    Ask,
-    Embed,
-    Export,
-    Load,
-    Pull,
-    PullChanged,
-    Pulled,
-    PullIds,
-    PullRows,
-    Push,
-    PushIds,
-    PushRows,
-    Receipt,
-    Steps,
-    TableRate,
-)
 from kvps.tensors import to_frame
 
 
@@ -74,11 +56,11 @@ class PushPull:
         self.tell_norms()
 
     def _acknowledge(self, session: Session, seq: int, version: int) -> None:
-        self._context.send(session, Ack((Receipt(seq, version),)))
+        self._context.send(session, p.Ack((p.Receipt(seq, version),)))
 
     # --- whole keys -------------------------------------------------------------------------
 
-    def push(self, session: Session, seq: int, message: Push, packet: Packet, now: float) -> None:
+    def push(self, session: Session, seq: int, message: p.Push, packet: Packet, now: float) -> None:
         """Take in gradients for runs of a chunk."""
         chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         gradient = self._gradient(chunk, message, packet)
@@ -88,7 +70,7 @@ class PushPull:
             return  # not taken in: the worker will probe, and send it again
         reading = None
         if message.pull:
-            asks = tuple(Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
+            asks = tuple(p.Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
             reading = PendingRead(session, seq, store.name, chunk.number, True, asks, message.held)
             session.pending[seq] = reading
         self._apply(judged, now)
@@ -103,7 +85,7 @@ class PushPull:
         )
         self._acknowledge(session, seq, version)
 
-    def _gradient(self, chunk: Chunk, message: Push, packet: Packet) -> DenseGradient:
+    def _gradient(self, chunk: Chunk, message: p.Push, packet: Packet) -> DenseGradient:
         """Return what was pushed, decompressed if need be.
 
         Raises:
@@ -127,7 +109,7 @@ class PushPull:
             begin, at = end, at + run.size
         return DenseGradient([gradient])
 
-    def pull(self, session: Session, seq: int, message: Pull) -> None:
+    def pull(self, session: Session, seq: int, message: p.Pull) -> None:
         """Answer with runs of a chunk, as soon as they are what is asked for."""
         chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         chunk.validate(message.runs, are_whole=message.call is None)
@@ -140,7 +122,7 @@ class PushPull:
         reading.call = message.call
         self._wait(reading)
 
-    def load(self, session: Session, seq: int, message: Load, packet: Packet) -> None:
+    def load(self, session: Session, seq: int, message: p.Load, packet: Packet) -> None:
         """Take in values of keys that were declared."""
         chunk, store = self._chunks.at(message.chunk), self._context.store_of(message.chunk)
         if BY_ID[message.dtype].name != chunk.dtype:
@@ -161,11 +143,16 @@ class PushPull:
     # --- rows -------------------------------------------------------------------------------
 
     def push_rows(
-        self, session: Session, seq: int, message: PushRows | PushIds, packet: Packet, now: float
+        self,
+        session: Session,
+        seq: int,
+        message: p.PushRows | p.PushIds,
+        packet: Packet,
+        now: float,
     ) -> None:
         """Take in gradients for rows of a key or of a table."""
         target: KeyRows | TableRows
-        if isinstance(message, PushIds):
+        if isinstance(message, p.PushIds):
             target, store = self._table(message.chunk)
             gradient: RowGradient = target.gradient(message, packet.payload)
         else:
@@ -182,21 +169,27 @@ class PushPull:
         self._acknowledge(session, seq, min([span.version for span in spans]))
 
     def pull_rows(
-        self, session: Session, seq: int, message: PullRows | PullChanged | PullIds, packet: Packet
+        self,
+        session: Session,
+        seq: int,
+        message: p.PullRows | p.PullChanged | p.PullIds,
+        packet: Packet,
     ) -> None:
         """Answer with the rows of a key or table that are named, or that changed since a version."""
         target: KeyRows | TableRows
         ids = None
-        if isinstance(message, PullIds):
+        if isinstance(message, p.PullIds):
             target, store = self._table(message.chunk)
             ids = target.asked(message, packet.payload)
         else:
             target, store = self._rows(message)
-            if isinstance(message, PullRows):
+            if isinstance(message, p.PullRows):
                 ids = target.ids(packet.payload)
         self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
 
-    def _rows(self, message: PushRows | PullRows | PullChanged) -> tuple[KeyRows, ServerStore]:
+    def _rows(
+        self, message: p.PushRows | p.PullRows | p.PullChanged
+    ) -> tuple[KeyRows, ServerStore]:
         store = self._context.store(message.store)
         return KeyRows.of(store, message.key), store
 
@@ -205,18 +198,18 @@ class PushPull:
 
     # --- embedding tables -------------------------------------------------------------------
 
-    def embed(self, seq: int, message: Embed) -> Message:
+    def embed(self, seq: int, message: p.Embed) -> Message:
         """Make a table, or find it."""
         store, chunks = self._context.store(message.store), self._chunks
         recipe = embedding_rows.recipe_of(message)
         piece = embedding_rows.embed(store, message.key, recipe, chunks.server, chunks.servers)
-        return Declared(seq, (Place(False, (piece,)),))
+        return p.Declared(seq, (p.Place(False, (piece,)),))
 
-    def set_table_rate(self, message: TableRate) -> None:
+    def set_table_rate(self, message: p.TableRate) -> None:
         """Set the learning rate of a table."""
         embedding_rows.embedding_of(self._chunks.at(message.chunk)).set_rate(message.lr)
 
-    def export(self, session: Session, seq: int, message: Export) -> None:
+    def export(self, session: Session, seq: int, message: p.Export) -> None:
         """Answer with a block of a table."""
         answer, payload = embedding_rows.exported(seq, self._chunks.at(message.chunk), message)
         self._context.send(session, answer, payload)
@@ -250,7 +243,7 @@ class PushPull:
             return
         del session.pending[reading.seq]
         stands, values, hold = reads.read(store, chunk, reading)
-        steps: tuple[Steps, ...] = ()
+        steps: tuple[p.Steps, ...] = ()
         adds = False
         # One who reads values where they lie saves nothing by steps.
         memory = self._chunks.memory
@@ -259,7 +252,7 @@ class PushPull:
             steps, octets = reads.lead(chunk, reading, stands)
             if steps:
                 values, hold = octets, None
-        answer = Pulled(
+        answer = p.Pulled(
             reading.seq,
             chunk.number,
             BY_NAME[chunk.dtype].id,
@@ -283,7 +276,7 @@ class PushPull:
 
     # --- norms of whole tensors -------------------------------------------------------------
 
-    def hear_norms(self, message: Norms, server: int) -> None:
+    def hear_norms(self, message: p.Norms, server: int) -> None:
         """Take in another server's sums of squares, and tell ours if it asks for them.
 
         Raises:
@@ -333,5 +326,5 @@ class PushPull:
             return
         name, key, _, _ = number
         born = self._context.stores[name].shards[key].born
-        message = Norms(*number, told.sums, reply, told.culprits, born)
+        message = p.Norms(*number, told.sums, reply, told.culprits, born)
         self._context.outbox.append(Send(f"server {server}", member.packet(message)))

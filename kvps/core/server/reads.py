@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import torch
 
+from kvps import protocol as p
 from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
@@ -27,21 +28,6 @@ from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.phrases import ranks_in_words
-from kvps.protocol.values import (
-    Ask,
-    Changed,
-    Dropped,
-    PullChanged,
-    PulledIds,
-    PulledRows,
-    PullIds,
-    PullRows,
-    Run,
-    Stand,
-    Steps,
-    rows_in_frame,
-    rows_in_message,
-)
 
 
 def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
@@ -98,7 +84,7 @@ def why(
 def why_unreadable(
     store: ServerStore,
     span: Span,
-    ask: Ask,
+    ask: p.Ask,
     reading: PendingRead,
     quorum: Quorum,
     describe: Callable[[int], str] = lambda rank: "",
@@ -130,7 +116,7 @@ def why_unreadable(
     return ""
 
 
-def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dropped, ...]:
+def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[p.Dropped, ...]:
     """Return the updates of the asked elements that were dropped, for workers that raise them."""
     if store.drops is None or not reading.values:
         return ()
@@ -140,19 +126,19 @@ def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[Dro
 
 def read(
     store: ServerStore, chunk: Chunk, reading: PendingRead
-) -> tuple[tuple[Stand, ...], torch.Tensor | None, Buffer | None]:
+) -> tuple[tuple[p.Stand, ...], torch.Tensor | None, Buffer | None]:
     """Return where the asked elements stand, their values, and the buffer to be held.
 
     The buffer is None where the values are a copy.
     """
     rank = reading.session.rank
-    stands: list[Stand] = []
+    stands: list[p.Stand] = []
     for ask in reading.asks:
         stop = ask.start + ask.size
         for span in chunk.spans_in(ask.start, stop):
             begin, end = max(span.start, ask.start), min(span.stop, stop)
             owed = span.owed(rank, store.ordered)
-            stands.append(Stand(begin, end - begin, span.version, owed))
+            stands.append(p.Stand(begin, end - begin, span.version, owed))
     if not reading.values:
         return tuple(stands), None, None
     weight, updater = chunk.buffer.tensor, store.updater
@@ -167,7 +153,7 @@ def read(
     return tuple(stands), torch.cat(parts), None
 
 
-def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None:
+def check_held(held: Sequence[int], runs: Sequence[p.Ask] | Sequence[p.Run]) -> None:
     """Check that a request says of all of its runs, or of none, which version its sender has.
 
     Raises:
@@ -178,14 +164,14 @@ def check_held(held: Sequence[int], runs: Sequence[Ask] | Sequence[Run]) -> None
 
 
 def lead(
-    chunk: Chunk, reading: PendingRead, stands: tuple[Stand, ...]
-) -> tuple[tuple[Steps, ...], torch.Tensor]:
+    chunk: Chunk, reading: PendingRead, stands: tuple[p.Stand, ...]
+) -> tuple[tuple[p.Steps, ...], torch.Tensor]:
     """Return the steps from the versions that the worker holds to the asked values, and their bytes.
 
     As they are, where there are no steps from those, or a span ends within what was asked for.
     Nothing is returned if that is so of all.
     """
-    steps: list[Steps] = []
+    steps: list[p.Steps] = []
     octets: list[torch.Tensor] = []
     held = dict(zip([(ask.start, ask.size) for ask in reading.asks], reading.held, strict=True))
     for stand in stands:
@@ -195,10 +181,10 @@ def lead(
             missing = chunk.back.lead(stand.start, stand.size, stand.version, version)
         if missing is None:
             weight = chunk.buffer.tensor[stand.start : stand.start + stand.size]
-            steps.append(Steps(True, ()))
+            steps.append(p.Steps(True, ()))
             octets.append(weight.view(torch.uint8))
         else:
-            steps.append(Steps(False, tuple([code for code, _ in missing])))
+            steps.append(p.Steps(False, tuple([code for code, _ in missing])))
             octets += [encoded for _, encoded in missing]
     if all(step.whole for step in steps):
         return (), torch.empty(0)
@@ -227,16 +213,16 @@ class PendingRowRead(PendingRead):
         session: Session,
         seq: int,
         store: ServerStore,
-        message: PullRows | PullChanged | PullIds,
+        message: p.PullRows | p.PullChanged | p.PullIds,
         target: KeyRows | TableRows,
         ids: torch.Tensor | None = None,
     ) -> PendingRowRead:
         """Return what ``message`` asks for; ``ids`` are those that it names, if it names any."""
         pieces = target.pieces
         asks = tuple(
-            [Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
+            [p.Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
         )
-        since = message.since if isinstance(message, PullChanged) else 0
+        since = message.since if isinstance(message, p.PullChanged) else 0
         first = pieces[0].chunk
         return cls(session, seq, store.name, first, True, asks, target=target, ids=ids, since=since)
 
@@ -255,7 +241,7 @@ def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quor
 
 def read_rows(
     store: ServerStore, chunks: Chunks, reading: PendingRowRead
-) -> tuple[PulledRows | Changed | PulledIds, tuple[torch.Tensor, ...]]:
+) -> tuple[p.PulledRows | p.Changed | p.PulledIds, tuple[torch.Tensor, ...]]:
     """Return the answer and, if there are any, the frames of the rows that go with it, flat.
 
     Before the rows come their numbers in the key, where the asker has not named them.
@@ -268,8 +254,8 @@ def read_rows(
     if isinstance(target, TableRows):
         assert ids is not None
         table = (target.rows.pull(ids.numpy()).view(-1),) if len(ids) else ()
-        return PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
-    dropped: list[Dropped] = []
+        return p.PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
+    dropped: list[p.Dropped] = []
     if store.drops is not None:
         whose = None if store.ordered else rank
         for piece, ask in zip(target.pieces, reading.asks, strict=True):
@@ -279,13 +265,13 @@ def read_rows(
         tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
     )
     if ids is not None:
-        answer = PulledRows(seq, dtype, width, len(ids), *stand)
+        answer = p.PulledRows(seq, dtype, width, len(ids), *stand)
         return answer, _rows(store, chunks, target, ids, rank)
     ids = target.changed(chunks, reading.since)
-    if ids is None or len(ids) > rows_in_message(dtype, width):
-        return Changed(seq, False, dtype, width, 0, *stand), ()
+    if ids is None or len(ids) > p.rows_in_message(dtype, width):
+        return p.Changed(seq, False, dtype, width, 0, *stand), ()
     rows = _rows(store, chunks, target, ids, rank)
-    changed = Changed(seq, True, dtype, width, len(ids), *stand)
+    changed = p.Changed(seq, True, dtype, width, len(ids), *stand)
     return changed, (ids + target.first, *rows) if rows else ()
 
 
@@ -294,7 +280,7 @@ def _rows(
 ) -> tuple[torch.Tensor, ...]:
     """Return the rows ``ids`` as the frames of an answer, and note that they are read."""
     _note(store, chunks, target, ids, rank)
-    each = rows_in_frame(BY_NAME[target.dtype].id, target.width) * target.width
+    each = p.rows_in_frame(BY_NAME[target.dtype].id, target.width) * target.width
     return torch.split(target.read(chunks, ids), each) if len(ids) else ()
 
 

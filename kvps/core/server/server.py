@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvps import protocol as p
 from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
 from kvps.core.keys import name_of
 from kvps.core.membership_client import (
@@ -46,44 +47,7 @@ from kvps.errors import (
     StorageError,
     unforeseen,
 )
-from kvps.protocol.checkpoint import Revive, Revived
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Done,
-    Error,
-    Hello,
-    History,
-    Join,
-    OldRound,
-    Probe,
-    Return,
-    Stalled,
-    Welcome,
-)
-from kvps.protocol.stores import (
-    Declare,
-    Find,
-    GetState,
-    Norms,
-    Open,
-    Optimize,
-    Rate,
-    SetState,
-    Status,
-)
-from kvps.protocol.values import (
-    Embed,
-    Export,
-    Load,
-    Pull,
-    PullChanged,
-    PullIds,
-    PullRows,
-    Push,
-    PushIds,
-    PushRows,
-    TableRate,
-)
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0
@@ -103,7 +67,7 @@ class Reviving(NamedTuple):
 
     session: Session
     seq: int
-    message: Revive
+    message: p.Revive
 
 
 class Server:
@@ -143,7 +107,7 @@ class Server:
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
-        self._early: dict[Node, tuple[Route, Envelope, Hello]] = {}
+        self._early: dict[Node, tuple[Route, Envelope, p.Hello]] = {}
         """Member -> its last HELLO, of an incarnation that the view does not name yet."""
         self._heard_at = now
         """Time at which a worker of this job last spoke."""
@@ -167,11 +131,11 @@ class Server:
         Raises:
             KvpsError: what its sender is to be told.
         """
-        if route == SCHEDULER or issubclass(kind, Welcome | Error):
+        if route == SCHEDULER or issubclass(kind, p.Welcome | p.Error):
             return True
         if not self._serves(envelope, kind):
             return False
-        if kind is not Hello:
+        if kind is not p.Hello:
             self.context.check_place(envelope)
             if envelope.role is Role.WORKER:
                 self.context.check_worker(envelope)
@@ -183,7 +147,7 @@ class Server:
         """A worker, another server or the scheduler said something."""
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
-        elif isinstance(packet.message, Welcome | Error):
+        elif isinstance(packet.message, p.Welcome | p.Error):
             pass  # another server's answer to our HELLO or NORMS; an answer is never answered
         elif self._serves(packet.envelope, type(packet.message)):
             # Else the sender will learn why from the scheduler.
@@ -265,10 +229,10 @@ class Server:
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         if self.member.welcome is not None and (rounds or self._has_told):
             self._has_told = bool(rounds)
-            self._reply(SCHEDULER, Stalled(rounds[:TELL_MAX]))
+            self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX]))
 
-    def _shown(self, stall: Stall) -> OldRound:
-        return OldRound(
+    def _shown(self, stall: Stall) -> p.OldRound:
+        return p.OldRound(
             self.member.rank,
             stall.store,
             stall.key,
@@ -339,7 +303,7 @@ class Server:
             view.phase == "returning" or view.epoch != self.checkpointer.epoch
         ):
             return False
-        is_hello = issubclass(kind, Hello)  # it knows no view
+        is_hello = issubclass(kind, p.Hello)  # it knows no view
         return is_hello or view is None or envelope.view >= view.since
 
     def _on_view(self) -> None:
@@ -366,7 +330,7 @@ class Server:
         self.control.retry_pending()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
-            if not self._serves(envelope, Hello):
+            if not self._serves(envelope, p.Hello):
                 continue  # it asks again when what is held is not about to be dropped
             try:
                 self._on_hello(route, envelope, message)
@@ -377,7 +341,7 @@ class Server:
 
     def _on_peer(self, route: Route, packet: Packet, now: float) -> None:
         envelope, message = packet.envelope, packet.message
-        if isinstance(message, Hello):
+        if isinstance(message, p.Hello):
             self._on_hello(route, envelope, message)
             if envelope.role is Role.WORKER:
                 self._heard_at = now
@@ -388,7 +352,7 @@ class Server:
             self._answer(self.context.session(route, envelope), packet, now)
             return
         self.context.check_server(envelope)
-        if not isinstance(message, Norms):
+        if not isinstance(message, p.Norms):
             raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
         self.push_pull.hear_norms(message, envelope.rank)
 
@@ -400,60 +364,60 @@ class Server:
         """
         message, seq = packet.message, packet.envelope.seq
         context, push_pull, control = self.context, self.push_pull, self.control
-        if not isinstance(message, Probe | Revive):
+        if not isinstance(message, p.Probe | p.Revive):
             authority.check(message, session, self.member.view, context)
             session.asked_at = now
         match message:
-            case Push():
+            case p.Push():
                 push_pull.push(session, seq, message, packet, now)
-            case Pull():
+            case p.Pull():
                 push_pull.pull(session, seq, message)
-            case PushRows() | PushIds():
+            case p.PushRows() | p.PushIds():
                 push_pull.push_rows(session, seq, message, packet, now)
-            case PullRows() | PullChanged() | PullIds():
+            case p.PullRows() | p.PullChanged() | p.PullIds():
                 push_pull.pull_rows(session, seq, message, packet)
-            case Load():
+            case p.Load():
                 push_pull.load(session, seq, message, packet)
-            case Embed():
+            case p.Embed():
                 context.send(session, push_pull.embed(seq, message))
                 context.retry()
-            case TableRate():
+            case p.TableRate():
                 context.demand_rank_0(session, "set the learning rate of a table")
                 push_pull.set_table_rate(message)
-                context.send(session, Done(seq))
-            case Export():
+                context.send(session, p.Done(seq))
+            case p.Export():
                 push_pull.export(session, seq, message)
-            case Declare():
+            case p.Declare():
                 control.declare(session, seq, message)
-            case Optimize():
+            case p.Optimize():
                 control.optimize(session, seq, message)
-            case Rate():
+            case p.Rate():
                 control.rate(session, seq, message)
-            case Probe():
+            case p.Probe():
                 control.probe(session, message, now)
-            case Open():
+            case p.Open():
                 context.send(session, control.open(seq, message))
-            case Find():
+            case p.Find():
                 context.send(session, control.find(seq, message))
-            case Status():
+            case p.Status():
                 context.send(session, control.status(seq, message, now))
-            case GetState():
+            case p.GetState():
                 control.get_state(session, seq, message)
-            case SetState():
+            case p.SetState():
                 context.send(session, control.set_state(seq, message, packet.payload))
-            case History():
+            case p.History():
                 context.send(session, control.history(session, seq, message))
-            case Join():
+            case p.Join():
                 control.join(session, seq, message)
-            case Return():
+            case p.Return():
                 control.end_join(context.store(message.store), message.call)
-                context.send(session, Done(seq))
-            case Revive():
+                context.send(session, p.Done(seq))
+            case p.Revive():
                 self._on_revive(session, seq, message)
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__} to a server")
 
-    def _on_revive(self, session: Session, seq: int, message: Revive) -> None:
+    def _on_revive(self, session: Session, seq: int, message: p.Revive) -> None:
         if session.rank != 0:
             raise ProtocolError(f"rank {session.rank} may not restore a store; only rank 0 may")
         if seq in session.pending:
@@ -474,17 +438,17 @@ class Server:
             if answer.error is not None:
                 raise answer.error
             if isinstance(answer, FoundCuts):
-                reply = Revived(seq, answer.cuts)
+                reply = p.Revived(seq, answer.cuts)
             else:
                 assert answer.snapshot is not None
                 self.control.revive(message.store, answer.snapshot)
                 self.context.stores[message.store].restored = message.cut
-                reply = Revived(seq, (message.cut,))
+                reply = p.Revived(seq, (message.cut,))
         except KvpsError as error:
-            reply = Error(seq, error.code, str(error))
+            reply = p.Error(seq, error.code, str(error))
         self._reply(session.route, reply)
 
-    def _on_hello(self, route: Route, envelope: Envelope, message: Hello) -> None:
+    def _on_hello(self, route: Route, envelope: Envelope, message: p.Hello) -> None:
         """Welcome a member, if the view names it; else its HELLO waits for a view that does."""
         check_protocol(message, self.context.me)
         welcome = self.member.welcome
@@ -497,14 +461,14 @@ class Server:
             return
         if envelope.role is Role.WORKER:
             self.context.greet(route, envelope)
-        self._reply(route, Welcome(rank, incarnation, welcome.workers, welcome.servers))
+        self._reply(route, p.Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
     def _reply(self, route: Route, message: Message) -> None:
         self._outbox.append(Send(route, self.member.packet(message)))
 
     def _refuse(self, route: Route, envelope: Envelope, error: KvpsError) -> None:
         """Answer a packet by an error; the sender of another job, or of none, is not told this one's name."""
-        packet = self.member.packet(Error(envelope.seq, error.code, str(error)))
+        packet = self.member.packet(p.Error(envelope.seq, error.code, str(error)))
         if envelope.job != self.member.job:
             packet = replace(packet, envelope=replace(packet.envelope, job=bytes(16)))
         self._outbox.append(Send(route, packet))

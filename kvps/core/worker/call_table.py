@@ -24,6 +24,7 @@ from itertools import chain, count
 
 import torch
 
+from kvps import protocol as p
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
@@ -37,10 +38,7 @@ from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import KvpsError, from_code
-from kvps.protocol.checkpoint import Checkpointed
 from kvps.protocol.envelope import Packet
-from kvps.protocol.membership import Error, Join, Probe, Probed, Released, Resumed, Return, Welcome
-from kvps.protocol.values import Ack, Push, PushIds, PushRows
 from kvps.tensors import Memory, to_frame
 
 LAG_MAX_S = 10.0
@@ -193,10 +191,10 @@ class CallTable:
                 self.asked[request.seq] = request
                 yield from self._ask_scheduler(request, now)
                 continue
-            if isinstance(request.message, Push | PushRows | PushIds):
+            if isinstance(request.message, p.Push | p.PushRows | p.PushIds):
                 unacked[request] = None
                 pending.has_pushed = True
-            if isinstance(request.message, Join | Return) and request.server == JOIN_SERVER:
+            if isinstance(request.message, p.Join | p.Return) and request.server == JOIN_SERVER:
                 yield from self.neighbours.tell(request.message)
             if self.neighbours.is_active and self.neighbours.collect(store, request):
                 yield from self.neighbours.ask(request, now)
@@ -248,7 +246,7 @@ class CallTable:
     def probe(self, link: Connection) -> Effects:
         """Ask a peer after all that it has not answered."""
         for seqs in link.unanswered():
-            yield Send(link.route, self._member.packet(Probe(seqs)))
+            yield Send(link.route, self._member.packet(p.Probe(seqs)))
 
     def greet_again(self, now: float) -> None:
         """Servers were sent HELLO: say it again after a while to those that have not answered."""
@@ -259,14 +257,14 @@ class CallTable:
         """A server, or a neighbour that was asked, has answered."""
         message = packet.message
         match message:
-            case Welcome():
+            case p.Welcome():
                 link.ready = True
-            case Ack():
+            case p.Ack():
                 for receipt in message.receipts:
                     request = link.receive(receipt.seq)
                     if request is None:
                         continue
-                    if isinstance(request.message, Push) and request.message.pull:
+                    if isinstance(request.message, p.Push) and request.message.pull:
                         yield from self.taken_in(request, now)  # its PULLED is still to come
                     else:
                         link.answer(receipt.seq)
@@ -275,9 +273,9 @@ class CallTable:
                 request = link.answer(message.seq)
                 if request is not None:
                     yield from self.answered(request, packet, now)
-            case Probed():
+            case p.Probed():
                 yield from self._probed(link, message, now)
-            case Error():
+            case p.Error():
                 error = from_code(message.code, message.text)
                 request = link.answer(message.seq)
                 if request is not None:
@@ -289,7 +287,7 @@ class CallTable:
             case _:
                 yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
 
-    def _probed(self, link: Connection, message: Probed, now: float) -> Effects:
+    def _probed(self, link: Connection, message: p.Probed, now: float) -> Effects:
         for stand in message.pending:
             request = link.receive(stand.seq)
             if request is not None:
@@ -305,14 +303,14 @@ class CallTable:
     def on_scheduler(self, packet: Packet, now: float) -> Effects:
         """The scheduler has answered, or says what it waits for."""
         message = packet.message
-        assert isinstance(message, Released | Resumed | Checkpointed | Error | Probed)
-        if isinstance(message, Probed):
+        assert isinstance(message, p.Released | p.Resumed | p.Checkpointed | p.Error | p.Probed)
+        if isinstance(message, p.Probed):
             for stand in message.pending:
                 if stand.seq in self.asked:
                     self.asked[stand.seq].waits_for = stand.reason
             return
         request = self.asked.pop(message.seq, None)
-        if request is not None and isinstance(message, Error):
+        if request is not None and isinstance(message, p.Error):
             yield from self.refused(request, from_code(message.code, message.text), now)
         elif request is not None:
             yield from self.answered(request, packet, now)
@@ -352,7 +350,7 @@ class CallTable:
         if isinstance(request.owner, MergedRequest):
             yield from self.neighbours.taken_in(request.owner, now)
             return
-        if not isinstance(request.message, Push | PushRows | PushIds):
+        if not isinstance(request.message, p.Push | p.PushRows | p.PushIds):
             return
         self._unacked[_owner_of(request).call.store].pop(request, None)
         for pending in [draining for draining in self._draining if request in draining.waiting]:

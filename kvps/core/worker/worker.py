@@ -18,6 +18,7 @@ from functools import partial
 from itertools import chain
 from types import MappingProxyType
 
+from kvps import protocol as p
 from kvps.core.effects import (
     Connect,
     Effects,
@@ -47,19 +48,10 @@ from kvps.errors import (
     from_code,
     unforeseen,
 )
-from kvps.protocol.checkpoint import Checkpointed, Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Error,
-    Member,
-    Probed,
-    Released,
-    Resumed,
-    View,
-)
 from kvps.tensors import PRIVATE, Memory
 
-ANSWERS = (Released, Resumed, Checkpointed, Probed)
+ANSWERS = (p.Released, p.Resumed, p.Checkpointed, p.Probed)
 """Answers of the scheduler to requests of calls."""
 
 
@@ -155,7 +147,7 @@ class Worker:
             yield from self.table.neighbours.on_packet(route, packet, now)
         elif (link := self._link_of(route, packet.envelope)) is not None:
             message = packet.message
-            if isinstance(message, Error) and message.code == Fenced.code:
+            if isinstance(message, p.Error) and message.code == Fenced.code:
                 yield from self._end_fenced(message, now)
             else:
                 yield from self.table.on_answer(link, packet, now)
@@ -174,7 +166,7 @@ class Worker:
         if isinstance(route, str):
             raise error
         said = unforeseen(f"worker {self.member.rank}", error)
-        answer = Error(envelope.seq, said.code, str(said))
+        answer = p.Error(envelope.seq, said.code, str(said))
         yield Send(route, self.member.packet(answer))
 
     def on_drop(self, route: Route, now: float) -> Effects:
@@ -196,7 +188,7 @@ class Worker:
         yield from self._end_calls_of_lost_members(now)
         yield from self._end_overdue_calls(now)
         if self._quiesce.is_impatient(self.member.heard_at, now):
-            yield Send(SCHEDULER, self.member.packet(Proceeding(self._quiesce.cut, False)))
+            yield Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False)))
             yield from self._make(self._quiesce.go_on(), now)
 
     def _waited_for(self) -> Iterator[calls.Call]:
@@ -250,13 +242,13 @@ class Worker:
         message = packet.message
         self.member.heard_at = now
         is_fenced = (
-            isinstance(message, Error) and message.code == Fenced.code
+            isinstance(message, p.Error) and message.code == Fenced.code
         )  # and not just a call
-        is_asked = isinstance(message, Error) and message.seq in self.table.asked
+        is_asked = isinstance(message, p.Error) and message.seq in self.table.asked
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
             yield from self.table.on_scheduler(packet, now)
             return
-        if isinstance(message, Halt):
+        if isinstance(message, p.Halt):
             yield from self._make(self._quiesce.halt(message, self.stores, now), now)
             yield from self._report_halt()
             if self._quiesce.is_asked:
@@ -264,9 +256,9 @@ class Worker:
                 # What was lent is in, perhaps, though its values wait for one that stands already.
                 yield from self.table.ask_after(self.table.unacked(), now)
             return
-        if isinstance(message, Proceed):
+        if isinstance(message, p.Proceed):
             stood, held = self._quiesce.proceed(message)
-            yield Send(SCHEDULER, self.member.packet(Proceeding(message.cut, stood)))
+            yield Send(SCHEDULER, self.member.packet(p.Proceeding(message.cut, stood)))
             yield from self._make(held, now)
             return
         before = self.member.number
@@ -332,7 +324,7 @@ class Worker:
         yield from self.table.take_what_lags(now)
         yield from self.table.flow(now)
 
-    def _connect(self, link: Connection, server: Member) -> Connect:
+    def _connect(self, link: Connection, server: p.Member) -> Connect:
         is_near = 0 != server.machine == self.member.identity.machine
         key = self.member.key_of(Node(Role.SERVER, server.rank))
         return Connect(link.route, server.endpoint, is_near, key, bool(key))
@@ -349,7 +341,7 @@ class Worker:
         link = self.table.neighbours.links.get(int(rank))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
-    def _end_fenced(self, message: Error, now: float) -> Effects:
+    def _end_fenced(self, message: p.Error, now: float) -> Effects:
         """Another process has this worker's seat."""
         self.member.error = from_code(message.code, message.text)
         yield from self._end_all(self.member.error, now)
@@ -375,14 +367,14 @@ class Worker:
 
     def _halted(self, stands: bool) -> Send:
         numbers = self._quiesce.numbers(self.stores)
-        return Send(SCHEDULER, self.member.packet(Halted(self._quiesce.cut, numbers, stands)))
+        return Send(SCHEDULER, self.member.packet(p.Halted(self._quiesce.cut, numbers, stands)))
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
         """Make calls that were held back."""
         for deferred in held:
             yield from self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
-    def _begin_epoch(self, view: View, now: float) -> Effects:
+    def _begin_epoch(self, view: p.View, now: float) -> Effects:
         """The servers return to a cut: what was asked of them is void. Ask what they have now."""
         self._epoch, self._since = view.epoch, view.since
         self.table.greet_again(now)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from kvps import protocol as p
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
 from kvps.core.worker.calls.collective import barrier
 from kvps.core.worker.calls.dense import inherit
@@ -18,11 +19,7 @@ from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, read_versions
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, StorageError
-from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
 from kvps.protocol.envelope import Packet
-from kvps.protocol.membership import Done, HistoryIs
-from kvps.protocol.stores import Declared, FoundAll
-from kvps.protocol.values import Pulled
 
 CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
 """The barriers at which these calls begin."""
@@ -40,8 +37,8 @@ class TakeCheckpoint(Call):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from barrier(store, CHECKPOINT, f"checkpoint({self.tag!r})")
         number = store.barriers[CHECKPOINT]
-        (answer,) = yield [Request(None, Checkpoint(store.name, self.tag, number))]
-        assert isinstance(answer.message, Checkpointed)
+        (answer,) = yield [Request(None, p.Checkpoint(store.name, self.tag, number))]
+        assert isinstance(answer.message, p.Checkpointed)
         return answer.message.cut
 
 
@@ -54,7 +51,7 @@ class RestoreCheckpoint(Call):
 
     title = "restore()"
     on_timeout = OnTimeout.RESUME
-    answers = (Revived, FoundAll, Declared, Pulled, HistoryIs, Done)
+    answers = (p.Revived, p.FoundAll, p.Declared, p.Pulled, p.HistoryIs, p.Done)
     creates = True
 
     tag: str
@@ -64,10 +61,10 @@ class RestoreCheckpoint(Call):
         if store.rank == 0:
             try:
                 servers = range(store.servers)
-                listing, name = Revive(store.name, self.tag, 0), store.name
+                listing, name = p.Revive(store.name, self.tag, 0), store.name
                 answers = yield [Request(server, listing) for server in servers]
                 cut = _common(self.tag, [_cuts(answer) for answer in answers])
-                yield [Request(server, Revive(name, self.tag, cut)) for server in servers]
+                yield [Request(server, p.Revive(name, self.tag, cut)) for server in servers]
             except REFUSED as error:
                 yield from barrier(store, RESTORE, failure=error)
                 raise
@@ -97,7 +94,7 @@ def recount(
 
 
 def _cuts(answer: Packet) -> frozenset[int]:
-    assert isinstance(answer.message, Revived)
+    assert isinstance(answer.message, p.Revived)
     return frozenset(answer.message.cuts)
 
 
@@ -125,7 +122,7 @@ class RejoinStore(Call):
     """
 
     title = "the return to a checkpoint"
-    answers = (Done, FoundAll, Declared, Pulled, HistoryIs)
+    answers = (p.Done, p.FoundAll, p.Declared, p.Pulled, p.HistoryIs)
 
     keys: tuple[str, ...]
     """The keys that this rank knew; another epoch may begin before they are found again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvps import protocol as p
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
@@ -12,19 +13,6 @@ from kvps.core.worker.consistent_read import (
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, KvpsError
-from kvps.protocol.membership import (
-    Barrier,
-    Done,
-    Join,
-    Joined,
-    Released,
-    Return,
-)
-from kvps.protocol.stores import (
-    Status,
-    StatusIs,
-)
-from kvps.protocol.values import Pulled
 
 TEXT_MAX = 1000
 """Most characters of the reason for a failed call that the other ranks are told."""
@@ -62,19 +50,21 @@ def barrier(
     is_lost = store.is_resumed and store.ordered and title != BROADCAST
     if is_lost and title not in store.barriers:
         (answer,) = yield [
-            Request(None, Barrier(store.name, title, 0, waits, after, True, what, code, text))
+            Request(None, p.Barrier(store.name, title, 0, waits, after, True, what, code, text))
         ]
         released = answer.message
-        assert isinstance(released, Released)
+        assert isinstance(released, p.Released)
         if released.number is not None:
             store.barriers[title] = released.number + 1
         return None
     number = store.barriers.get(title, 0)
     store.barriers[title] = number + 1
-    kind = Barrier, title
+    kind = p.Barrier, title
     refused = store.attempts.count(kind, number)
     try:
-        message = Barrier(store.name, title, number, waits, after, False, what, code, text, refused)
+        message = p.Barrier(
+            store.name, title, number, waits, after, False, what, code, text, refused
+        )
         yield [Request(None, message)]
     except BaseException as error:  # a barrier that was not passed is not counted
         store.barriers[title] -= 1
@@ -109,7 +99,7 @@ class JoinStore(Call):
 
     title = "join()"
     on_timeout = OnTimeout.RESUME
-    answers = (Joined, Done, Pulled)
+    answers = (p.Joined, p.Done, p.Pulled)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         was_away, store.is_away = store.is_away, True
@@ -121,16 +111,16 @@ class JoinStore(Call):
         call = store.joins + 1
         servers = range(store.servers)
         answers = yield [
-            Request(server, Join(store.name, call, server == JOIN_SERVER)) for server in servers
+            Request(server, p.Join(store.name, call, server == JOIN_SERVER)) for server in servers
         ]
-        yield [Request(server, Return(store.name, call)) for server in servers]
+        yield [Request(server, p.Return(store.name, call)) for server in servers]
         store.joins, store.is_away = call, False
         if store.ordered:
             for key in store.keys.values():
                 key.is_refused = True
             yield from numbered(store, tuple(store.keys))
         judged = answers[JOIN_SERVER].message
-        assert isinstance(judged, Joined)
+        assert isinstance(judged, p.Joined)
         return judged.last
 
 
@@ -140,8 +130,8 @@ class AskStatus(Call):
 
     title = "status"
     on_timeout = OnTimeout.RETRY
-    answers = (StatusIs,)
+    answers = (p.StatusIs,)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        answers = yield [Request(server, Status(store.name)) for server in range(store.servers)]
+        answers = yield [Request(server, p.Status(store.name)) for server in range(store.servers)]
         return [answer.message for answer in answers]

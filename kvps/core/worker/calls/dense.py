@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvps import protocol as p
 from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import (
     Call,
@@ -45,21 +46,6 @@ from kvps.core.worker.plan import (
 )
 from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_NAME
-from kvps.protocol.membership import (
-    Done,
-    History,
-    HistoryIs,
-    Join,
-    Resume,
-    Resumed,
-    Return,
-)
-from kvps.protocol.stores import (
-    Declared,
-    FoundAll,
-    Rate,
-)
-from kvps.protocol.values import Pulled, Push
 
 
 class Views(enum.Enum):
@@ -87,7 +73,7 @@ class PushValues(PushCall):
     """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
 
     title = "push()"
-    answers = (Pulled,)
+    answers = (p.Pulled,)
 
     rows: tuple[torch.Tensor, ...]
     sinks: Sinks
@@ -141,7 +127,7 @@ class PushValues(PushCall):
         requests = []
         for share in group.plan.shares:
             dtype = BY_NAME[share.dtype].id
-            message = Push(share.chunk, dtype, (store.rank,), 1.0, is_pull, share.runs(numbers))
+            message = p.Push(share.chunk, dtype, (store.rank,), 1.0, is_pull, share.runs(numbers))
             if group.setting is None:
                 request = bulk(store, share, message, gradients, tracker.priority)
             else:
@@ -168,7 +154,7 @@ class PullValues(Call):
 
     title = "pull()"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled,)
+    answers = (p.Pulled,)
 
     keys: tuple[str, ...]
     sinks: Sinks
@@ -205,7 +191,7 @@ class Versions(Call):
 
     title = "version()"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled,)
+    answers = (p.Pulled,)
 
     keys: tuple[str, ...]
 
@@ -223,7 +209,7 @@ class ResumeKeys(Call):
 
     title = "resume()"
     on_timeout = OnTimeout.RETRY
-    answers = (FoundAll, Declared, Pulled, HistoryIs, Done)
+    answers = (p.FoundAll, p.Declared, p.Pulled, p.HistoryIs, p.Done)
 
     keys: tuple[str, ...]
 
@@ -245,9 +231,9 @@ class ResumeKeys(Call):
 def _history(store: WorkerStore) -> Steps:
     """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
     pushed = store.pushed if store.ordered else None
-    (answer,) = yield [Request(None, Resume(store.name, pushed))]
+    (answer,) = yield [Request(None, p.Resume(store.name, pushed))]
     resumed = answer.message
-    assert isinstance(resumed, Resumed)
+    assert isinstance(resumed, p.Resumed)
     if not resumed.replaced:
         return
     yield from inherit(store)
@@ -261,8 +247,8 @@ def _history(store: WorkerStore) -> Steps:
 
 def inherit(store: WorkerStore) -> Steps:
     """Count the calls of all ranks from what the servers know of them."""
-    answers = yield [Request(server, History(store.name)) for server in range(store.servers)]
-    known = [answer.message for answer in answers if isinstance(answer.message, HistoryIs)]
+    answers = yield [Request(server, p.History(store.name)) for server in range(store.servers)]
+    known = [answer.message for answer in answers if isinstance(answer.message, p.HistoryIs)]
     newest = max(known, key=lambda history: history.rate_calls)
     # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every
     # server has it: rank 0 may be ahead of them in a new epoch, and be setting it again.
@@ -271,12 +257,12 @@ def inherit(store: WorkerStore) -> Steps:
     joins = max(history.joins for history in known)
     missed = [server for server, history in enumerate(known) if history.joins < joins]
     # A predecessor may have ended before its join was heard by all: nobody returns from a join not made.
-    yield [Request(server, Join(store.name, joins, False)) for server in missed]
-    yield [Request(server, Return(store.name, joins)) for server in missed]
+    yield [Request(server, p.Join(store.name, joins, False)) for server in missed]
+    yield [Request(server, p.Return(store.name, joins)) for server in missed]
     if store.rank == 0:  # a call that was heard by some is made with all
         calls = [history.rate_calls for history in known]
         behind = [server for server, made in enumerate(calls) if made < newest.rate_calls]
-        rate = Rate(store.name, newest.rate_calls, True, newest.lr, newest.rate_after)
+        rate = p.Rate(store.name, newest.rate_calls, True, newest.lr, newest.rate_after)
         yield [Request(server, rate) for server in behind]
     store.joins = joins
     store.restored = max(history.restored for history in known)

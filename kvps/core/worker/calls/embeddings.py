@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvps import protocol as p
 from kvps.core.embedding.id_hash import Ids, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
@@ -33,9 +34,6 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import Mismatch, ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.membership import Done
-from kvps.protocol.stores import Declared
-from kvps.protocol.values import Export, Exported, Pulled, PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import TORCH, dtype_of, from_frame
 
 PULL_BYTES = 4 << 20
@@ -58,7 +56,7 @@ class MakeTable(Call):
     """Have every server make the table of ``key``, unless it has."""
 
     title = "embedding()"
-    answers = (Declared,)
+    answers = (p.Declared,)
     creates = True
 
     key: str
@@ -79,7 +77,7 @@ class MakeTable(Call):
         answers = yield [Request(server, message) for server in range(store.servers)]
         pieces = []
         for server, answer in enumerate(answers):
-            assert isinstance(answer.message, Declared)
+            assert isinstance(answer.message, p.Declared)
             (place,) = answer.message.places
             (piece,) = place.pieces
             pieces.append(PieceLocation(server, piece.chunk, piece.start, piece.size, server))
@@ -92,7 +90,7 @@ class PushTableRows(PushCall):
     """Push rows of a table, the only one of ``keys``: to each server its own, also where there are none."""
 
     title = "push() of rows"
-    answers = (Pulled,)
+    answers = (p.Pulled,)
 
     eager: bool
     """The caller goes on as soon as the push is under way."""
@@ -124,7 +122,7 @@ def _push(
     dim: int,
 ) -> Request:
     dtype, count = dtype_of(rows).id, len(ids)
-    message = PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
+    message = p.PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
     payload = (ids, rows.view(-1)) if count else ()
     # An empty push counts, too: over 0, it is never dropped.
     size = max(1, sum(message.payload_sizes()))
@@ -154,7 +152,7 @@ class PullTableRows(Call):
 
     title = "pull() of rows"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled, PulledIds)
+    answers = (p.Pulled, p.PulledIds)
 
     keys: tuple[str, ...]
     recipe: EmbeddingSpec
@@ -168,7 +166,7 @@ class PullTableRows(Call):
         rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
         at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
         places = split(self.ids, store.servers)
-        answers: list[PulledIds] = []
+        answers: list[p.PulledIds] = []
         requests = []
         for held in key.pieces:
             mine = places[held.server]
@@ -188,11 +186,11 @@ def _pull(
     ids: Ids,
     rows: torch.Tensor,
     places: Ids,
-    answers: list[PulledIds],
+    answers: list[p.PulledIds],
 ) -> Request:
     def take(packet: Packet, wanted: bool) -> None:
         answer = packet.message
-        assert isinstance(answer, PulledIds)
+        assert isinstance(answer, p.PulledIds)
         if (answer.count, answer.dim, BY_ID[answer.dtype].name) != (
             len(ids),
             rows.shape[1],
@@ -209,7 +207,7 @@ def _pull(
 
     return Request(
         held.server,
-        PullIds(held.chunk, key.number, 0, len(ids)),
+        p.PullIds(held.chunk, key.number, 0, len(ids)),
         lane=held.chunk,
         on_reply=take,
         payload=(torch.from_numpy(ids),) if len(ids) else (),
@@ -224,7 +222,7 @@ class SetTableRate(Call):
     """
 
     title = "set_learning_rate() of a table"
-    answers = (Pulled, Done)
+    answers = (p.Pulled, p.Done)
     creates = True
 
     key: str
@@ -233,7 +231,7 @@ class SetTableRate(Call):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         key = store.key(self.key)
         yield from settle(store, (key.name,))
-        yield [Request(held.server, TableRate(held.chunk, self.lr)) for held in key.pieces]
+        yield [Request(held.server, p.TableRate(held.chunk, self.lr)) for held in key.pieces]
         return None
 
 
@@ -243,7 +241,7 @@ class ExportBlock(Call):
 
     title = "export()"
     on_timeout = OnTimeout.RETRY
-    answers = (Exported,)
+    answers = (p.Exported,)
 
     key: str
     server: int
@@ -255,10 +253,10 @@ class ExportBlock(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         held = store.key(self.key).pieces[self.server]
-        message = Export(held.chunk, self.start, self.count, self.since, self.with_state)
+        message = p.Export(held.chunk, self.start, self.count, self.since, self.with_state)
         (answer,) = yield [Request(held.server, message, lane=held.chunk)]
         exported = answer.message
-        assert isinstance(exported, Exported)
+        assert isinstance(exported, p.Exported)
         frames = iter(answer.payload)
         ids, stamps = [_numbers(frames) for _ in range(2)]
         columns = {}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvps import protocol as p
 from kvps.core.placement import home
 from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
@@ -31,16 +32,6 @@ from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import REFUSED, Mismatch
 from kvps.phrases import some_of
 from kvps.protocol.envelope import ENTRIES_MAX, Packet
-from kvps.protocol.membership import Done
-from kvps.protocol.stores import (
-    Declare,
-    Declared,
-    Entry,
-    Find,
-    FoundAll,
-    Open,
-)
-from kvps.protocol.values import Load, Pulled
 
 RELAYED_LEAST_BYTES = 256 << 10
 """Least bytes of a broadcast whose values are read while they are loaded."""
@@ -66,9 +57,9 @@ class OpenStore(Call):
     """Make the store known to every server; they compare its options."""
 
     title = "create()"
-    answers = (Done,)
+    answers = (p.Done,)
 
-    opened: Open
+    opened: p.Open
     worker_grace_s: float
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
@@ -82,7 +73,7 @@ class Init(Call):
     """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are contiguous values."""
 
     title = "init()"
-    answers = (Declared,)
+    answers = (p.Declared,)
     creates = True
 
     keys: tuple[tuple[str, Spec], ...]
@@ -134,7 +125,7 @@ class Broadcast(Call):
 
     title = "broadcast()"
     on_timeout = OnTimeout.RETRY
-    answers = (Declared, Pulled)
+    answers = (p.Declared, p.Pulled)
     creates = True
 
     keys: tuple[tuple[str, Spec], ...]
@@ -231,7 +222,7 @@ def _create(
             bulk(
                 store,
                 share,
-                Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
+                p.Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
                 rows,
             )
             for share in plan.shares
@@ -251,20 +242,20 @@ def _declare(
     beside: Sequence[Request] = (),
 ) -> Generator[Step, list[Packet], Declaration]:
     """Return where keys lie, once they have their values; ``early`` as soon as they have a place."""
-    batches: dict[tuple[int, int], list[tuple[int, Entry]]] = {}
+    batches: dict[tuple[int, int], list[tuple[int, p.Entry]]] = {}
     for index, (name, spec) in enumerate(keys):
         dtype = BY_NAME[spec.dtype].id
         for part in store.parts(name, spec):
-            entry = Entry(name, dtype, spec.shape, part.start, part.size)
+            entry = p.Entry(name, dtype, spec.shape, part.start, part.size)
             batches.setdefault((part.server, numbers[index]), []).append((index, entry))
     requests: list[Request] = []
-    asked: list[tuple[int, list[tuple[int, Entry]]]] = []
+    asked: list[tuple[int, list[tuple[int, p.Entry]]]] = []
     for (server, number), batch in sorted(batches.items()):
         for begin in range(0, len(batch), ENTRIES_MAX):
             slice_ = batch[begin : begin + ENTRIES_MAX]
             entries = tuple(entry for _, entry in slice_)
             refused = max(store.attempts.count(entry.key, number) for entry in entries)
-            message = Declare(store.name, create, number, entries, creator, refused, early)
+            message = p.Declare(store.name, create, number, entries, creator, refused, early)
             requests.append(Request(server, message))
             asked.append((server, slice_))
     try:
@@ -277,7 +268,7 @@ def _declare(
     placed: list[list[PieceLocation]] = [[] for _ in keys]
     stamps: dict[int, int] = {}
     for (server, batch), answer in zip(asked, answers[: len(asked)], strict=True):
-        assert isinstance(answer.message, Declared)
+        assert isinstance(answer.message, p.Declared)
         stamps[server] = max(stamps.get(server, 0), answer.message.stamp)
         for (index, entry), place in zip(batch, answer.message.places, strict=True):
             offset = entry.start
@@ -303,11 +294,11 @@ def lookup(
         for server, batch in sorted(by_home.items())
         for begin in range(0, len(batch), ENTRIES_MAX)
     ]
-    answers = yield [Request(server, Find(store.name, batch)) for server, batch in batches]
+    answers = yield [Request(server, p.Find(store.name, batch)) for server, batch in batches]
     specs: list[tuple[str, Spec]] = []
     made: dict[str, int] = {}
     for (_, batch), answer in zip(batches, answers, strict=True):
-        assert isinstance(answer.message, FoundAll)
+        assert isinstance(answer.message, p.FoundAll)
         for name, found in zip(batch, answer.message.found, strict=True):
             if found.dtype:
                 specs.append((name, Spec(BY_ID[found.dtype].name, found.shape)))
@@ -327,7 +318,7 @@ class Lookup(Call):
 
     title = "the look-up of keys"
     on_timeout = OnTimeout.RETRY
-    answers = (FoundAll, Declared)
+    answers = (p.FoundAll, p.Declared)
 
     keys: tuple[str, ...]
 

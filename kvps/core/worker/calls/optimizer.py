@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvps import protocol as p
 from kvps.compression.policy import CompressionPolicy
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
@@ -20,16 +21,6 @@ from kvps.core.worker.plan import (
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError
-from kvps.protocol.membership import Done
-from kvps.protocol.stores import (
-    Field,
-    GetState,
-    Optimize,
-    Rate,
-    SetState,
-    StateIs,
-)
-from kvps.protocol.values import Pulled
 from kvps.tensors import dtype_of, from_frame
 
 
@@ -39,7 +30,7 @@ class SetOptimizer(Call):
 
     title = "set_optimizer()"
     on_timeout = OnTimeout.RESUME
-    answers = (Pulled, Done)
+    answers = (p.Pulled, p.Done)
     creates = True
 
     hyper: HyperParams
@@ -49,7 +40,7 @@ class SetOptimizer(Call):
         hyper, before = self.hyper, store.optimized
         store.optimized = store.next_call(before)
         number, after, _ = store.optimized
-        message = Optimize(
+        message = p.Optimize(
             store.name,
             number,
             store.rank == 0,
@@ -59,13 +50,13 @@ class SetOptimizer(Call):
             dict(hyper.wd_mult),
             after,
             store.is_resumed and store.rank != 0,
-            store.attempts.count(Optimize, number),
+            store.attempts.count(p.Optimize, number),
         )
         try:
             yield [Request(server, message) for server in range(store.servers)]
         except KvpsError:
             store.optimized = before
-            store.attempts.refuse(Optimize, number)
+            store.attempts.refuse(p.Optimize, number)
             raise
         return None
 
@@ -79,7 +70,7 @@ class SetRate(Call):
 
     title = "set_learning_rate()"
     on_timeout = OnTimeout.RESUME
-    answers = (Pulled, Done)
+    answers = (p.Pulled, p.Done)
     creates = True
 
     lr: float
@@ -90,13 +81,13 @@ class SetRate(Call):
         store.rated = store.next_call(before)
         number, after, _ = store.rated
         is_new = store.is_resumed and store.rank != 0
-        refused = store.attempts.count(Rate, number)
-        message = Rate(store.name, number, store.rank == 0, self.lr, after, is_new, refused)
+        refused = store.attempts.count(p.Rate, number)
+        message = p.Rate(store.name, number, store.rank == 0, self.lr, after, is_new, refused)
         try:
             yield [Request(server, message) for server in range(store.servers)]
         except KvpsError:
             store.rated = before
-            store.attempts.refuse(Rate, number)
+            store.attempts.refuse(p.Rate, number)
             raise
         return None
 
@@ -110,21 +101,21 @@ class SaveState(Call):
 
     title = "save_optimizer_states()"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled, StateIs)
+    answers = (p.Pulled, p.StateIs)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from settle(store, tuple(store.keys))
         keys = [key for key in store.keys.values() if not key.name.startswith(EMBEDDING)]
         where = [(key, piece) for key in keys for piece in key.pieces]
         answers = yield [
-            Request(piece.server, GetState(piece.chunk, piece.start, piece.size))
+            Request(piece.server, p.GetState(piece.chunk, piece.start, piece.size))
             for _, piece in where
         ]
         steps: dict[str, list[int]] = {}
         parts: dict[tuple[str, str], list[tuple[PieceLocation, torch.Tensor]]] = {}
         for (key, piece), answer in zip(where, answers, strict=True):
             message = answer.message
-            assert isinstance(message, StateIs)
+            assert isinstance(message, p.StateIs)
             steps.setdefault(key.name, []).append(message.step)
             for field, frame in zip(message.fields, answer.payload, strict=True):
                 part = from_frame(frame, BY_ID[field.dtype].name)
@@ -146,7 +137,7 @@ class LoadState(Call):
     """Put optimizer states on the servers, in the form SaveState gives them."""
 
     title = "load_optimizer_states()"
-    answers = (Done,)
+    answers = (p.Done,)
     creates = True
 
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]
@@ -157,10 +148,10 @@ class LoadState(Call):
             for piece in store.key(name).pieces:
                 cut = [row[piece.offset : piece.offset + piece.size] for row in rows.values()]
                 fields = tuple(
-                    Field(title, dtype_of(row).id, piece.size)
+                    p.Field(title, dtype_of(row).id, piece.size)
                     for title, row in zip(rows, cut, strict=True)
                 )
-                message = SetState(piece.chunk, piece.start, piece.size, step, fields)
+                message = p.SetState(piece.chunk, piece.start, piece.size, step, fields)
                 requests.append(Request(piece.server, message, payload=tuple(cut)))
         yield requests
         return None

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from kvps import protocol as p
 from kvps.core.row_gradients import add_rows
 from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import (
@@ -42,16 +43,6 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import (
-    Changed,
-    Pulled,
-    PulledRows,
-    PullRows,
-    Push,
-    PushRows,
-    rows_in_frame,
-    rows_in_message,
-)
 from kvps.tensors import TORCH, Memory, from_frame
 
 
@@ -60,7 +51,7 @@ class PushKeyRows(PushCall):
     """Push some rows of keys of two or more dimensions."""
 
     title = "push()"
-    answers = (Pulled,)
+    answers = (p.Pulled,)
 
     rows: tuple[torch.Tensor, ...]
     """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the key; the index of
@@ -113,7 +104,7 @@ def _pushes(
     requests = []
     for rows_of, some in _split(ranges(key), ids):
         count = some.stop - some.start
-        message = PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
+        message = p.PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
         requests.append(
             Request(
                 rows_of.server,
@@ -141,7 +132,7 @@ def _demand_room(key: Key, count: int) -> None:
     Raises:
         ConfigError: if they do not.
     """
-    most = rows_in_message(BY_NAME[key.spec.dtype].id, key.spec.width)
+    most = p.rows_in_message(BY_NAME[key.spec.dtype].id, key.spec.width)
     if count > most:
         raise ConfigError(
             f"key {key.name!r}: {count} rows for one server, and a message holds {most}. Push or "
@@ -165,7 +156,7 @@ def _gather(
     numbers, flat = block[:head].view(torch.int64), block[head:].view(TORCH[dtype])
     numbers.copy_(ids)
     torch.index_select(rows, 0, places, out=flat.view(-1, width))
-    each = rows_in_frame(BY_NAME[dtype].id, width) * width
+    each = p.rows_in_frame(BY_NAME[dtype].id, width) * width
     return (numbers, *torch.split(flat, each))
 
 
@@ -183,7 +174,7 @@ def _whole_pushes(
     return [
         Request(
             share.server,
-            Push(
+            p.Push(
                 share.chunk,
                 BY_NAME[share.dtype].id,
                 (store.rank,),
@@ -217,14 +208,14 @@ class NamedRows(ServerPart):
         _demand_room(self.key, len(self.ids))
         return Request(
             self.range.server,
-            PullRows(store, self.key.name, after, least, len(self.ids)),
+            p.PullRows(store, self.key.name, after, least, len(self.ids)),
             payload=(self.ids,),
             priority=priority,
             lane=self.range.lane,
             on_reply=self,
         )
 
-    def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
+    def take(self, answer: p.PulledRows | p.Changed, payload: Sequence[memoryview]) -> None:
         """Copy the rows to the result."""
         if answer.count != len(self.ids):
             raise ProtocolError(
@@ -244,7 +235,7 @@ class PullKeyRows(Call):
 
     title = "row_sparse_pull()"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled, PulledRows)
+    answers = (p.Pulled, p.PulledRows)
 
     keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]

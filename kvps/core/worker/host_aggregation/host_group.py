@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from kvps import protocol as p
 from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
 from kvps.core.gradients import DenseGradient
 from kvps.core.keys import near_door
@@ -42,18 +43,6 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Error,
-    Hello,
-    Join,
-    Member,
-    Pending,
-    Probe,
-    Probed,
-    Return,
-    Welcome,
-)
-from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt
 from kvps.tensors import Memory, from_frame, to_frame
 
 MUTE_AFTER_S = 6.0
@@ -113,7 +102,7 @@ class HostGroup:
 
     # --- who they are -------------------------------------------------------------------------
 
-    def learn(self, members: Iterable[Member]) -> Effects:
+    def learn(self, members: Iterable[p.Member]) -> Effects:
         """Take in which member is on which machine."""
         machine = self._member.identity.machine
         everybody = list(members)
@@ -159,7 +148,7 @@ class HostGroup:
             self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
             self._bundles.expect(self._alive)
 
-    def _meet(self, worker: Member) -> Effects:
+    def _meet(self, worker: p.Member) -> Effects:
         """Connect to a neighbour, or take requests back from a neighbour that is gone."""
         link = self.links.get(worker.rank)
         is_here = worker.state == "held" and worker.rank != self._member.rank
@@ -237,13 +226,13 @@ class HostGroup:
             and store.opened.bundles
             and len(self._alive) > 1
             and request.server in self._far
-            and (isinstance(message, Push) or (isinstance(message, Pull) and message.values))
+            and (isinstance(message, p.Push) or (isinstance(message, p.Pull) and message.values))
         )
 
     def ask(self, request: Request, now: float) -> Effects:
         """Make ``request`` together with those of neighbours: merge it, or send it to the leader."""
         message = request.message
-        assert isinstance(message, Push | Pull)
+        assert isinstance(message, p.Push | p.Pull)
         leader = self.leader(message.chunk)
         if leader != self._member.rank:
             if not self.links[leader].is_busy:
@@ -251,17 +240,17 @@ class HostGroup:
             self.links[leader].queue(request)
             return
         participant = Participant(leader, message, request, priority=request.priority)
-        if isinstance(message, Push):
+        if isinstance(message, p.Push):
             participant.gradient = lambda: DenseGradient(request.peek())
         self._mine[request] = participant
         yield from self._take(participant, now)
 
-    def tell(self, message: Join | Return) -> Effects:
+    def tell(self, message: p.Join | p.Return) -> Effects:
         """Tell neighbours that this worker joins; or note that it is back, and with it all others.
 
         A neighbour that misses it makes bundles that wait a while for nobody, or go without a rank.
         """
-        if isinstance(message, Join):
+        if isinstance(message, p.Join):
             for link in self.links.values():
                 yield Send(link.route, self._member.packet(replace(message, waits=False)))
             return
@@ -309,26 +298,26 @@ class HostGroup:
         try:
             if not self.admit(envelope, type(message)):
                 return
-            if isinstance(message, Hello):
+            if isinstance(message, p.Hello):
                 if self._peers.begin(route, envelope, message):
                     self._bundles.replaced(envelope.rank)
                 known = self._member.welcome
                 assert known is not None, "a worker that listens is a member"
                 seat = envelope.rank, envelope.incarnation
-                yield self._send(route, Welcome(*seat, known.workers, known.servers))
+                yield self._send(route, p.Welcome(*seat, known.workers, known.servers))
                 return
             if view is not None and envelope.view < view.since:
                 return  # of an epoch that is over; the neighbour will know, and asks anew
             yield from self._on_request(self._peers.of(route, envelope), packet, now)
         except KvpsError as error:
-            yield self._send(route, Error(envelope.seq, error.code, str(error)))
+            yield self._send(route, p.Error(envelope.seq, error.code, str(error)))
 
     def _on_request(self, peer: PeerSession, packet: Packet, now: float) -> Effects:
         message, seq = packet.message, packet.envelope.seq
-        if isinstance(message, Probe):
+        if isinstance(message, p.Probe):
             yield from self._probed(peer, message, now)
             return
-        if isinstance(message, Join):
+        if isinstance(message, p.Join):
             if message.call > self._over.get(message.store, 0):
                 self._away[message.store, peer.rank] = message.call
                 self._expect()
@@ -339,26 +328,26 @@ class HostGroup:
             raise ProtocolError(
                 f"worker {peer.rank} sent a compressed push to a worker; these go to the server"
             )
-        if isinstance(message, Push):
+        if isinstance(message, p.Push):
             if message.ranks != (peer.rank,):
                 raise ProtocolError(f"worker {peer.rank} pushes for ranks {message.ranks!s:.60}")
             gradient = DenseGradient.of(packet.payload, message.dtype)
             participant = Participant(peer.rank, message, PeerRequest(peer, seq), lambda: gradient)
-        elif isinstance(message, Pull) and message.values:
+        elif isinstance(message, p.Pull) and message.values:
             participant = Participant(peer.rank, message, PeerRequest(peer, seq))
         else:
             raise ProtocolError(f"a worker may not send {type(message).__name__} to a worker")
         peer.asked[seq] = participant
         yield from self._take(participant, now)
 
-    def _probed(self, peer: PeerSession, message: Probe, now: float) -> Effects:
+    def _probed(self, peer: PeerSession, message: p.Probe, now: float) -> Effects:
         missing = tuple([seq for seq in message.seqs if seq not in peer.asked])
-        yield self._send(peer.route, Probed(missing, ()))
+        yield self._send(peer.route, p.Probed(missing, ()))
         participants = [peer.asked[seq] for seq in message.seqs if seq in peer.asked]
         yield from self._ask_after(participants, now)
 
     def _take(self, participant: Participant, now: float) -> Effects:
-        if isinstance(participant.message, Push):
+        if isinstance(participant.message, p.Push):
             self._post(self._bundles.push(participant, now))
             return
         found = self._bundles.pull(participant)
@@ -405,8 +394,8 @@ class HostGroup:
             elif bundle.is_asked_after and wants_values(participant.message):
                 peer_request = participant.who
                 assert isinstance(peer_request, PeerRequest)
-                pending = (Pending(peer_request.seq, reason),)
-                yield self._send(peer_request.peer.route, Probed((), pending))
+                pending = (p.Pending(peer_request.seq, reason),)
+                yield self._send(peer_request.peer.route, p.Probed((), pending))
 
     def answered(self, bundle: MergedRequest, packet: Packet, now: float) -> Effects:
         """Hand the server's answer to the participants of ``bundle``."""
@@ -415,7 +404,7 @@ class HostGroup:
         for participant in new:
             if not wants_values(participant.message):
                 yield from self._acknowledge(participant, now)
-        if not isinstance(message, Pulled):
+        if not isinstance(message, p.Pulled):
             return
         values = from_frame(packet.payload[0], BY_ID[message.dtype].name)
         answer = self._bundles.answered(bundle, message, values)
@@ -446,13 +435,13 @@ class HostGroup:
                 yield from self._own.refused(participant.who, error, now)
             else:
                 peer_request = self._done(participant)
-                refusal = Error(peer_request.seq, error.code, str(error))
+                refusal = p.Error(peer_request.seq, error.code, str(error))
                 yield self._send(peer_request.peer.route, refusal)
 
     def _acknowledge(self, participant: Participant, now: float) -> Effects:
         """Tell a participant that the server has its push."""
         who, is_done = participant.who, not wants_values(participant.message)
-        ack = Ack((Receipt(0, 0),))
+        ack = p.Ack((p.Receipt(0, 0),))
         if isinstance(who, Request):
             who.forget()
             if is_done:
@@ -464,7 +453,7 @@ class HostGroup:
         assert isinstance(who, PeerRequest)
         if is_done:
             self._done(participant)
-        yield self._send(who.peer.route, Ack((Receipt(who.seq, 0),)))
+        yield self._send(who.peer.route, p.Ack((p.Receipt(who.seq, 0),)))
 
     def _give(self, participant: Participant, answer: Reply, now: float) -> Effects:
         """Give a participant the values."""
@@ -513,6 +502,6 @@ class HostGroup:
 
 def _is_compressed(message: Message) -> bool:
     """Whether a push is encoded, or its answer may be."""
-    if isinstance(message, Push) and message.code is not None:
+    if isinstance(message, p.Push) and message.code is not None:
         return True
-    return isinstance(message, Push | Pull) and bool(message.held)
+    return isinstance(message, p.Push | p.Pull) and bool(message.held)
