@@ -16,6 +16,7 @@ that no moment shows a manifest without its snapshots.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -38,6 +39,8 @@ log = logging.getLogger("kvps")
 
 KEPT = 2
 """The number of complete cuts without a tag that are kept."""
+SPARE = 1.05
+"""Free space that a snapshot needs, as a multiple of its size."""
 MANIFEST_MAX = 64 << 20
 """Bytes of the longest manifest that is read."""
 _FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
@@ -83,6 +86,10 @@ class CheckpointDirectory:
         try:
             atomic_file.make_folder(folder)
             self._remove_leftovers()
+            if (
+                shutil.disk_usage(folder).free < SPARE * stream.size
+            ):  # before it is full for others, too
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return self._put(folder / image_name(snapshot.server, snapshot.servers), stream.write)
         except OSError as error:
             raise self._refusal(cut, stream.size, error) from error
@@ -350,11 +357,15 @@ def _numbers(folder: Path) -> Iterator[int]:
         found = _FOLDER.fullmatch(name)
         if found is None or _folder_name(int(found[1])) != name:
             continue
-        if int(found[1]) <= CUT_MAX:
+        if (
+            int(found[1]) <= CUT_MAX and not (folder / name).is_symlink()
+        ):  # not followed, nor removed
             yield int(found[1])
         elif (path := folder / name) not in _odd:
             _odd.add(path)
-            log.warning("%s is passed over: kvps has made no checkpoint of that number", path)
+            log.warning(
+                "%s is passed over: it is no folder of a checkpoint that kvps has made", path
+            )
 
 
 _odd: set[Path] = set()

@@ -182,8 +182,8 @@ class _Histories:
 # --- a file as a snapshot -----------------------------------------------------------------------
 
 
-def read(path: Path) -> Snapshot:
-    """Return the snapshot in a file.
+def read(path: Path, fd: int | None = None) -> Snapshot:
+    """Return the snapshot in a file; ``fd`` is the same file, open, so that no other can take its place.
 
     Its tensors are the file's own pages, read when they are first touched; writing to them does not
     change the file. Portions with equal histories share one: copy its maps before you change them.
@@ -192,7 +192,7 @@ def read(path: Path) -> Snapshot:
         StorageError: if it cannot be read or is no snapshot, naming the file and what is wrong.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path if fd is None else f"/dev/fd/{fd}", framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if ENTRY not in metadata:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from kvps.checkpoint import regular_file, snapshot_writer
 from kvps.checkpoint.manifest import ImageFile, Manifest
@@ -15,23 +17,24 @@ from kvps.errors import StorageError
 
 
 def load_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
-    """Return the snapshot of one server from its file, verified.
+    """Return the snapshot of one server from its file, verified: the file that is compared is the one that is read.
 
     Raises:
         StorageError: if it is missing, damaged, or of something else.
     """
-    for _ in verified(path, manifest.images[server]):
-        pass
-    return read_image(path, manifest, server)
+    with _opened(path) as file:
+        for _ in _compared(file, path, manifest.images[server]):
+            pass
+        return read_image(path, manifest, server, file.fileno())
 
 
-def read_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
-    """Return the snapshot of one server from its file, whose SHA-256 was compared before.
+def read_image(path: Path, manifest: Manifest, server: int, fd: int | None = None) -> Snapshot:
+    """Return the snapshot of one server from its file, whose SHA-256 was compared before; ``fd`` is that file, open.
 
     Raises:
         StorageError: if it is no snapshot, or of something else.
     """
-    snapshot = snapshot_writer.read(path)
+    snapshot = snapshot_writer.read(path, fd)
     if (snapshot.server, snapshot.servers) != (server, manifest.servers):
         raise StorageError(
             f"{path} is the snapshot of server {snapshot.server} of {snapshot.servers}, and should be that "
@@ -50,22 +53,30 @@ def verified(path: Path, expected: ImageFile) -> Iterator[int]:
     Raises:
         StorageError: if it cannot be read, or is not what was written.
     """
-    found = hashlib.sha256()
+    with _opened(path) as file:
+        yield from _compared(file, path, expected)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        size = regular_file.size_of(path)
-        if size is None:
-            path.stat()  # for why, if it is not there
-            raise OSError(errno.EINVAL, "it is no regular file")
-        if size != expected.size:
-            raise StorageError(
-                f"{path} has {size} octets, and its manifest says {expected.size}: it was cut short "
-                "or replaced; use another checkpoint"
-            )
-        for block in regular_file.blocks(path):
-            found.update(block)
-            yield len(block)
+        with regular_file.opened(path) as file:
+            yield file
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def _compared(file: BinaryIO, path: Path, expected: ImageFile) -> Iterator[int]:
+    size = os.fstat(file.fileno()).st_size
+    if size != expected.size:
+        raise StorageError(
+            f"{path} has {size} octets, and its manifest says {expected.size}: it was cut short "
+            "or replaced; use another checkpoint"
+        )
+    found = hashlib.sha256()
+    while block := file.read(regular_file.BLOCK):
+        found.update(block)
+        yield len(block)
     if found.hexdigest() != expected.sha256:
         raise StorageError(
             f"{path} is not what was written: its SHA-256 is {found.hexdigest()[:12]}..., and its "

@@ -610,3 +610,29 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="cannot read the manifest"):
             directory.manifest(1)
         manifest.unlink()
+
+
+def test_a_link_in_place_of_a_cut_is_no_cut(tmp_path: Path) -> None:
+    snapshots.put(tmp_path / "elsewhere", 3)
+    shelf = tmp_path / "here"
+    shelf.mkdir()
+    (shelf / "cut-00000003").symlink_to(tmp_path / "elsewhere" / "cut-00000003")
+    directory = CheckpointDirectory(shelf)
+    assert directory.complete() == []
+    snapshots.put(shelf, 9)
+    snapshots.put(shelf, 10)
+    snapshots.put(shelf, 11)
+    assert [one.cut for one in directory.complete()] == [10, 11]
+    assert len(list((tmp_path / "elsewhere" / "cut-00000003").iterdir())) == 3, (
+        "nothing was removed"
+    )
+
+
+def test_a_disk_is_not_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("kvps.checkpoint.directory.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(
+        StorageError, match=r"checkpoint 1 not written: No space left.*free 0.977 KiB"
+    ):
+        CheckpointDirectory(tmp_path, 0).write(1, snapshots.image(0, 1))
+    assert not list(tmp_path.rglob("*.tmp"))
