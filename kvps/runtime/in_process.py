@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,7 @@ class InProcessSession:
         }
         self._perform(SERVER, self._server.start(self._now))
         self._perform(WORKER, self._worker.start(self._now))
+        _sessions.add(self)
         number, ticket = self._ticket()
         self._perform(WORKER, self._worker.on_join(number, JOIN_MAX_S, self._now))
         self._pump(ticket)
@@ -183,3 +185,22 @@ class InProcessSession:
 def _identity(role: Role) -> Identity:
     endpoint = "tcp://127.0.0.1:1" if role is Role.SERVER else ""  # to which nobody connects
     return Identity(role, SCHEDULER, "localhost", os.getpid(), "kvps", 0, endpoint=endpoint)
+
+
+_sessions: weakref.WeakSet[InProcessSession] = weakref.WeakSet()
+_held: list[InProcessSession] = []
+
+
+def _before_fork() -> None:
+    """Let no thread be within a call: its half-done call and its lock would stay in the child forever."""
+    for session in list(_sessions):
+        session._lock.acquire()
+        _held.append(session)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop()._lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -91,3 +92,27 @@ def test_a_child_has_its_own_store() -> None:
             os._exit(0 if kv.pull("w").tolist() == [1.0] * 3 else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert kv.pull("w").tolist() == [0.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_inherit_the_call_of_another_thread() -> None:
+    with kvps.create("local") as kv:
+        kv.init("w", torch.zeros(3))
+        is_over = threading.Event()
+
+        def push() -> None:
+            while not is_over.is_set():
+                kv.push("w", torch.ones(3))
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if child == 0:
+                    kv.push("w", torch.ones(3))
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            is_over.set()
+            thread.join()
