@@ -34,12 +34,12 @@ from dataclasses import dataclass, field
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.foothold import Foothold
-from kvps.cli.output import LineBuffer, OutputMux
-from kvps.cli.reaper import Reaper, kill
 from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
+from kvps.launchers.foothold import Foothold
+from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
 from kvps.net.memory import share_bytes
 from kvps.net.zap import keys_can_be

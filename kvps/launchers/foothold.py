@@ -10,8 +10,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from kvps.cli.reaper import Reaper
 from kvps.errors import ConfigError
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.scheduler_process import STATE_FILE
 
 PREFIX = "kvps-launch-"
