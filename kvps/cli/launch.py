@@ -40,6 +40,7 @@ from kvps.cli.reaper import Reaper, kill
 from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
+from kvps.launchers import dry_run
 from kvps.net import descriptors
 from kvps.net.memory import share_bytes
 from kvps.net.zap import keys_can_be
@@ -166,11 +167,15 @@ def _parser() -> flags.Parser:
         default=[],
         help="set a variable for all processes; may be repeated",
     )
+    dry_run.add_flags(parser)
     return parser
 
 
 def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
+    if parsed.dry_run is not None:
+        print(dry_run.text(parsed, command), end="")
+        return 0
     workers = config.as_whole("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
     if workers < 1:
