@@ -173,8 +173,8 @@ def _parser() -> flags.Parser:
 
 def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
-    if parsed.dry_run is not None:
-        print(dry_run.text(parsed, command), end="")
+    if manifests := dry_run.text_if_any(parsed, command):
+        print(manifests, end="")
         return 0
     workers = config.as_whole("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)

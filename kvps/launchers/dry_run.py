@@ -15,6 +15,23 @@ from kvps.launchers.pods import secret_files
 from kvps.launchers.yaml_text import document
 
 DEFAULT_NAME = "kvps"
+FLAGS = (
+    ("image", "IMAGE", "the image of all processes, with kvps and COMMAND in it"),
+    ("namespace", "NS", "the namespace in each manifest (none)"),
+    ("name", "NAME", f"the name of the job ({DEFAULT_NAME})"),
+    ("cpu", "CPU", "processors of a worker, such as 500m or 4 (1)"),
+    ("memory", "BYTES", "memory of a worker, such as 8Gi (4Gi)"),
+    ("gpu", "G", "GPUs of a worker (0)"),
+    ("server-cpu", "CPU", "processors of a server (1)"),
+    ("server-memory", "BYTES", "memory of a server (4Gi)"),
+    (
+        "checkpoint-claim",
+        "CLAIM",
+        "a PersistentVolumeClaim for checkpoints and for the scheduler's state; a server or scheduler "
+        "that fails is started again (none)",
+    ),
+)
+"""Flags, their values and their help."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,23 +43,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="print manifests to stdout and start nothing: a JobSet, a TrainJob of Kubeflow, or a Job and "
         "StatefulSets (k8s)",
     )
-    for name, metavar, text in (
-        ("image", "IMAGE", "the image of all processes, with kvps and COMMAND in it"),
-        ("namespace", "NS", "the namespace in each manifest (none)"),
-        ("name", "NAME", f"the name of the job ({DEFAULT_NAME})"),
-        ("cpu", "CPU", "processors of a worker, such as 500m or 4 (1)"),
-        ("memory", "BYTES", "memory of a worker, such as 8Gi (4Gi)"),
-        ("gpu", "G", "GPUs of a worker (0)"),
-        ("server-cpu", "CPU", "processors of a server (1)"),
-        ("server-memory", "BYTES", "memory of a server (4Gi)"),
-        (
-            "checkpoint-claim",
-            "CLAIM",
-            "a PersistentVolumeClaim for checkpoints and for the scheduler's state; a server or scheduler "
-            "that fails is started again (none)",
-        ),
-    ):
-        group.add_argument(f"--{name}", metavar=metavar, help=text)
+    for name, metavar, what in FLAGS:
+        group.add_argument(f"--{name}", metavar=metavar, help=what)
+
+
+def text_if_any(parsed: argparse.Namespace, command: Sequence[str]) -> str:
+    """Return the text that these flags of ``kvps-launch`` want printed in place of a start; empty if none.
+
+    Raises:
+        ConfigError: for a flag that is missing, malformed, or without a meaning here.
+    """
+    if parsed.dry_run is not None:
+        return text(parsed, command)
+    for name, _, _ in FLAGS:
+        if vars(parsed)[name.replace("-", "_")] is not None:
+            raise ConfigError(
+                f"--{name} needs --dry-run: add --dry-run=jobset to print manifests, or omit --{name}"
+            )
+    return ""
 
 
 def text(parsed: argparse.Namespace, command: Sequence[str]) -> str:

@@ -1,35 +1,41 @@
 """Manifests of a job for Kubernetes: a JobSet, a TrainJob of Kubeflow, or Jobs and StatefulSets alone.
 
-==========  ==============================  ===========================================
+==========  ==============================  =================================================
 kind        a failed process                exit code 78
-==========  ==============================  ===========================================
+==========  ==============================  =================================================
 jobset      its Job is recreated            the JobSet fails
 trainjob    its pod is recreated            the TrainJob fails
-k8s         its pod or container restarts   the workers' Job fails; a StatefulSet cannot
-==========  ==============================  ===========================================
-
-A server or scheduler is recreated only if a claim keeps its state; the model of another is lost, and the job fails.
+k8s         its pod or container restarts   of a worker: the Job fails; of others: they restart
+==========  ==============================  =================================================
 """
 
 from __future__ import annotations
 
 from kvps.core.membership_client import EXIT_CONFIG
+from kvps.errors import ConfigError
 from kvps.launchers.job import JobDescription
 from kvps.launchers.pods import SCHEDULER_PORT, SERVER_PORT, labels, template
 from kvps.launchers.yaml_text import Data
 
 KINDS = ("jobset", "trainjob", "k8s")
 JOB_INDEX = "jobset.sigs.k8s.io/job-index"
-JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 POD_INDEX = "apps.kubernetes.io/pod-index"
-TRAINER_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+GROUP = "trainer.kubeflow.org"
+TRAINER_STEP = f"{GROUP}/trainjob-ancestor-step"
+JOBSET_MAX = 1024
+"""Replicas of a role for which a JobSet counts restarts."""
 NODE = "node"
 """The Job, and the container, to which Kubeflow Trainer gives the command and the image of a TrainJob."""
 
 
 def manifests(job: JobDescription, kind: str) -> list[dict[str, Data]]:
-    """Return the objects of ``job``; ``kind`` is in :data:`KINDS`."""
+    """Return the objects of ``job``; ``kind`` is in :data:`KINDS`.
+
+    Raises:
+        ConfigError: if the job is too large for ``kind``.
+    """
     made = {"jobset": _jobset, "trainjob": _trainjob, "k8s": _plain}[kind](job)
     return [_network_policy(job), _disruption_budget(job), *made]
 
@@ -82,15 +88,17 @@ def _roles(job: JobDescription) -> dict[str, int]:
     return {role: size for role, size in sizes.items() if size}
 
 
-def _can_return(job: JobDescription, role: str) -> bool:
-    return role == "worker" or job.checkpoint_claim is not None
+def _restarts(job: JobDescription, role: str) -> int:
+    """Return how often a process may be started again: the model of a server without a claim is gone."""
+    is_kept = role == "worker" or job.checkpoint_claim is not None
+    return job.max_restarts if is_kept else 0
 
 
 def _job_spec(job: JobDescription, role: str, pod: Data, container: str) -> dict[str, Data]:
     """Return a Job of one pod."""
     codes: Data = {"containerName": container, "operator": "In", "values": [EXIT_CONFIG]}
     rules: list[Data] = [{"action": "FailJob", "onExitCodes": codes}]
-    if _can_return(job, role):  # the eviction of a pod counts for no restart
+    if _restarts(job, role):  # the eviction of a pod counts for no restart
         gone: Data = {"type": "DisruptionTarget", "status": "True"}
         rules.append({"action": "Ignore", "onPodConditions": [gone]})
     return {
@@ -110,8 +118,7 @@ def _indexed(
     """Return a Job of ``count`` pods, each of which is recreated by itself."""
     spec = _job_spec(job, role, pod, container)
     del spec["backoffLimit"]
-    restarts = job.max_restarts if _can_return(job, role) else 0
-    more: dict[str, Data] = {"backoffLimitPerIndex": restarts, "maxFailedIndexes": 0}
+    more: dict[str, Data] = {"backoffLimitPerIndex": _restarts(job, role), "maxFailedIndexes": 0}
     return spec | {"completions": count, "parallelism": count} | more
 
 
@@ -119,6 +126,12 @@ def _indexed(
 
 
 def _jobset(job: JobDescription) -> list[dict[str, Data]]:
+    most = max(job.workers, job.servers)
+    if most > JOBSET_MAX:
+        raise ConfigError(
+            f"{most} processes of a role are more than the {JOBSET_MAX} that a JobSet starts again one by one: "
+            "use --dry-run=trainjob or --dry-run=k8s"
+        )
     host = f"{job.name}-scheduler-0-0.{job.name}"
     where: list[Data] = [{"name": "KVPS_SCHEDULER", "value": f"tcp://{host}:{SCHEDULER_PORT}"}]
     jobs: list[Data] = []
@@ -128,16 +141,16 @@ def _jobset(job: JobDescription) -> list[dict[str, Data]]:
         jobs.append(
             {"name": role, "replicas": count, **_after(job, role), "template": {"spec": spec}}
         )
-    returning: list[Data] = [role for role in _roles(job) if _can_return(job, role)]
+    wrong: list[Data] = ["PodFailurePolicy"]
     rules: list[Data] = [
-        {
-            "name": "wrongConfiguration",
-            "action": "FailJobSet",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        },
-        {"name": "startAgain", "action": "RestartJob", "targetReplicatedJobs": returning},
-        {"name": "modelIsLost", "action": "FailJobSet"},
+        {"name": "wrongConfiguration", "action": "FailJobSet", "onJobFailureReasons": wrong}
     ]
+    returning: list[Data] = [role for role in _roles(job) if _restarts(job, role)]
+    if returning:  # none would mean all
+        rules.append(
+            {"name": "startAgain", "action": "RestartJob", "targetReplicatedJobs": returning}
+        )
+    rules.append({"name": "lost", "action": "FailJobSet"})
     policy: Data = {"maxRestarts": job.max_restarts, "rules": rules}
     return [
         _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", _jobset_spec(jobs, policy, "worker"))
@@ -167,11 +180,11 @@ def _after(job: JobDescription, role: str) -> dict[str, Data]:
 
 
 def _trainjob(job: JobDescription) -> list[dict[str, Data]]:
-    name = "$(KVPS_JOBSET)"  # any TrainJob of the runtime finds its own scheduler
+    name = "$(JOBSET_NAME)"  # any TrainJob of the runtime finds its own scheduler
     where: list[Data] = [
         {
-            "name": "KVPS_JOBSET",
-            "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOBSET_NAME}']"}},
+            "name": "JOBSET_NAME",
+            "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOBSET_LABEL}']"}},
         },
         {"name": "KVPS_SCHEDULER", "value": f"tcp://{name}-scheduler-0-0.{name}:{SCHEDULER_PORT}"},
     ]
@@ -185,35 +198,19 @@ def _trainjob(job: JobDescription) -> list[dict[str, Data]]:
             inner = {"metadata": {"labels": {TRAINER_STEP: "trainer"}}, **inner}
         jobs.append({"name": called[0], "replicas": 1, **_after(job, role), "template": inner})
     policy: Data = {"maxRestarts": 0, "rules": [{"name": "lost", "action": "FailJobSet"}]}
-    api = "trainer.kubeflow.org/v1alpha1"
+    api = f"{GROUP}/v1alpha1"
     runtime: Data = {
         "mlPolicy": {"numNodes": job.workers},
         "template": {"spec": _jobset_spec(jobs, policy, NODE)},
     }
+    marks: dict[str, Data] = labels(job) | {f"{GROUP}/framework": "kvps"}
     shared = _object(job, api, "ClusterTrainingRuntime", runtime)
-    metadata = shared["metadata"]
-    assert isinstance(metadata, dict)
-    metadata.pop("namespace", None)  # a runtime belongs to the cluster
-    shared["metadata"] = metadata | {
-        "labels": labels(job) | {"trainer.kubeflow.org/framework": "kvps"}
+    shared["metadata"] = {"name": job.name, "labels": marks}  # a runtime belongs to the cluster
+    chosen: Data = {
+        "runtimeRef": {"apiGroup": GROUP, "kind": "ClusterTrainingRuntime", "name": job.name},
+        "trainer": {"numNodes": job.workers, "image": job.image},
     }
-    reference: Data = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "ClusterTrainingRuntime",
-        "name": job.name,
-    }
-    return [
-        shared,
-        _object(
-            job,
-            api,
-            "TrainJob",
-            {
-                "runtimeRef": reference,
-                "trainer": {"numNodes": job.workers, "image": job.image},
-            },
-        ),
-    ]
+    return [shared, _object(job, api, "TrainJob", chosen)]
 
 
 # --- without custom resources ---------------------------------------------------------------------
