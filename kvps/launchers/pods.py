@@ -17,6 +17,12 @@ END_MARGIN_S = 10
 """Seconds beyond the grace, for reports and for the last lines of a log."""
 JOIN_MAX_S = 600
 """Seconds that a member looks for its scheduler: a node may have to pull the image first."""
+KEEPER = """trap 'kill -KILL $!; exit 143' TERM; "$@" & wait $!"""
+"""The shell that runs a server or scheduler: at SIGTERM it is lost, with an exit code that says so.
+
+By themselves they would end the job, or their part in it, and end with 0: the platform would see a pod that is done,
+and recreate it nowhere else.
+"""
 READABLE_BY_GROUP = 0o440
 """The mode of a key: a secret volume belongs to root, and fsGroup lets the group of the process read it."""
 WHOLE_CPU = 1000
@@ -61,12 +67,13 @@ def template(
         is_standing: the scheduler waits for another job when this one is over.
     """
     volumes, mounts = _volumes(job, role)
-    command, args = _command(job, role, is_standing)
+    words = _command(job, role, is_standing)
+    command = words[:1] if role == "worker" else ["sh", "-c", KEEPER, "kvps"]
     main: dict[str, Data] = {
         "name": container,
         "image": job.image,
-        "command": [*command],
-        "args": [_literal(arg) for arg in args],
+        "command": [_literal(word) for word in command],
+        "args": [_literal(word) for word in (words[1:] if role == "worker" else words)],
         "env": [*scheduler, *_environment(job, role, rank_label)],
         "resources": _resources(getattr(job, role)),
         "securityContext": {
@@ -112,23 +119,19 @@ def _grace(job: JobDescription) -> int:
     return math.ceil(END_MAX_S if job.grace_s is None else job.grace_s)
 
 
-def _command(
-    job: JobDescription, role: str, is_standing: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the program and its arguments."""
+def _command(job: JobDescription, role: str, is_standing: bool) -> list[str]:
+    """Return the program of a role and its arguments."""
     if role == "scheduler":
-        sizes = ("--workers", str(job.workers), "--servers", str(job.servers))
-        bind = ("--bind", f"tcp://0.0.0.0:{SCHEDULER_PORT}", "--state", STATE)
-        return ("kvps-scheduler",), (*sizes, *bind, *(("--keep-alive",) if is_standing else ()))
+        sizes = ["--workers", str(job.workers), "--servers", str(job.servers)]
+        bind = ["--bind", f"tcp://0.0.0.0:{SCHEDULER_PORT}", "--state", STATE]
+        return ["kvps-scheduler", *sizes, *bind, *(["--keep-alive"] if is_standing else [])]
     if role == "server":
-        cuts: tuple[str, ...] = ()
-        if job.checkpoint_claim is not None:
-            every = f"{job.checkpoint_every:g}"
-            cuts = ("--checkpoint-dir", CHECKPOINTS, "--checkpoint-every", every)
-        return ("kvps-server",), ("--bind", f"tcp://0.0.0.0:{SERVER_PORT}", *cuts)
-    final = () if job.max_restarts else ("--no-replacement",)
-    grace = () if job.grace_s is None else ("--grace", f"{job.grace_s:g}")
-    return ("kvps-worker",), (*final, *grace, "--", *job.command)
+        every = ["--checkpoint-dir", CHECKPOINTS, "--checkpoint-every", f"{job.checkpoint_every:g}"]
+        cuts = [] if job.checkpoint_claim is None else every
+        return ["kvps-server", "--bind", f"tcp://0.0.0.0:{SERVER_PORT}", *cuts]
+    final = [] if job.max_restarts else ["--no-replacement"]
+    grace = [] if job.grace_s is None else ["--grace", f"{job.grace_s:g}"]
+    return ["kvps-worker", *final, *grace, "--", *job.command]
 
 
 def _environment(job: JobDescription, role: str, rank_label: str) -> list[Data]:

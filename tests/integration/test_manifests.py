@@ -6,6 +6,8 @@ rest is taken from the manifest as it is.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from kvps.launchers.job import JobDescription
 from kvps.launchers.kubernetes import manifests
 from kvps.runtime import keys
-from tests.integration.processes import BIN, Process, Processes, free_port
+from tests.integration.processes import BIN, Process, Processes, free_port, has_checkpoint, until
 
 SCRIPT = """
 import sys, torch, kvps
@@ -26,6 +28,24 @@ kv.pushpull("w", torch.full((8,), float(kv.rank + 1)), out=out)
 assert out.tolist() == [3.0] * 8, out
 kv.close()
 print("trained", kv.rank)
+"""
+
+
+ENDLESS = """
+import os, sys, torch, kvps
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(8))
+out = torch.empty(8)
+done = kv.resume(["w"])
+print("began at", done, flush=True)
+while not os.path.exists(sys.argv[1]):
+    try:
+        kv.pushpull("w", torch.ones(8), out=out)
+        done += 1
+    except kvps.EpochChanged:
+        done = kv.resume(["w"])
+print("trained", kv.version("w"), flush=True)
+kv.close()
 """
 
 
@@ -46,9 +66,9 @@ class Pods:
     def start(self, role: str, index: int) -> Process:
         """Start the container of a pod."""
         (container,) = self.pods[role]["spec"]["containers"]
-        words = [self._here(one, role) for one in container["args"]]
-        (command,) = container["command"]
-        return self._processes.start(role, BIN / command, *words, **self._variables(role, index))
+        words = [self._here(one, role) for one in (*container["command"], *container["args"])]
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        return self._processes.start(role, *words, PATH=path, **self._variables(role, index))
 
     def probe(self) -> Process:
         """Start the liveness probe of the scheduler."""
@@ -73,9 +93,9 @@ class Pods:
             return f"tcp://127.0.0.1:{port}"
         if text == "/keys":
             return str(self._mounted(role))
-        return (
-            str(self._processes.folder / text[1:]) if text in ("/state", "/checkpoints") else text
-        )
+        if text in ("/state", "/checkpoints"):
+            return str(self._processes.folder / text[1:])
+        return text.replace("$$", "$")  # as Kubernetes reads it
 
     def _mounted(self, role: str) -> Path:
         """Return a directory with the key files that the pod mounts, and no others."""
@@ -122,5 +142,26 @@ def test_a_pod_with_the_key_of_another_role_ends_with_78(processes: Processes) -
     server = pods.start("server", 0)
     assert server.wait() == 78, server
     assert "server.key" in server.err
-    scheduler.signal(15)
-    scheduler.wait()
+    scheduler.signal(signal.SIGTERM)
+    assert scheduler.wait() == 143
+
+
+@pytest.mark.thorough
+def test_a_job_whose_pods_are_all_deleted_continues(processes: Processes) -> None:
+    stop = processes.folder / "stop"
+    command = (sys.executable, str(processes.script(ENDLESS)), str(stop))
+    job = JobDescription(
+        "digits", "kvps", 2, 2, command, checkpoint_claim="c", checkpoint_every=0.2, max_restarts=3
+    )
+    pods = Pods(processes, job)
+    roles = [("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0), ("worker", 1)]
+    started = [pods.start(*each) for each in roles]
+    until(lambda: has_checkpoint(processes.folder / "checkpoints"), "checkpoint")
+    for process in started:
+        process.signal(signal.SIGTERM)
+    assert [process.wait() for process in started] == [143] * 5
+    started = [pods.start(*each) for each in roles]
+    for worker in started[3:]:
+        assert int(worker.expect(r"began at (\d+)", 60.0)[1]) > 0, worker
+    stop.touch()
+    assert [process.wait() for process in started] == [0] * 5, started

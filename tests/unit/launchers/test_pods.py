@@ -131,9 +131,12 @@ def test_threads_are_the_processors_that_are_requested(role: str, threads: str) 
 def test_each_command_takes_its_flags(kind: str, name: str) -> None:
     for role, pod in pods(JOBS[name], kind).items():
         main = container(pod)
-        assert main["command"] == [COMMANDS[role].NAME]
         args = main["args"]
-        if role == "worker":
+        if role != "worker":
+            assert main["command"][:2] == ["sh", "-c"]
+            assert args.pop(0) == COMMANDS[role].NAME
+        else:
+            assert main["command"] == [COMMANDS[role].NAME]
             assert tuple(args[args.index("--") + 1 :]) == JOBS[name].command
             args = args[: args.index("--")]
         COMMANDS[role]._parser().parse_args(args)
