@@ -192,7 +192,14 @@ def _trainjob(job: JobDescription) -> list[dict[str, Data]]:
     for role, count in _roles(job).items():
         # Trainer overwrites the command of each container of this name, also of other roles.
         called = (NODE, NODE) if role == "worker" else (role, "kvps")
-        pod = template(job, role, scheduler=where, rank_label=COMPLETION_INDEX, container=called[1])
+        pod = template(
+            job,
+            role,
+            scheduler=where,
+            rank_label=COMPLETION_INDEX,
+            container=called[1],
+            place=name,
+        )
         inner: dict[str, Data] = {"spec": _indexed(job, role, count, pod, called[1])}
         if role == "worker":
             inner = {"metadata": {"labels": {TRAINER_STEP: "trainer"}}, **inner}

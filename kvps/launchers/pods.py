@@ -53,6 +53,7 @@ def template(
     rank_label: str,
     container: str = "kvps",
     restart: str = "Never",
+    place: str = "",
     is_standing: bool = False,
 ) -> dict[str, Data]:
     """Return the pod template of ``role``.
@@ -64,9 +65,10 @@ def template(
         rank_label: the label of a pod in which the platform writes its index.
         container: the name of the container.
         restart: the restart policy.
+        place: the directory of the job on the claim, in which ``$(NAME)`` is a variable; the job's name if empty.
         is_standing: the scheduler waits for another job when this one is over.
     """
-    volumes, mounts = _volumes(job, role)
+    volumes, mounts = _volumes(job, role, place or job.name)
     words = _command(job, role, is_standing)
     command = words[:1] if role == "worker" else ["sh", "-c", KEEPER, "kvps"]
     main: dict[str, Data] = {
@@ -165,7 +167,7 @@ def _resources(wanted: Resources) -> dict[str, Data]:
     return {"requests": {"cpu": wanted.cpu, "memory": wanted.memory}, "limits": limits}
 
 
-def _volumes(job: JobDescription, role: str) -> tuple[list[Data], list[Data]]:
+def _volumes(job: JobDescription, role: str, place: str) -> tuple[list[Data], list[Data]]:
     items: list[Data] = [
         {"key": path.removeprefix("public/"), "path": path} for path in secret_files(role)
     ]
@@ -189,14 +191,14 @@ def _volumes(job: JobDescription, role: str) -> tuple[list[Data], list[Data]]:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         return volumes, mounts
-    place = STATE if role == "scheduler" else CHECKPOINTS
+    path = STATE if role == "scheduler" else CHECKPOINTS
     if job.checkpoint_claim is not None:
         claim: Data = {"claimName": job.checkpoint_claim}
         volumes.append({"name": "kept", "persistentVolumeClaim": claim})
-        mounts.append({"name": "kept", "mountPath": place, "subPath": f"{job.name}{place}"})
+        mounts.append({"name": "kept", "mountPath": path, "subPathExpr": place + path})
     elif role == "scheduler":  # outlives the container, and not the pod
         volumes.append({"name": "kept", "emptyDir": {}})
-        mounts.append({"name": "kept", "mountPath": place, "subPath": place[1:]})
+        mounts.append({"name": "kept", "mountPath": path})
     return volumes, mounts
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvps.cli import launch
-from kvps.launchers.kubernetes import KINDS
+from kvps.launchers.kubernetes import KINDS, manifests
+from tests.unit.launchers.jobs import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]
 BASES = ROOT / "deploy" / "kubernetes"
@@ -42,6 +43,13 @@ def test_it_prints_manifests(capsys: pytest.CaptureFixture[str], kind: str) -> N
     assert text == printed(capsys, *ARGUMENTS, "--dry-run", kind, *COMMAND)
     assert "\n---\napiVersion: " in text
     assert "name: kvps\n" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_yaml_of_the_objects(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+    text = printed(capsys, *ARGUMENTS, "--name", "digits", f"--dry-run={kind}", *COMMAND)
+    assert list(yaml.safe_load_all(text)) == manifests(SMALL, kind)
 
 
 def test_every_flag_reaches_the_manifests(capsys: pytest.CaptureFixture[str]) -> None:
