@@ -40,7 +40,7 @@ from kvps.cli import flags
 from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
-from kvps.launchers import hosts
+from kvps.launchers import dry_run, hosts
 from kvps.launchers.children import Child, start_here
 from kvps.launchers.foothold import Foothold
 from kvps.launchers.frames import REPORT
@@ -74,6 +74,7 @@ example:
   kvps-launch -n 2 -- python train.py --epochs 3
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
   kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
+  kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
 
 Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
 has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
@@ -194,11 +195,15 @@ def _parser() -> flags.Parser:
         default=[],
         help="set a variable for all processes; may be repeated",
     )
+    dry_run.add_flags(parser)
     return parser
 
 
 def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
+    if manifests := dry_run.text_if_any(parsed, command):
+        print(manifests, end="")
+        return 0
     workers = config.as_whole("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
     if workers < 1:
