@@ -85,7 +85,7 @@ class _Agent:
         self._input = b""
         self._selector = selectors.DefaultSelector()
         self._kinds: dict[int, int] = {}
-        """Of each stream that is read: the kind of its frames."""
+        """The kind of frames for each stream that is read."""
 
     def run(self) -> int:
         order = self._order()

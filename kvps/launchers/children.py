@@ -21,7 +21,7 @@ from kvps.launchers.output import LineBuffer
 from kvps.launchers.reaper import Reaper, kill
 
 ORDER_BYTES_MAX = 60_000
-"""What a pipe takes before anybody reads it; Linux gives it 65,536 bytes."""
+"""The bytes that a pipe takes before anybody reads it; Linux has room for 65,536."""
 
 
 @dataclass(slots=True, eq=False)

@@ -38,7 +38,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self.version: str | None = None
-        """What the agent said of itself; None as long as nobody has."""
+        """The version that the agent gave; None until it has."""
         self._rest = b""
 
     def feed(self, more: bytes) -> Iterator[tuple[int, bytes]]:
