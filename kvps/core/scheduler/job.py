@@ -203,6 +203,12 @@ class Job:
         if self.formed and self.checkpoints.replaced(seat.node.rank, now):
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
+            if left := self.seats.workers(State.LEFT):
+                ranks = ", ".join(str(one.node.rank) for one in left)
+                self.note(
+                    "warning",
+                    f"the rounds since the cut are repeated without those that have left: worker {ranks}",
+                )
 
     def _meet(self, now: float) -> None:
         """Tell the checkpoints which members are present."""
