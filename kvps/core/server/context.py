@@ -42,6 +42,8 @@ class RequestContext:
         """By rank: the newest incarnation that has spoken."""
         self.lives: dict[int, int] = dict(lives or {})
         """By rank: the newest incarnation that was heard of."""
+        self.has_news = False
+        """Something was set or refused that another pending request may wait for."""
 
     # --- stores -----------------------------------------------------------------------------
 
@@ -229,10 +231,13 @@ class RequestContext:
 
     def retry(self) -> None:
         """Try all that waits for something to exist: something exists now."""
-        for session in self.sessions.values():
-            for seq, pending in list(session.pending.items()):
-                if isinstance(pending, PendingRequest):
-                    self.attempt(session, seq, pending)
+        self.has_news = True
+        while self.has_news:
+            self.has_news = False
+            for session in self.sessions.values():
+                for seq, pending in list(session.pending.items()):
+                    if isinstance(pending, PendingRequest):
+                        self.attempt(session, seq, pending)
 
     # --- answers ----------------------------------------------------------------------------
 
