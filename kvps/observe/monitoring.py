@@ -74,7 +74,7 @@ ALERTS = (
     ),
     Alert(
         "KvpsRolledBack",
-        "increase(kvps_epoch[15m]) > 0",
+        "delta(kvps_epoch[15m]) > 0",
         0,
         "warning",
         "The job was rolled back to a checkpoint.",
