@@ -21,6 +21,7 @@ PAGES = (
     "benchmarks/README.md",
     "docs/*.md",
     "docs/decisions/*.md",
+    "docs/launching/*.md",
     "docs/migrating/*.md",
     "examples/README.md",
     "tests/simulation/README.md",

@@ -398,6 +398,17 @@ def environment(
     }
 
 
+def shared(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the settings of kvps that hold for all processes of a job, on whatever host."""
+    return {k: v for k, v in variables("KVPS_", env).items() if k not in _PLACE}
+
+
+def variables(prefix: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return all variables whose names begin with ``prefix``."""
+    given = os.environ if env is None else env
+    return {name: value for name, value in given.items() if name.startswith(prefix)}
+
+
 def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     """Return the cluster that the environment describes; None if it describes none.
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvps.cli import bench, flags
-from kvps.cli.reaper import Reaper
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.signals import stopped_by_signals
 
 NAME = "python -m benchmarks.compare"

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from kvps.cli import flags
-from kvps.cli.reaper import Reaper
 from kvps.errors import ConfigError
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.signals import stopped_by_signals
 
 NAME = "kvps bench"

@@ -19,10 +19,12 @@ first: a worker that fails because another did is later.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import logging
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -30,16 +32,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.foothold import Foothold
-from kvps.cli.output import LineBuffer, OutputMux
-from kvps.cli.reaper import Reaper, kill
 from kvps.cli.worker import demand_command
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
+from kvps.launchers import dry_run, hosts
+from kvps.launchers.children import Child, start_here
+from kvps.launchers.foothold import Foothold
+from kvps.launchers.frames import REPORT
+from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.reaper import Reaper
+from kvps.launchers.remote import Remote, hostnames
 from kvps.net import descriptors
 from kvps.net.memory import share_bytes
 from kvps.net.zap import keys_can_be
@@ -47,6 +54,7 @@ from kvps.runtime.keys import KeyMemory, generate
 
 NAME = "kvps-launch"
 log = logging.getLogger("kvps")
+LAUNCHERS = ("ssh", "slurm")
 OTHERS_MAX_S = 10.0
 """How long the other workers may take to end when one has failed."""
 STOP_MAX_S = 10.0
@@ -66,6 +74,7 @@ example:
   kvps-launch -n 2 -- python train.py --epochs 3
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
   kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
+  kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
 
 Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
 has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
@@ -123,6 +132,8 @@ class LaunchPlan:
     """Processes take connections by anybody."""
     grace_s: float | None = None
     """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
+    remote: Remote | None = None
+    """Other hosts for workers and servers; None if all processes run on this machine."""
 
 
 def _parser() -> flags.Parser:
@@ -137,9 +148,27 @@ def _parser() -> flags.Parser:
     )
     parser.add_argument(
         "--launcher",
-        choices=["local"],
+        choices=["local", *LAUNCHERS],
         default="local",
-        help="where the processes run; local: on this machine",
+        help="where workers and servers run; local: on this machine; ssh: on the hosts of -H; slurm: "
+        "on the nodes of the allocation that this command runs in (local)",
+    )
+    parser.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOSTS",
+        help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many workers as slots",
+    )
+    parser.add_argument(
+        "--rsh",
+        metavar="COMMAND",
+        help="the command that reaches a host, with its options, as 'ssh -p 2222' or 'srun --mem=4G'",
+    )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        default=sys.executable,
+        help="the Python on the other hosts (the path of this one)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -166,11 +195,15 @@ def _parser() -> flags.Parser:
         default=[],
         help="set a variable for all processes; may be repeated",
     )
+    dry_run.add_flags(parser)
     return parser
 
 
 def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
+    if manifests := dry_run.text_if_any(parsed, command):
+        print(manifests, end="")
+        return 0
     workers = config.as_whole("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
     if workers < 1:
@@ -181,14 +214,17 @@ def _main(argv: Sequence[str]) -> int:
     screen = OutputMux(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
-    env = _environment(parsed.env, workers + servers)
+    env = _environment(_given(parsed.env), workers + servers)
     folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
     places = (folder, parsed.checkpoint_every)
     keys = parsed.keys or config.keys_path()
     is_keyless = keys is None and (flags.is_insecure(parsed) or not keys_can_be())
     doors = (keys, is_keyless)
-    plan = LaunchPlan(workers, servers, restarts, env, command, level, *places, *doors, grace_s)
-    need = 2 * (1 + workers + servers) + OWN_DESCRIPTORS
+    remote = _remote(parsed, workers, servers)
+    plan = LaunchPlan(
+        workers, servers, restarts, env, command, level, *places, *doors, grace_s, remote
+    )
+    need = (2 if remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     leash = Reaper()
     try:
@@ -197,13 +233,44 @@ def _main(argv: Sequence[str]) -> int:
         leash.close()
 
 
-def _environment(given: Sequence[str], processes: int) -> dict[str, str]:
+def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | None:
+    """Return the other hosts that flags and the environment name; None if there are none.
+
+    Raises:
+        ConfigError: if the flags contradict each other, or the hosts have too few slots.
+    """
+    launcher = parsed.launcher
+    if launcher == "local" and parsed.hosts is not None:
+        raise ConfigError("-H needs --launcher ssh: without it all processes run on this machine")
+    if launcher == "slurm" and parsed.hosts is not None:
+        raise ConfigError("--launcher slurm takes the nodes of the allocation: omit -H")
+    if launcher == "ssh" and parsed.hosts is None:
+        raise ConfigError(
+            "--launcher ssh needs hosts: -H a:4,b:4, or -H FILE with lines 'a slots=4'"
+        )
+    if launcher == "local":
+        return None
+    given = (
+        hosts.of_slurm(config.variables("SLURM_"), hostnames)
+        if launcher == "slurm"
+        else hosts.parse(parsed.hosts)
+    )
+    placement = hosts.Placement(given, workers, servers)
+    rsh = shlex.split(parsed.rsh or ("srun" if launcher == "slurm" else "ssh"))
+    return Remote(launcher, rsh, placement, parsed.python, _given(parsed.env))
+
+
+def _given(settings: Sequence[str]) -> dict[str, str]:
     changes = {}
-    for one in given:
-        name, equals, value = one.partition("=")
+    for setting in settings:
+        name, equals, value = setting.partition("=")
         if not name or not equals:
-            raise ConfigError(f"--env {one!r}: write it as NAME=VALUE")
+            raise ConfigError(f"--env {setting!r}: write it as NAME=VALUE")
         changes[name] = value
+    return changes
+
+
+def _environment(changes: dict[str, str], processes: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return config.environment(changes, {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
 
@@ -218,28 +285,6 @@ class _ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(BrokenPipeError):
             self._screen.write(1, b"", self.format(record).encode().split(b"\n"))
-
-
-@dataclass(slots=True, eq=False)
-class Child:
-    """One process that was started."""
-
-    role: str
-    rank: int
-    number: int
-    """The number of its colour."""
-    process: subprocess.Popen[bytes]
-    life: int = 0
-    """How often it was started again."""
-    is_told: bool = False
-    """A worker's end was reported, or seen."""
-    streams: dict[int, LineBuffer] = field(default_factory=dict)
-    """Its output by file descriptor: first stdout, then stderr."""
-
-    @property
-    def name(self) -> str:
-        """The prefix of its lines."""
-        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
 class LaunchStage(enum.IntEnum):
@@ -272,6 +317,7 @@ class Launch:
         """The exit code for the first signal, or of the first server or scheduler that failed."""
         self._keys: KeyMemory | None = None
         """The keys that were made for this job, if any."""
+        self._host = "127.0.0.1" if plan.remote is None else plan.remote.own_address()
         if plan.keys is None and not plan.is_keyless:
             self._keys = KeyMemory(generate())
         self._scheduler = ""
@@ -293,7 +339,7 @@ class Launch:
             signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
         try:
             if self._plan.max_restarts:
-                self._foothold = Foothold(self._leash)
+                self._foothold = Foothold(self._leash, self._host)
             log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
             if self._keys is not None:
                 log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
@@ -302,7 +348,7 @@ class Launch:
                 self._turn()
         finally:
             for child in self._children.values():
-                kill(child.process.pid)
+                child.abandon()
                 child.process.wait()
                 self._leash.forget(child.process.pid)
             self._screen.close()
@@ -342,11 +388,20 @@ class Launch:
                     case ["worker", pid, code] if int(pid) in self._children:
                         self._on_worker_end(self._children[int(pid)], int(code))
 
+    def _on_far_report(self, child: Child, report: bytes) -> None:
+        match report.split():
+            case [b"worker", _, code]:  # its process id is one of another host
+                self._on_worker_end(child, int(code))
+            case _:
+                pass
+
     # --- starting -----------------------------------------------------------------------------
 
     def _start_scheduler(self, life: int) -> None:
         sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
-        place = ["--bind", "tcp://127.0.0.1:0"] if self._foothold is None else self._foothold.flags
+        place = (
+            ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
+        )
         self._start("scheduler", 0, life, [*sizes, *place])
 
     def _start_members(self, endpoint: str) -> None:
@@ -363,10 +418,12 @@ class Launch:
         folder, every = self._plan.checkpoint_dir, self._plan.checkpoint_every
         place = ["--checkpoint-dir", folder] if folder else []
         times = ["--checkpoint-every", every] if every is not None else []
-        is_told = config.text("KVPS_MEMORY_LIMIT") is not None
-        limit = [] if is_told else ["--memory-limit", share_bytes(self._plan.servers)]
-        bind = ["--bind", "tcp://127.0.0.1:0"]
-        self._start("server", rank, life, [*bind, *place, *times, *limit])
+        words: list[object] = [*place, *times]
+        if self._plan.remote is None:  # else its host decides
+            words += ["--bind", "tcp://127.0.0.1:0"]
+            if config.text("KVPS_MEMORY_LIMIT") is None:
+                words += ["--memory-limit", share_bytes(self._plan.servers)]
+        self._start("server", rank, life, words)
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []
@@ -375,33 +432,36 @@ class Launch:
 
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
-        report = [] if role == "server" else ["--report-fd", self._report[1]]
-        fds = [self._report[1]] if report else []
+        bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
+        words = [*place, *bare, "--log-level", self._plan.log_level, *more]
+        remote = None if role == "scheduler" else self._plan.remote
+        number = rank if role == "worker" else self._plan.workers + rank
+        if remote is None:
+            process = self._started_here(role, [str(word) for word in words])
+            child = Child(role, rank, number, process, life)
+        else:
+            keys = None if self._keys is None else Path(self._keys.path).read_text("ascii")
+            process = remote.start(role, rank, [str(word) for word in words], keys, self._leash)
+            child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
+            log.info("%s starts on host %s", child.name, child.host)
+        self._children[process.pid] = child
+        for fd in child.fds:
+            self._listen(fd, self._reader(child, fd))
+
+    def _started_here(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        flags, fds = [], []
+        if role != "server":
+            flags += ["--report-fd", str(self._report[1])]
+            fds.append(self._report[1])
         keys = self._plan.keys
         if self._keys is not None:
             keys = f"/dev/fd/{self._keys.fd}"
             fds.append(self._keys.fd)
-        key_flags = [] if keys is None else ["--keys", keys]
-        words = [*place, *report, *key_flags, "--log-level", self._plan.log_level, *more]
-        process = subprocess.Popen(
-            # -P: a file in this folder that is called like one of our modules stays out of the way
-            [sys.executable, "-P", "-m", f"kvps.cli.{role}", *map(str, words)],
-            env=self._plan.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=fds,
-            preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
-        )
-        number = rank if role == "worker" else self._plan.workers + rank
-        child = Child(role, rank, number, process, life)
-        self._children[process.pid] = child
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            child.streams[stream.fileno()] = LineBuffer()
-            self._listen(stream.fileno(), self._reader(child, stream.fileno()))
+        if keys is not None:
+            flags += ["--keys", keys]
+        # -P: a file in this folder that is called like one of our modules stays out of the way
+        argv = [sys.executable, "-P", "-m", f"kvps.cli.{role}", *flags, *words]
+        return start_here(argv, self._plan.env, fds, self._leash)
 
     # --- what they print ----------------------------------------------------------------------
 
@@ -419,29 +479,37 @@ class Launch:
             return False
         if not got:
             self._selector.unregister(fd)
-        lines = child.streams[fd]
-        self._show(child, fd, lines.feed(got) if got else lines.end(), lines.unfinished)
+        try:
+            for sink, data in child.parts(fd, got):
+                if sink == REPORT:
+                    self._on_far_report(child, data)
+                else:
+                    self._show(child, sink, child.lines[sink].feed(data))
+        except ValueError as error:
+            log.error("%s: host %s sends no output of an agent: %s", child.name, child.host, error)
+            child.abandon()
+        if not got and child.host is None:
+            sink = child.fds.index(fd)
+            self._show(child, sink, child.lines[sink].end())
         return bool(got)
 
-    def _show(self, child: Child, fd: int, lines: list[bytes], unfinished: bytes) -> None:
-        sink = list(child.streams).index(fd)
+    def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
         prefix = self._screen.prefix(child.name, child.number, sink)
         try:
-            self._screen.write(sink, prefix, lines, unfinished)
+            self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
 
     def _drain(self, child: Child) -> None:
         """Show the rest of what a process printed that has ended."""
-        for fd, lines in child.streams.items():
+        for fd in child.fds:
             while fd in self._selector.get_map() and self._read(child, fd):
                 pass
             if fd in self._selector.get_map():  # somebody who left its group holds it open
                 self._selector.unregister(fd)
-                self._show(child, fd, lines.end(), b"")
-        for stream in (child.process.stdout, child.process.stderr):
-            assert stream is not None
-            stream.close()
+        for sink, lines in enumerate(child.lines):
+            self._show(child, sink, lines.end())
+        child.close()
 
     # --- how they end -------------------------------------------------------------------------
 
@@ -453,6 +521,14 @@ class Launch:
         self._leash.forget(pid)
         self._drain(child)
         code = 128 - code if code < 0 else code
+        if not child.has_begun and self._stage is LaunchStage.GOING:
+            assert self._plan.remote is not None
+            assert child.host is not None
+            log.error(
+                "%s: host %s could not start it (exit code %d): see whether this command ends with 0: %s",
+                *(child.name, child.host, code, self._plan.remote.probe(child.host)),
+            )
+            code = EXIT_CONFIG  # another attempt would end like this one
         log.log(logging.DEBUG if code == 0 else logging.INFO, "%s ended with %d", child.name, code)
         if child.role != "worker":
             self._on_other_end(child, code)
@@ -528,7 +604,7 @@ class Launch:
         """The operator wants an end; the second time at once."""
         self._other_code = self._other_code or 128 + number
         if self._stage >= LaunchStage.STOPPING:
-            self._enter(LaunchStage.KILLING, None)
+            self._enter(LaunchStage.KILLING, STOP_MAX_S)
             self._signal(signal.SIGKILL)
             return
         grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
@@ -550,9 +626,13 @@ class Launch:
             self._other_code = self._other_code or (0 if is_late else 1)
             self._enter(LaunchStage.STOPPING, STOP_MAX_S)
             self._signal(signal.SIGTERM)
-        else:
-            self._enter(LaunchStage.KILLING, None)
+        elif self._stage is LaunchStage.STOPPING:
+            self._enter(LaunchStage.KILLING, STOP_MAX_S)
             self._signal(signal.SIGKILL)
+        else:
+            self._next_at = None
+            for child in self._children.values():
+                child.abandon()
 
     def _enter(self, stage: LaunchStage, limit_s: float | None) -> None:
         self._stage = stage
@@ -562,10 +642,7 @@ class Launch:
         """Send a signal to the processes of a role, or to all."""
         for child in self._children.values():
             if role in (None, child.role):
-                if number == signal.SIGKILL:
-                    kill(child.process.pid)
-                else:
-                    child.process.send_signal(number)
+                child.signal(number)
 
 
 if __name__ == "__main__":

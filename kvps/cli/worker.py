@@ -16,11 +16,11 @@ from types import FrameType
 
 from kvps import __version__, config
 from kvps.cli import flags
-from kvps.cli.reaper import Reaper, kill
 from kvps.core.agents.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.core.effects import Effects, Finish
 from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
+from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.zap import KeyPair, Keys, new_pair

@@ -612,6 +612,7 @@ def test_a_rank_that_does_not_come(processes: Processes) -> None:
     assert "Timeout: " in first.err
 
 
+@pytest.mark.thorough
 def test_the_digits_example(processes: Processes) -> None:
     weights = processes.folder / "weights.safetensors"
     example = [sys.executable, ROOT / "examples" / "digits.py", "--store", "allreduce"]

@@ -105,6 +105,7 @@ def test_the_table(processes: Processes, tmp_path: Path) -> None:
     assert found["limits_gb_per_s"]["copy, one core"] > 0
 
 
+@pytest.mark.thorough
 def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     sweep = ("--sweep", "keys", "--at", "1", "10", "--systems", "gloo", "--plot", "plots")
     bench = compared(processes, *sweep, "--rounds", "2", "--repeat", "1")
@@ -113,6 +114,7 @@ def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_a_system_that_fails_is_named(processes: Processes) -> None:
     bench = called(processes, "bench", *QUICK, "--systems", "kvps", KVPS_TRANSPORT="pigeon")
     assert bench.wait() == 1
@@ -140,6 +142,7 @@ class TestNetwork:
         flags = ("--network", "2@1x1", "--rate", "1gbit", "--json", "figures.json")
         return compared(processes, *QUICK, *flags, "--systems", "kvps", "kvps apart")
 
+    @pytest.mark.thorough
     def test_links_carry_the_model(self, network: Process, tmp_path: Path) -> None:
         assert network.wait(60) == 0, network
         assert "workers 0 to 1" in network.out

@@ -29,7 +29,7 @@ def train(kv: kvps.KVStoreBase) -> float:
     return digits.accuracy(model, UNSEEN)
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("store", ["local", pytest.param("device", marks=pytest.mark.thorough)])
 def test_a_local_store_learns_digits(store: str) -> None:
     torch.manual_seed(0)
     assert train(kvps.create(store)) >= 0.97

@@ -72,7 +72,7 @@ def joined(runs: list[Run]) -> tuple[Run, ...]:
 
 @pytest.mark.spec("R50", "R80")
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     kinds = {"float", "half"} | ({"int"} if not rule else set())

@@ -27,7 +27,7 @@ class StoreResync:
     before: dict[str, int]
     """Key -> the version that this rank had seen."""
     optimize_calls: int
-    """Number of times that this rank had set the optimizer."""
+    """Number of times that the optimizer was set, as far as this rank could know."""
     held: list[DeferredCall] = field(default_factory=list)
     """Calls that were under way, and calls that came since."""
     after: dict[str, int] = field(default_factory=dict)

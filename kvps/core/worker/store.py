@@ -94,6 +94,16 @@ class WorkerStore:
         """
         return self.ordered or self.optimized.number > 0 or self.was_pushed_to
 
+    @property
+    def optimizer_calls(self) -> int:
+        """Number of times that the optimizer was set, as far as this rank can know.
+
+        A rank that took another's place sets it again as it begins, which no other rank does: its own count
+        may be ahead of theirs. It knows only that there is an optimizer.
+        """
+        number = self.optimized.number
+        return min(number, 1) if self.is_resumed and self.rank != 0 else number
+
     def next_call(self, last: Made) -> Made:
         """Return the next call of a kind whose ``last`` was this.
 

@@ -394,7 +394,7 @@ class Worker:
                 held.append(DeferredCall(pending.ticket, pending.call, pending.deadline))
         for name, store in self.stores.items():
             if name not in self._rejoins:  # else this is the second loss in a row
-                new = StoreResync(store.versions(), store.optimized.number)
+                new = StoreResync(store.versions(), store.optimizer_calls)
                 self._rejoins[name] = self._untold.pop(name, new)
             self._own_tickets -= 1
             call = calls.RejoinStore(name, tuple(self._rejoins[name].before))

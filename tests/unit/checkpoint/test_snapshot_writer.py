@@ -140,6 +140,7 @@ def test_equal_histories_are_stored_once(tmp_path: Path) -> None:
     assert snapshots.same(snapshot_writer.read(tmp_path / "image"), Snapshot(0, 1, (store,)))
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_keys_are_no_matter(tmp_path: Path) -> None:
     spec = Spec("float32", (8,))
     keys = tuple(

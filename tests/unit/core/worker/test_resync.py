@@ -10,7 +10,7 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
 from kvps.core.worker import calls
 from kvps.core.worker.resync import StoreResync, epoch_changed
-from kvps.core.worker.store import WorkerStore
+from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
 from kvps.protocol.envelope import Node, Role
@@ -365,3 +365,15 @@ def test_the_text_names_some_keys_and_counts_the_others() -> None:
     assert "('a' 9 -> 7, 'b' 9 -> 7, 'c' 9 -> 7 and 2 more)" in str(error)
     assert "(epoch 4)" in str(error)
     assert set(error.before) == set("abcde")
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_resumed", "known"), [(0, False, 3), (0, True, 3), (1, False, 3), (1, True, 1)]
+)
+def test_a_replacement_knows_only_that_there_is_an_optimizer(
+    rank: int, is_resumed: bool, known: int
+) -> None:
+    store = WorkerStore(opened(), rank, 1, 1.0, is_resumed=is_resumed)
+    assert store.optimizer_calls == 0
+    store.optimized = Made(3)
+    assert store.optimizer_calls == known

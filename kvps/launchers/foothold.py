@@ -10,8 +10,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from kvps.cli.reaper import Reaper
 from kvps.errors import ConfigError
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.scheduler_process import STATE_FILE
 
 PREFIX = "kvps-launch-"
@@ -20,8 +20,12 @@ PREFIX = "kvps-launch-"
 class Foothold:
     """A port of this machine and a private folder; the leash removes the folder when we end."""
 
-    def __init__(self, leash: Reaper) -> None:
+    def __init__(self, leash: Reaper, host: str = "127.0.0.1") -> None:
         """Take both.
+
+        Args:
+            leash: removes the folder.
+            host: the address of this machine at which the scheduler listens.
 
         Raises:
             ConfigError: if the folder cannot be made.
@@ -37,12 +41,13 @@ class Foothold:
         # Bound and not listened on, so that nobody else gets the port while there is no scheduler.
         self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._kept.bind(("127.0.0.1", 0))
+        self._kept.bind((host, 0))
 
     @property
     def bind(self) -> str:
         """Where the scheduler listens, each time."""
-        return f"tcp://127.0.0.1:{self._kept.getsockname()[1]}"
+        host, port = self._kept.getsockname()
+        return f"tcp://{host}:{port}"
 
     @property
     def flags(self) -> list[str]:

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import pytest
 
-from kvps.cli.output import LINE_MAX, LineBuffer, OutputMux
-from kvps.cli.reaper import kill
+from kvps.launchers.output import LINE_MAX, LineBuffer, OutputMux
+from kvps.launchers.reaper import kill
 
 
 class Terminal(BytesIO):
@@ -131,7 +131,7 @@ def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
 OWNER = """
 import os, subprocess, sys
-from kvps.cli.reaper import Reaper
+from kvps.launchers.reaper import Reaper
 leash = Reaper()
 for _ in range(2):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -144,7 +144,7 @@ os.kill(os.getpid(), 9)
 
 KILLED_TOGETHER = """
 import os, subprocess, sys
-from kvps.cli.reaper import Reaper
+from kvps.launchers.reaper import Reaper
 leash = Reaper()
 subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=leash.hold_me)
 os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), 9)
@@ -152,7 +152,7 @@ os.kill(os.getpid(), 9)
 """
 FOLDER = """
 import os, sys
-from kvps.cli.reaper import Reaper
+from kvps.launchers.reaper import Reaper
 leash = Reaper()
 leash.hold_folder(sys.argv[1])
 if len(sys.argv) > 2: leash.close()

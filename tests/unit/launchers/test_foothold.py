@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvps import config
-from kvps.cli.foothold import Foothold
-from kvps.cli.reaper import Reaper
 from kvps.errors import ConfigError
+from kvps.launchers.foothold import Foothold
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.scheduler_process import STATE_FILE
 
 

@@ -1,0 +1,170 @@
+"""Processes of a launch, on this machine or on another, as one class: output, reports, signals.
+
+A process on this machine is a child, and its two streams are its own. One on another host has a child
+here that is ssh or srun: its stdout carries frames (:mod:`kvps.launchers.frames`), its stderr is what ssh
+or srun itself has to say, and its stdin takes signals to the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvps.errors import ConfigError
+from kvps.launchers.agent import Order
+from kvps.launchers.frames import ERROR, OUT, FrameReader
+from kvps.launchers.output import LineBuffer
+from kvps.launchers.reaper import Reaper, kill
+
+ORDER_BYTES_MAX = 60_000
+"""The bytes that a pipe takes before anybody reads it; Linux has room for 65,536."""
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process that was started."""
+
+    role: str
+    rank: int
+    number: int
+    """The number of its colour."""
+    process: subprocess.Popen[bytes]
+    life: int = 0
+    """How often it was started again."""
+    host: str | None = None
+    """The host on which it runs; None for this machine."""
+    is_told: bool = False
+    """A worker's end was reported, or seen."""
+    lines: tuple[LineBuffer, LineBuffer] = field(
+        default_factory=lambda: (LineBuffer(), LineBuffer())
+    )
+    """Its output: stdout and stderr."""
+    _frames: FrameReader = field(default_factory=FrameReader)
+
+    @property
+    def name(self) -> str:
+        """The prefix of its lines."""
+        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """The descriptors of the streams that are read from it."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        return self.process.stdout.fileno(), self.process.stderr.fileno()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, as far as can be seen: on another host, whether its agent has answered."""
+        return self.host is None or self._frames.version is not None
+
+    def parts(self, fd: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Return what was read from a descriptor as (stream, bytes): OUT, ERROR or REPORT.
+
+        Raises:
+            ValueError: if another host sends what no agent writes.
+        """
+        is_out = fd == self.fds[0]
+        if is_out and self.host is not None:
+            yield from self._frames.feed(data)
+        else:
+            yield OUT if is_out else ERROR, data
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; SIGKILL ends all that it has started, too."""
+        if self.host is not None:
+            self._tell(b"signal %d\n" % number)
+        elif number == signal.SIGKILL:
+            kill(self.process.pid)
+        else:
+            self.process.send_signal(number)
+
+    def abandon(self) -> None:
+        """Kill it, without waiting for another host: the agent there notices the end of its input."""
+        if self.host is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        kill(self.process.pid)
+
+    def close(self) -> None:
+        """Close the streams."""
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _tell(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            os.write(self.process.stdin.fileno(), line)
+
+
+def start_here(
+    argv: list[str], env: dict[str, str], fds: list[int], leash: Reaper
+) -> subprocess.Popen[bytes]:
+    """Start a process on this machine, in a session of its own.
+
+    Args:
+        argv: its command line.
+        env: its environment.
+        fds: descriptors that it inherits.
+        leash: ends it when we end.
+    """
+    return _opened(
+        subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=fds,
+            preexec_fn=leash.hold_me,  # there is no moment at which it runs and is not held
+        )
+    )
+
+
+def start_there(argv: list[str], order: Order, leash: Reaper) -> subprocess.Popen[bytes]:
+    """Start a process on another host.
+
+    Args:
+        argv: the command line of ssh or srun.
+        order: for the agent there.
+        leash: ends ssh or srun when we end.
+
+    Raises:
+        ConfigError: if the order is too long, or the command is not there.
+    """
+    line = order.line()
+    if len(line) > ORDER_BYTES_MAX:
+        raise ConfigError(
+            f"the command and the variables for another host are {len(line)} bytes, above "
+            f"{ORDER_BYTES_MAX}: put what is long into a file"
+        )
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=leash.hold_me,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot start {argv[0]}: {error.strerror}. Install it, or name another with --rsh"
+        ) from error
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended; its exit code says so
+        os.write(process.stdin.fileno(), line)
+    return _opened(process)
+
+
+def _opened(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+    return process

@@ -1,0 +1,319 @@
+"""kvps-launch over ssh and within a Slurm allocation: real sshd, slurmctld and two slurmd, on loopback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.integration.processes import BIN, Process, Processes, has_checkpoint, until
+from tests.integration.test_checkpoints import BEGIN, TRAIN, TRAINER
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+SSHD = """
+Port {port}
+ListenAddress 127.0.0.1
+ListenAddress 127.0.0.2
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+StrictModes no
+UsePAM no
+PidFile none
+"""
+SLURM = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/ctl
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/ctl.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/ctl.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
+PartitionName=p Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
+"""
+STEP = """
+import kvps, torch, zlib
+
+torch.manual_seed(0)
+kv = kvps.create("dist_sync", deterministic=True)
+keys, values = ["a", "b"], [torch.randn(1000), torch.randn(77)]
+kv.init(keys, values)
+kv.set_optimizer("sgd", lr=0.1, momentum=0.9)
+for step in range(5):
+    generator = torch.Generator().manual_seed(100 * step + kv.rank)
+    kv.pushpull(keys, [torch.randn(1000, generator=generator), torch.randn(77, generator=generator)], out=values)
+print("bits", [zlib.crc32(value.numpy().tobytes()) for value in values], flush=True)
+"""
+FOR_EVER = """
+import kvps, torch
+
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(4))
+for step in range(10**9):
+    kv.pushpull("w", torch.ones(4))
+    if step == 20:
+        print("running", flush=True)
+"""
+
+
+class Engine(Protocol):
+    """An engine that starts processes on several hosts."""
+
+    def launch(self, processes: Processes, *words: object) -> Process:
+        """Start kvps-launch by it, on two hosts."""
+
+
+def free_ports(count: int) -> list[int]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in taken]
+    for one in taken:
+        one.close()
+    return ports
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path=SBIN)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+class Ssh:
+    """A server for ssh on two loopback addresses."""
+
+    def __init__(self, folder: Path) -> None:
+        sshd, keygen = program("sshd"), program("ssh-keygen")
+        for name in ("host", "user"):
+            command = [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True)
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)
+        (port,) = free_ports(1)
+        (folder / "config").write_text(SSHD.format(port=port, folder=folder))
+        self._server = subprocess.Popen(
+            [sshd, "-D", "-e", "-f", str(folder / "config")], stderr=subprocess.DEVNULL
+        )
+        self.rsh = shlex.join(
+            [
+                *(program("ssh"), "-p", str(port), "-i", str(folder / "user")),
+                *("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"),
+                *("-o", "LogLevel=ERROR", "-F", "none"),
+            ]
+        )
+        command = [*shlex.split(self.rsh), "-o", "BatchMode=yes", "127.0.0.1", "true"]
+        until(lambda: subprocess.run(command, check=False).returncode == 0, "sshd")
+
+    def launch(self, processes: Processes, *words: object) -> Process:
+        """Start kvps-launch."""
+        hosts = ",".join(f"{host}:2" for host in HOSTS)
+        flags = ("--launcher", "ssh", "-H", hosts, "--rsh", self.rsh)
+        return processes.kvps("launch", *flags, *words)
+
+    def close(self) -> None:
+        """End it."""
+        self._server.terminate()
+        self._server.wait()
+
+
+class Slurm:
+    """A Slurm cluster of two nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("a Slurm cluster of its own needs root")
+        names = ("munged", "slurmctld", "slurmd", "salloc", "sinfo")
+        munged, slurmctld, slurmd, self._salloc, sinfo = map(program, names)
+        for name in ("munge", "ctl"):
+            (folder / name).mkdir(mode=0o755)
+        folder.chmod(0o755)
+        key = folder / "munge" / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        text = SLURM.format(folder=folder, ports=free_ports(3), host=socket.gethostname())
+        (folder / "slurm.conf").write_text(text)
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+        places["seed-file"] = "seed"
+        own = [f"--{flag}={folder}/munge/{name}" for flag, name in places.items()]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._start(munged, "--foreground", "--force", *own)
+        until((folder / "munge" / "socket").exists, "munged")
+        self._start(slurmctld, "-D", "-c")
+        for node in ("n1", "n2"):
+            self._start(slurmd, "-D", "-N", node)
+
+        def idle() -> bool:
+            command = [sinfo, "--noheader", "--states=idle", "--format=%D"]
+            done = subprocess.run(
+                command, env=os.environ | self.env, capture_output=True, text=True, check=False
+            )
+            return done.stdout.strip() == "2"
+
+        until(idle, "nodes")
+
+    def _start(self, *words: str) -> None:
+        env = os.environ | self.env
+        sink = subprocess.DEVNULL
+        self._daemons.append(subprocess.Popen(words, env=env, stdout=sink, stderr=sink))
+
+    def launch(self, processes: Processes, *words: object) -> Process:
+        """Start kvps-launch in an allocation of its own."""
+        allocation = (self._salloc, "-N2", "--ntasks-per-node=2", "--quiet")
+        command = (BIN / "kvps-launch", "--launcher", "slurm", *words)
+        return processes.start("salloc", *allocation, *command, **self.env)
+
+    def close(self) -> None:
+        """End it."""
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+@pytest.fixture(scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.thorough)])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    made = {"ssh": Ssh, "slurm": Slurm}[request.param](tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
+
+
+def gone(processes: Processes) -> None:
+    until(lambda: not processes.running(), "end of all processes", 30.0)
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_weights_are_those_of_one_machine(processes: Processes, engine: Engine) -> None:
+    words = ("-n", 3, "-s", 2, "--", sys.executable, processes.script(STEP))
+    far, here = engine.launch(processes, *words), processes.kvps("launch", *words)
+    assert (far.wait(60.0), here.wait(60.0)) == (0, 0), (far, here)
+    bits = {line.partition("bits")[2] for line in (far.out + here.out).splitlines()}
+    assert len(bits) == 1, bits
+    assert far.out.count("bits") == 3
+    assert far.err == ""
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_a_killed_worker_and_a_killed_server_come_back(
+    processes: Processes, engine: Engine, tmp_path: Path
+) -> None:
+    # A replacement makes other steps than the others, so the rate stays as it is.
+    trainer = TRAINER.replace("trainer.set_learning_rate(rate)", "pass")
+    options = {"update_on_kvstore": True}
+    script = processes.script(f"{BEGIN}\nOPTIONS = {options}\n{trainer}\n{TRAIN}")
+    enough, folder = tmp_path / "enough", tmp_path / "checkpoints"
+    launch = engine.launch(
+        processes,
+        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", folder),
+        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
+    )
+    launch.expect("steps 40", 60.0)
+    os.kill(processes.pids(r"kvps\.cli\.worker.*--rank 1")[0], signal.SIGKILL)
+    launch.expect("worker 1 ended with exit code 137; starting it again")
+    launch.expect("worker 1. steps 20(.|\n)*worker 1. steps 20", 60.0)
+    until(lambda: has_checkpoint(folder), "checkpoint")
+    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
+    launch.expect("all servers rolled back to the last checkpoint")
+    enough.touch()
+    assert launch.wait(90.0) == 0, launch
+    ends = [line.partition("weights")[2] for line in launch.out.splitlines() if "weights" in line]
+    assert len(ends) == 2, launch
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Signals) -> None:
+    words = ("-n", 2, "-s", 1, "--", sys.executable, processes.script(FOR_EVER))
+    launch = engine.launch(processes, *words)
+    launch.expect("running", 60.0)
+    launcher = processes.pids(r"python\S* \S*kvps-launch")[0]
+    os.kill(launcher, number)
+    launch.wait(30.0)
+    gone(processes)
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) -> None:
+    words = ("-n", 2, "-s", 1, "--log-level", "info", "--", sys.executable)
+    launch = engine.launch(processes, *words, processes.script(FOR_EVER))
+    place = launch.expect(r"--keys (/proc/\d+/fd/\d+)", 30.0).group(1)
+    launch.expect("running", 60.0)
+    text = Path(place).read_text()
+    secrets = [line.partition(" = ")[2] for line in text.splitlines() if line.startswith("secret")]
+    assert len(secrets) >= 4
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words_there = path.read_bytes() + path.with_name("environ").read_bytes()
+        except OSError:
+            continue
+        assert not [one for one in secrets if one.encode() in words_there], path
+    launch.signal(signal.SIGTERM)
+    launch.wait(30.0)
+    gone(processes)
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_a_host_that_does_not_answer_is_named(
+    processes: Processes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ssh = Ssh(tmp_path_factory.mktemp("ssh"))
+    try:
+        flags = ("--launcher", "ssh", "-H", "127.0.0.1,127.0.0.9", "--rsh", ssh.rsh)
+        began = time.monotonic()
+        launch = processes.kvps("launch", *flags, "-n", 2, "-s", 1, "--", "true")
+        assert launch.wait(30.0) == 78
+        assert time.monotonic() - began < 20.0
+        assert "worker 1: host 127.0.0.9 could not start it (exit code 255)" in launch.err
+        gone(processes)
+    finally:
+        ssh.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--launcher", "ssh"), "--launcher ssh needs hosts"),
+        (("-H", "a"), "-H needs --launcher ssh"),
+        (("--launcher", "ssh", "-H", "a:1"), "-n 2 needs 2 slots, but the 1 hosts have 1 (a: 1)"),
+        (("--launcher", "slurm"), "in no Slurm allocation"),
+        (("--launcher", "slurm", "-H", "a:2"), "omit -H"),
+        (
+            ("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", "no-such-shell"),
+            "cannot start no-such-shell",
+        ),
+    ],
+)
+def test_a_wrong_flag(processes: Processes, flags: tuple[str, ...], told: str) -> None:
+    launch = processes.kvps("launch", *flags, "-n", 2, "-s", 1, "--", "true")
+    assert launch.wait() == 78
+    assert told in launch.err

@@ -1,0 +1,207 @@
+"""Pods: every role has its own key alone, no rights, and flags that its command takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvps.cli import scheduler as scheduler_command
+from kvps.cli import server as server_command
+from kvps.cli import worker as worker_command
+from kvps.launchers.kubernetes import KINDS
+from kvps.runtime import keys
+from tests.unit.launchers.jobs import FULL, JOBS, SERVERLESS, SMALL, container, pods, variables
+
+COMMANDS = {"scheduler": scheduler_command, "server": server_command, "worker": worker_command}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def key_files(pod: Any) -> dict[str, str]:
+    """Return the files that a pod sees below /keys, by the entry of its secret."""
+    (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
+    return {one["key"]: one["path"] for one in secret["items"]}
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def test_each_role_has_a_secret_of_its_own(kind: str) -> None:
+    names = set()
+    for role, pod in pods(FULL, kind).items():
+        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
+        assert secret["secretName"] == f"digits-{role}-keys"
+        names.add(secret["secretName"])
+    assert len(names) == 3
+
+
+def test_a_role_has_no_secret_key_of_another(kind: str) -> None:
+    private = {
+        role: sorted(name for name in key_files(pod) if name.endswith(".key"))
+        for role, pod in pods(FULL, kind).items()
+    }
+    assert private == {
+        "scheduler": ["look.key", "scheduler.key"],
+        "server": ["server.key"],
+        "worker": ["worker.key"],
+    }
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
+def test_the_files_are_those_that_the_process_loads(role: str, tmp_path: Path) -> None:
+    made = tmp_path / "keys"
+    keys.write(made, keys.generate())
+    mounted = tmp_path / "mounted"
+    for path in key_files(pods(SMALL, "jobset")[role]).values():
+        place = mounted / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes((made / path).read_bytes())
+        place.chmod(0o600)
+    loaded = keys.load(str(mounted), role)
+    assert loaded.role is not None
+    if role == "scheduler":
+        assert {one.role for one in loaded.opens.values()} == {"server", "worker", "admin", "look"}
+        assert keys.load(str(mounted), "look").role is not None
+
+
+def test_the_group_can_read_a_key_and_nobody_else(kind: str) -> None:
+    for pod in pods(FULL, kind).values():
+        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
+        assert secret["defaultMode"] == 0o440
+        context = pod["spec"]["securityContext"]
+        assert context["fsGroup"] == context["runAsGroup"]
+
+
+# --- rights and resources -------------------------------------------------------------------------
+
+
+def test_a_pod_has_no_rights(kind: str) -> None:
+    for pod in pods(FULL, kind).values():
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container(pod)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_the_user_is_that_of_the_image() -> None:
+    (user,) = re.findall(r"useradd --uid (\d+)", (ROOT / "deploy" / "Dockerfile").read_text())
+    context = pods(SMALL, "jobset")["worker"]["spec"]["securityContext"]
+    assert context["runAsUser"] == int(user)
+
+
+def test_every_mount_has_its_volume(kind: str) -> None:
+    for job in JOBS.values():
+        for pod in pods(job, kind).values():
+            volumes = [one["name"] for one in pod["spec"]["volumes"]]
+            mounts = container(pod)["volumeMounts"]
+            assert {one["name"] for one in mounts} == set(volumes)
+            assert len({one["mountPath"] for one in mounts}) == len(mounts)
+
+
+def test_each_role_has_its_resources() -> None:
+    found = {role: container(pod)["resources"] for role, pod in pods(FULL, "jobset").items()}
+    assert found["worker"] == {
+        "requests": {"cpu": "7500m", "memory": "16Gi"},
+        "limits": {"memory": "16Gi", "nvidia.com/gpu": 1},
+    }
+    assert found["server"]["limits"] == {"memory": "8Gi"}
+    assert "nvidia.com/gpu" not in found["scheduler"]["limits"]
+
+
+@pytest.mark.parametrize(("role", "threads"), [("worker", "7"), ("server", "2")])
+def test_threads_are_the_processors_that_are_requested(role: str, threads: str) -> None:
+    assert variables(pods(FULL, "jobset")[role])["OMP_NUM_THREADS"] == threads
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_each_command_takes_its_flags(kind: str, name: str) -> None:
+    for role, pod in pods(JOBS[name], kind).items():
+        main = container(pod)
+        args = main["args"]
+        if role != "worker":
+            assert main["command"][:2] == ["sh", "-c"]
+            assert args.pop(0) == COMMANDS[role].NAME
+        else:
+            assert main["command"] == [COMMANDS[role].NAME]
+            assert tuple(args[args.index("--") + 1 :]) == JOBS[name].command
+            args = args[: args.index("--")]
+        COMMANDS[role]._parser().parse_args(args)
+
+
+def test_a_worker_that_is_not_started_again_says_so() -> None:
+    assert "--no-replacement" in container(pods(SMALL, "jobset")["worker"])["args"]
+    assert "--no-replacement" not in container(pods(FULL, "jobset")["worker"])["args"]
+
+
+def test_variables_reach_the_processes_as_they_were_given() -> None:
+    for role in ("server", "worker"):
+        found = variables(pods(FULL, "jobset")[role])
+        assert found["LEVEL"] == "3"
+        assert found["PATH_LIKE"] == "$$(HOME)/x"  # Kubernetes makes one $ of two
+    assert "LEVEL" not in variables(pods(FULL, "jobset")["scheduler"])
+
+
+def test_a_pod_has_the_grace_of_its_worker_and_more(kind: str) -> None:
+    for role, pod in pods(FULL, kind).items():
+        assert pod["spec"]["terminationGracePeriodSeconds"] == 30  # 19.5 s, rounded up, and 10 s
+        if role == "worker":
+            args = container(pod)["args"]
+            assert args[args.index("--grace") + 1] == "19.5"
+            assert "lifecycle" not in container(pod)
+        else:  # the others stay for the last round
+            wait = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
+            assert wait == ["sleep", "20"]
+    for pod in pods(SMALL, kind).values():
+        assert pod["spec"]["terminationGracePeriodSeconds"] == 15
+        assert "lifecycle" not in container(pod)
+
+
+def test_state_and_checkpoints_are_on_the_claim(kind: str) -> None:
+    places = {"scheduler": "/state", "server": "/checkpoints"}
+    for role, pod in pods(FULL, kind).items():
+        claims = [one for one in pod["spec"]["volumes"] if "persistentVolumeClaim" in one]
+        assert bool(claims) == (role in places)
+        if claims:
+            (mount,) = [one for one in container(pod)["volumeMounts"] if one["name"] == "kept"]
+            assert mount["mountPath"] == places[role]
+            # Two jobs may share a claim, and so may two TrainJobs of one runtime.
+            name = "$(JOBSET_NAME)" if kind == "trainjob" else "digits"
+            assert mount["subPathExpr"] == name + places[role]
+            assert places[role] in container(pod)["args"]
+    scheduler = pods(SMALL, kind)["scheduler"]
+    assert {"name": "kept", "emptyDir": {}} in scheduler["spec"]["volumes"]
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+def test_a_process_that_listens_has_a_probe_of_its_port(kind: str) -> None:
+    for role, port in (("scheduler", 9091), ("server", 9092)):
+        main = container(pods(FULL, kind)[role])
+        assert main["ports"] == [{"name": role, "containerPort": port}]
+        assert main["readinessProbe"]["tcpSocket"] == {"port": port}
+        assert f"tcp://0.0.0.0:{port}" in main["args"]
+    assert "readinessProbe" not in container(pods(FULL, kind)["worker"])
+
+
+def test_only_the_scheduler_is_killed_by_a_probe(kind: str) -> None:
+    probed = [role for role, pod in pods(FULL, kind).items() if "livenessProbe" in container(pod)]
+    assert probed == ["scheduler"]
+
+
+def test_a_job_without_servers_has_none(kind: str) -> None:
+    assert set(pods(SERVERLESS, kind)) == {"scheduler", "worker"}

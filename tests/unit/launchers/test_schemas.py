@@ -1,0 +1,91 @@
+"""Schemas: manifests have the fields that Kubernetes, JobSet and Kubeflow Trainer define, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvps.launchers.kubernetes import KINDS, manifests
+from tests.unit.launchers import custom_resources
+from tests.unit.launchers.jobs import JOBS, job_specs, jobset_of
+
+VERSIONS = ("1.29", "1.32", "1.37")
+"""From the first in which a Job recreates one index."""
+
+
+@pytest.fixture
+def schemas() -> Any:
+    return pytest.importorskip(
+        "kubernetes_validate",
+        reason="kubernetes-validate is not installed: pip install kubernetes-validate",
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kubernetes_knows_every_field(schemas: Any, kind: str, name: str, version: str) -> None:
+    checked = 0
+    for one in manifests(JOBS[name], kind):
+        if (one["apiVersion"], one["kind"]) not in custom_resources.KINDS:
+            schemas.validate(one, version, strict=True)
+            checked += 1
+    assert checked >= 2
+    for spec in job_specs(JOBS[name], kind).values():
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
+        schemas.validate(job, version, strict=True)
+
+
+def test_a_field_that_kubernetes_does_not_know_is_found(schemas: Any) -> None:
+    policy = manifests(JOBS["full"], "k8s")[0]
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(policy | {"spec": {"podSelectors": {}}}, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_custom_resources_have_their_structure(kind: str, name: str) -> None:
+    checked = 0
+    for one in manifests(JOBS[name], kind):
+        shape = custom_resources.KINDS.get((str(one["apiVersion"]), str(one["kind"])))
+        if shape is not None:
+            whole = {
+                "apiVersion!": str,
+                "kind!": str,
+                "metadata!": custom_resources.METADATA,
+                "spec!": shape,
+            }
+            assert custom_resources.faults(one, whole, str(one["kind"])) == []
+            checked += 1
+    assert checked == {"jobset": 1, "trainjob": 2}[kind]
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_names_within_a_jobset_refer_to_its_jobs(kind: str, name: str) -> None:
+    spec = jobset_of(JOBS[name], kind)
+    names = [one["name"] for one in spec["replicatedJobs"]]
+    named = [*spec["successPolicy"]["targetReplicatedJobs"]]
+    for rule in spec["failurePolicy"]["rules"]:
+        named += rule.get("targetReplicatedJobs", [])
+    for one in spec["replicatedJobs"]:
+        named += [each["name"] for each in one.get("dependsOn", [])]
+    assert set(named) <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        ({"runtimeRef": {"name": 1}}, "TrainJob.runtimeRef.name: 1 is no str"),
+        ({"runtimeRef": {"kind": "Runtime", "name": "a"}}, "is none of"),
+        ({"runtimeRef": {}}, "TrainJob.runtimeRef.name is missing"),
+        ({"runtimeRef": {"name": "a"}, "trainers": {}}, "TrainJob.trainers is no field"),
+        ({"runtimeRef": {"name": "a"}, "trainer": {"args": ["a", 1]}}, "args[1]: 1 is no str"),
+    ],
+)
+def test_another_structure_is_found(found: Any, fault: str) -> None:
+    shape = custom_resources.KINDS["trainer.kubeflow.org/v1alpha1", "TrainJob"]
+    (told,) = custom_resources.faults(found, shape, "TrainJob")
+    assert fault in told
