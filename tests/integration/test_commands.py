@@ -90,7 +90,8 @@ def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
         ("launch", ["-n", "0", "--", sys.executable], "-n 0"),
         ("launch", ["-n", "0", "-s", "1", "--", sys.executable], "-n 0"),
         ("launch", ["-n", "1", "--env", "A", "--", sys.executable], "NAME=VALUE"),
-        ("launch", ["-n", "1", "--launcher", "slurm", "--", sys.executable], "local"),
+        ("launch", ["-n", "1", "--launcher", "slurm", "--", sys.executable], "salloc"),
+        ("launch", ["-n", "1", "--launcher", "pigeon", "--", sys.executable], "local"),
         ("launch", ["-n", "1", "--", "no-such-program"], "no-such-program"),
     ],
 )
