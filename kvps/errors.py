@@ -130,9 +130,17 @@ class ProtocolError(KvpsError):
 
 
 class Overload(KvpsError):
-    """A named limit is reached; the request was refused and nothing was changed."""
+    """A named limit is reached; the request was refused and nothing was changed.
+
+    Attributes:
+        limit: the name of the limit in the metrics; empty in a process that was told of the refusal.
+    """
 
     code = 14
+
+    def __init__(self, text: str = "", limit: str = "") -> None:
+        super().__init__(text)
+        self.limit = limit
 
 
 class StorageError(KvpsError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -93,6 +93,10 @@ Guard = Callable[[Route, Envelope, type[Message]], bool]
 
 class Transport(Protocol):
     """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many packets and connections were not let in, by why."""
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""

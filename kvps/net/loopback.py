@@ -56,6 +56,11 @@ class MemoryTransport:
         if bind is not None:
             network.ends[bind] = self
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Nothing is counted here."""
+        return Counter()
+
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on."""
         self._admit = admit

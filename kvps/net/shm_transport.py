@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -100,6 +101,11 @@ class SharingTransport:
         self._frames_come = False
 
     # --- the transport ---------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many packets and connections were not let in, by why."""
+        return self._inner.refused
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, those about memory among them."""

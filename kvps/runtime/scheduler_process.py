@@ -31,6 +31,9 @@ from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
+from kvps.observe import scheduler_state
+from kvps.observe.http import Place, serving
+from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 
 if TYPE_CHECKING:
@@ -177,6 +180,7 @@ def run_scheduler(
     on_ready: Callable[[str], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
+    http: Place | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -192,6 +196,7 @@ def run_scheduler(
         on_ready: called with its address when it listens.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
+        http: where to serve metrics; None for nowhere.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -211,7 +216,7 @@ def run_scheduler(
         has_keys=keys is not None,
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        return _run_scheduler(settings, bind, kept, on_ready, keys, keys_again)
+        return _run_scheduler(settings, bind, kept, on_ready, keys, keys_again, http)
 
 
 def _run_scheduler(
@@ -221,6 +226,7 @@ def _run_scheduler(
     on_ready: Callable[[str], None] | None,
     keys: Keys | None,
     keys_again: Callable[[], Keys | None] | None,
+    http: Place | None,
 ) -> int:
     transport = ZmqTransport(
         bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
@@ -248,7 +254,17 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at_hangup(lambda: inbox.put(lambda core, now: _open_again(transport, keys_again)))
     )
-    with again, on_stop(inbox, lambda core, now, number: core.on_stop(now)):
+    sampler = Sampler(
+        inbox,
+        scheduler_state.state_of,
+        lambda core: core.job.counts,
+        lambda: network_values(transport.refused),
+    )
+    with (
+        serving(http, "scheduler", sampler),
+        again,
+        on_stop(inbox, lambda core, now, number: core.on_stop(now)),
+    ):
         wish = drive(core, transport, inbox, kept)
     transport.close(1.0)
     if kept is not None:

@@ -25,6 +25,7 @@ import hashlib
 from collections import Counter
 from typing import NamedTuple
 
+from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
@@ -36,7 +37,7 @@ from kvps.core.scheduler.seat import Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Seen, Stop, View, Welcome
+from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 LOOK_EVERY_S = 2.0
@@ -71,6 +72,7 @@ class Job:
 
     def __init__(self, settings: Settings, name: bytes, now: float) -> None:
         self.settings = settings
+        self.counts = Counts()
         self.name = name
         """16 bytes, in every envelope."""
         self.number = 0
@@ -158,6 +160,7 @@ class Job:
             self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
+            self.counts.add("kvps_members_lost_total", str(seat.node.role))
             self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
         if lost or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
@@ -323,6 +326,10 @@ class Job:
     def answer(self, answers: list[Answer]) -> None:
         """Say what the barriers answer."""
         for route, message in answers:
+            if isinstance(message, Released):
+                self.counts.add("kvps_barriers_passed_total")
+            elif isinstance(message, Error):
+                self.counts.add("kvps_waits_failed_total")
             self.send(route, message)
 
     def note(self, level: str, text: str) -> None:

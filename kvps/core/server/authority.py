@@ -55,7 +55,9 @@ def check(
                 f"{made}"
             )
     if len(session.pending) >= PENDING_MAX:
-        raise Overload(f"{PENDING_MAX} requests of worker {rank} already wait for an answer")
+        raise Overload(
+            f"{PENDING_MAX} requests of worker {rank} already wait for an answer", limit="pending"
+        )
 
 
 def _store_of(

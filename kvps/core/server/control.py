@@ -66,7 +66,7 @@ class Control:
         self._chunks = context.chunks
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
-        self._budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
+        self.budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -349,9 +349,10 @@ class Control:
         if store is None:
             if len(self._context.stores) >= STORES_MAX:
                 raise Overload(
-                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores"
+                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores",
+                    limit="stores",
                 )
-            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self._budget)
+            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
         else:
             store.agree(opened)
 
