@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
-from kvps.errors import BY_CODE, KvpsError, Overload
+from kvps.errors import BY_CODE, KvpsError, Overload, Unauthorized
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """The upper bounds of all histograms but the last bound, which is infinite."""
@@ -50,7 +50,7 @@ class Counts:
     def refused(self, error: Exception) -> None:
         """Count a request that was answered by an error: a limit by its name, all else by the error."""
         if isinstance(error, Overload):
-            self.add("kvps_overloads_total", error.limit)
+            self.add("kvps_overloads_total", error.reason)
         else:
             self.add("kvps_refusals_total", reason_of(error))
 
@@ -74,6 +74,8 @@ def reason_of(error: Exception) -> str:
         >>> reason_of(Fenced("a newer incarnation has this rank"))
         'fenced'
     """
+    if isinstance(error, KvpsError) and error.reason:
+        return error.reason
     cls = BY_CODE[error.code] if isinstance(error, KvpsError) else KvpsError
     return UNFORESEEN if cls is KvpsError else _snake(cls.__name__)
 
@@ -85,5 +87,9 @@ def _snake(name: str) -> str:
     )
 
 
-REASONS = tuple(sorted({reason_of(cls("")) for cls in BY_CODE.values()} - {"overload"}))
+REASONS = tuple(
+    sorted(
+        {reason_of(cls("")) for cls in BY_CODE.values()} - {"overload"} | {*Unauthorized.REASONS}
+    )
+)
 """The labels of refusals; an overload is counted by its limit."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, KvpsError
-from kvps.net.driver import DROPPED, Disconnected, Guard, Refused
+from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals, Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet
 
@@ -57,9 +57,9 @@ class MemoryTransport:
             network.ends[bind] = self
 
     @property
-    def refused(self) -> Counter[str]:
+    def refused(self) -> Refusals:
         """Nothing is counted here."""
-        return Counter()
+        return Refusals(Counter(), Counter(), Counter())
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on."""

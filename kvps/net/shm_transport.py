@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.driver import Demanded, Disconnected, Guard, Transport, Unserved
+from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
 from kvps.net.memory import keep_freed_memory
 from kvps.net.shm_leases import Borrowed, Lent
 from kvps.net.shm_segment import Mapping, Segment, Unshared
@@ -103,8 +102,8 @@ class SharingTransport:
     # --- the transport ---------------------------------------------------------------------------
 
     @property
-    def refused(self) -> Counter[str]:
-        """How many packets and connections were not let in, by why."""
+    def refused(self) -> Refusals:
+        """The packets and connections that were refused."""
         return self._inner.refused
 
     def guard(self, admit: Guard) -> None:

@@ -37,7 +37,7 @@ METRICS = (
     Metric(
         "kvps_refusals_total",
         "counter",
-        "Requests that were answered by an error, by its class.",
+        "Requests that were answered by an error, by its class or, if a permission is missing, by which one.",
         label="reason",
         labels=REASONS,
     ),
@@ -52,10 +52,10 @@ METRICS = (
         "kvps_dropped_packets_total",
         "counter",
         "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
-        "refused (untold), packets that the core does not hear now (unheard), and packets of an ignored "
-        "connection (ignored).",
+        "refused (untold), packets that the core does not hear now (unheard), packets of an ignored connection "
+        "(ignored), and status queries above the rate limit (looks).",
         label="reason",
-        labels=("bytes", "untold", "unheard", "ignored"),
+        labels=("bytes", "untold", "unheard", "ignored", "looks"),
     ),
     Metric(
         "kvps_unread_answers_total",
@@ -70,9 +70,20 @@ METRICS = (
     Metric(
         "kvps_refused_connections_total",
         "counter",
-        "Connections that the key check refused, by the mechanism of the peer.",
-        label="mechanism",
-        labels=("NULL", "PLAIN", "CURVE", "GSSAPI"),
+        "Connections that were not made: a peer without keys where there are some, or the other way round "
+        "(no_key), with a key that is not known here (unknown_key), that expects another key here "
+        "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
+        "handshake (no_handshake), as that of a peer without keys may.",
+        label="reason",
+        labels=("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+    ),
+    Metric(
+        "kvps_closed_connections_total",
+        "counter",
+        "Connections that were closed because too much of an incomplete message waited (unfinished), or because "
+        "they sent nothing, like many others (idle).",
+        label="reason",
+        labels=("unfinished", "idle"),
     ),
     Metric("kvps_epoch", "gauge", "How often the job was rolled back to a checkpoint."),
     Metric("kvps_view", "gauge", "Number of the newest view of the members."),

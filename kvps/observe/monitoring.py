@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvps.errors import Unauthorized
 from kvps.observe.metrics import METRICS, Metric, page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +60,7 @@ ALERTS = (
     ),
     Alert(
         "KvpsUnauthorized",
-        'sum by (job, instance) (increase(kvps_refusals_total{reason="unauthorized"}[5m])) '
+        f'sum by (job, instance) (increase(kvps_refusals_total{{reason=~"{"|".join(Unauthorized.REASONS)}"}}[5m])) '
         "+ on (job, instance) sum by (job, instance) (increase(kvps_refused_connections_total[5m])) > 0",
         0,
         "warning",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core, Effects
+from kvps.net.driver import Refusals
 
 C = TypeVar("C", bound=Core)
 C_co = TypeVar("C_co", bound=Core, covariant=True)
@@ -134,26 +134,23 @@ class Sampler(Generic[C]):
         yield from ()
 
 
-MECHANISMS = ("NULL", "PLAIN", "CURVE", "GSSAPI")
-
-
-def network_values(refused: Counter[str]) -> Values:
+def network_values(refused: Refusals) -> Values:
     """Return the counters of a transport by the names of metrics.
 
-    Args:
-        refused: as :attr:`kvps.net.zeromq.ZmqTransport.refused` has them. A packet whose sender was told
-            why it is refused is left out: the core has counted it, by its reason.
+    A packet whose sender was told why it is refused is left out: the core has counted it, by its reason.
     """
     values: dict[tuple[str, str], float] = {}
-    for why, count in refused.items():
-        if why in MECHANISMS:
-            values["kvps_refused_connections_total", why] = count
-        elif why == "unread":
+    for why, count in refused.packets.items():
+        if why == "unread":
             values["kvps_unread_answers_total", ""] = count
         elif why == "ignored connections":
             values["kvps_ignored_connections_total", ""] = count
         elif why != "refused":
             values["kvps_dropped_packets_total", why] = count
+    for why, count in refused.connections.items():
+        values["kvps_refused_connections_total", why] = count
+    for why, count in refused.closed.items():
+        values["kvps_closed_connections_total", why] = count
     return values
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvps import protocol as m
 from kvps.cli.inquiry import inquire
 from kvps.errors import Unauthorized
 from kvps.net.zap import Keys, new_pair
 from kvps.runtime import keys as files
-from tests.integration.processes import Process, Processes, until
+from tests.integration.processes import Processes, until
+from tests.support.scraping import HTTP, Samples, get, metrics, one_moves, url_of
 
 SCRIPT = """
 import pathlib, time, torch, kvps
@@ -31,31 +29,6 @@ except kvps.Overload:
 while not pathlib.Path("go").exists():
     time.sleep(0.02)
 """
-HTTP = ("--http", "127.0.0.1:0", "--log-level", "info")
-
-
-def url_of(process: Process) -> str:
-    return "http://" + process.expect(r"http at (127\.0\.0\.1:\d+)").group(1)
-
-
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def metrics(url: str) -> dict[tuple[str, str], float]:
-    """Return all samples by name and label values."""
-    status, text = get(f"{url}/metrics")
-    assert status == 200
-    return {
-        (one.name, ",".join(one.labels.values())): one.value
-        for family in text_string_to_metric_families(text)
-        for one in family.samples
-    }
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
@@ -71,7 +44,7 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
     worker = cluster.plain(processes.script(SCRIPT), KVPS_KEYS=str(folder))
     worker.expect("too large", 120.0)
 
-    def all_seen() -> dict[tuple[str, str], float] | None:
+    def all_seen() -> Samples | None:
         found = metrics(at_server)
         return found if found["kvps_overloads_total", "memory"] else None
 
@@ -90,27 +63,13 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
     assert before["kvps_members", "worker,held"] == before["kvps_members", "server,held"] == 1
     status = json.loads(get(f"{at_scheduler}/statusz")[1])
     assert (status["role"], status["phase"]) == ("scheduler", "running")
-    unknown(cluster.endpoint, folder)
-    moved = until(lambda: change(at_scheduler, before), "refused connection")
-    assert moved.keys() == {("kvps_refused_connections_total", "CURVE")}
-    before = metrics(at_scheduler)
-    look_key_leaves_its_place(cluster.endpoint, folder)
-    moved = until(lambda: change(at_scheduler, before), "refusal")
-    assert moved == {("kvps_refusals_total", "unauthorized"): 1}
+    with one_moves(at_scheduler, "kvps_refused_connections_total", "unknown_key"):
+        unknown(cluster.endpoint, folder)
+    with one_moves(at_scheduler, "kvps_refusals_total", "key_may_not"):
+        look_key_leaves_its_place(cluster.endpoint, folder)
     (processes.folder / "go").touch()
     for one in (worker, server, cluster.process):
         assert one.wait() == 0, one
-
-
-def change(url: str, before: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """Return by how much counters of refusals have grown."""
-    names = ("refus", "overload", "dropped", "ignored")
-    now = metrics(url)
-    return {
-        at: now[at] - before.get(at, 0)
-        for at in now
-        if any(one in at[0] for one in names) and now[at] != before.get(at, 0)
-    }
 
 
 def keys_of(folder: Path, role: str) -> Keys:

@@ -84,6 +84,8 @@ class Scheduler:
                 case p.Look():
                     if self._looks.is_within(now):
                         self.job.send(route, self.seen(envelope.seq, now))
+                    else:
+                        self.job.counts.add("kvps_dropped_packets_total", "looks")
                 case p.Leave():
                     self._on_leave(route, envelope, message, now)
                 case p.Error():
@@ -273,7 +275,8 @@ class Scheduler:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
-                "a job without keys cannot identify its operator; stop the process instead"
+                "a job without keys cannot identify its operator; stop the process instead",
+                reason="no_key",
             )
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:

@@ -69,3 +69,24 @@ def test_each_limit_of_a_core_is_in_the_table() -> None:
     raised = sum([one.count("raise Overload(") for one in sources])
     assert len(limits) == len(set(limits)) == raised
     assert set(limits) == set(BY_NAME["kvps_overloads_total"].labels)
+
+
+def test_the_table_of_limits_names_their_metrics() -> None:
+    """docs/security.md has each limit once, with a metric and labels that exist."""
+    page = (CORE.parents[1] / "docs/security.md").read_text()
+    rows = page.partition("| limit | default | metric |")[2].partition("\n\n")[0].splitlines()[2:]
+    named: list[tuple[str, str]] = []
+    for row in rows:
+        words = re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])
+        assert words, row
+        for word in words:
+            if word.startswith("kvps_"):
+                name = word
+                assert name in BY_NAME, row
+            else:
+                assert word in BY_NAME[name].labels, row
+                named.append((name, word))
+    limits = BY_NAME["kvps_overloads_total"].labels
+    assert sorted(label for name, label in named if name == "kvps_overloads_total") == sorted(
+        limits
+    )

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvps.core.counts import Counts
 from kvps.errors import ConfigError
+from kvps.net.driver import Refusals
 from kvps.observe import exposition, sampler
 from kvps.observe.http import CLIENTS_MAX, Place, Server, as_place, serving
 from kvps.observe.metrics import METRICS, of_role
@@ -36,7 +37,9 @@ class Loop:
             self,
             lambda core, now: State({("kvps_epoch", ""): 3.0}, self.is_ready, "", {"phase": "new"}),
             lambda core: self.counts,
-            lambda: network_values(Counter(bytes=2, refused=1, NULL=5, unread=4)),
+            lambda: network_values(
+                Refusals(Counter(bytes=2, refused=1, unread=4), Counter(no_key=5), Counter(idle=3))
+            ),
             lambda: self.now,
         )
 
@@ -120,7 +123,8 @@ def test_metrics_are_what_was_counted() -> None:
     assert found["kvps_round_duration_seconds_bucket", "+Inf"] == 1
     assert found["kvps_round_duration_seconds_sum", ""] == 0.3
     assert found["kvps_dropped_packets_total", "bytes"] == 2
-    assert found["kvps_refused_connections_total", "NULL"] == 5
+    assert found["kvps_refused_connections_total", "no_key"] == 5
+    assert found["kvps_closed_connections_total", "idle"] == 3
     assert found["kvps_unread_answers_total", ""] == 4
     assert found["kvps_up_info", exposition.__version__] == 1
 
