@@ -402,6 +402,7 @@ class ZmqTransport:
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus[one] = len(frames)
+                self._doorman.counts["bytes"] += 1
                 if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
                 route = frames[0].bytes if before else self._names[one]
@@ -543,7 +544,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""What is watched of the connections that others open. A key that is refused is counted where it is judged."""
+"""The watched events of connections that others open. A key that is refused is counted where it is judged."""
 _FAILURES: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "no_key",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "wrong_server_key",
