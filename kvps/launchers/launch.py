@@ -10,6 +10,7 @@ the launch stands::
       │     (so a server, or            │    SIGTERM to     ▲   SIGKILL to    ▲
       │     the scheduler)              │    the workers    │   everything    │
       │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
+      ├──SIGTERM, with checkpoints and a grace──► draining: stops once a last checkpoint is written
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
 The others of a failed worker are given time, since they learn of it from the scheduler and have something to
@@ -82,12 +83,14 @@ class LaunchStage(enum.IntEnum):
     """How a launch stands."""
 
     GOING = 0
-    DONE = 1
+    DRAINING = 1
+    """The launch was asked to end, and a last checkpoint is being written."""
+    DONE = 2
     """Every worker ended with 0."""
-    ENDING = 2
+    ENDING = 3
     """Somebody failed; the others are given time."""
-    STOPPING = 3
-    KILLING = 4
+    STOPPING = 4
+    KILLING = 5
 
 
 class Launch:
@@ -102,6 +105,8 @@ class Launch:
         self._stage = LaunchStage.GOING
         self._next_at: float | None = None
         """When the next stage begins."""
+        self._grace_until = 0.0
+        """When the commands have used up the time that they have after SIGTERM."""
         self._worker_code = 0
         """The exit code of the first worker that failed permanently."""
         self._other_code = 0
@@ -176,6 +181,9 @@ class Launch:
                 match line.decode().split():
                     case ["scheduler", endpoint]:
                         self._start_members(endpoint)
+                    case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
+                        log.warning("checkpoint %s is written; ending the job", number)
+                        self._stop_members(signal.SIGTERM)
                     case ["worker", pid, code] if int(pid) in self._children:
                         self._on_worker_end(self._children[int(pid)], int(code))
 
@@ -340,7 +348,9 @@ class Launch:
             self._warn_of_restart(child, code)
             return
         self._worker_code = self._worker_code or code
-        if self._stage is not LaunchStage.ENDING:
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"{child.name} ended with exit code {code}")
+        elif self._stage is not LaunchStage.ENDING:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
 
@@ -374,7 +384,9 @@ class Launch:
                 self._start_scheduler(child.life + 1)
             return
         self._other_code = self._other_code or code
-        if self._stage is LaunchStage.GOING:
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"{child.name} ended with exit code {code}")
+        elif self._stage is LaunchStage.GOING:
             hint = ""
             if child.role == "scheduler" and not self._plan.max_restarts:
                 hint = " (with --max-restarts it would have been started again)"
@@ -383,7 +395,7 @@ class Launch:
 
     def _on_no_worker(self) -> None:
         """Servers and scheduler have nothing to do any more."""
-        if self._stage is LaunchStage.GOING:
+        if self._stage <= LaunchStage.DRAINING:
             self._enter(LaunchStage.DONE, DONE_MAX_S)
         elif self._stage is LaunchStage.ENDING:
             self._enter(LaunchStage.STOPPING, STOP_MAX_S)
@@ -398,8 +410,28 @@ class Launch:
             self._enter(LaunchStage.KILLING, STOP_MAX_S)
             self._signal(signal.SIGKILL)
             return
-        grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
-        self._enter(LaunchStage.STOPPING, STOP_MAX_S + grace_s)
+        if number == signal.SIGTERM and self._stage is LaunchStage.GOING:
+            self._grace_until = time.monotonic() + (self._plan.grace_s or 0.0)
+            if self._may_drain:
+                log.warning("asked to end: waiting for a last checkpoint")
+                self._enter(LaunchStage.DRAINING, self._plan.grace_s)
+                self._signal(signal.SIGUSR2, "scheduler")
+                return
+        self._stop_members(number)
+
+    @property
+    def _may_drain(self) -> bool:
+        has_time = self._plan.checkpoint_dir is not None and self._plan.grace_s is not None
+        return has_time and any(one.role == "worker" for one in self._children.values())
+
+    def _give_up_draining(self, why: str) -> None:
+        log.warning("no last checkpoint: %s; ending the job", why)
+        self._stop_members(signal.SIGTERM)
+
+    def _stop_members(self, number: int) -> None:
+        """Ask the commands to end; servers and scheduler follow."""
+        left_s = max(0.0, self._grace_until - time.monotonic())
+        self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s)
         if any(one.role == "worker" for one in self._children.values()):
             self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
         else:
@@ -407,6 +439,9 @@ class Launch:
 
     def _go_on(self) -> None:
         """The time of this stage is over."""
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"it took more than {self._plan.grace_s:g} s")
+            return
         names = ", ".join(one.name for one in self._children.values())
         is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
         log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
