@@ -36,6 +36,7 @@ example:
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
   kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
   kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
+  kvps-launch -n 4 -s 2 --dry-run=sbatch --nodes 2 -- python train.py > job.sh
 
 Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
 has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
