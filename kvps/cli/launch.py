@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from kvps import config
@@ -23,13 +23,29 @@ from kvps.net import descriptors
 from kvps.net.zap import keys_can_be
 
 NAME = "kvps-launch"
-LAUNCHERS = ("ssh", "slurm")
+LAUNCHERS = ("local", "ssh", "slurm")
+SERVERS_PLACE = "servers go round the hosts of -H; omit it"
+OF_MXNET = {
+    "--launcher mpi": "start kvps-scheduler and kvps-server, and the workers by 'mpirun python train.py' with "
+    "KVPS_SCHEDULER set: see docs/configuration.md",
+    "--launcher sge": "within the job, use --launcher ssh with the hosts of $PE_HOSTFILE: "
+    '-H "$(awk \'{print $1":"$2}\' $PE_HOSTFILE | paste -sd,)"',
+    "--launcher yarn": "YARN is not supported: use --launcher ssh on its hosts, or --dry-run=jobset for Kubernetes",
+    "--sync-dst-dir": "kvps-launch copies no files: share the directory, or copy it first, as with "
+    "'rsync -a ./ HOST:DIR', and start from DIR",
+    "--server-hostfile": SERVERS_PLACE,
+    "-SH": SERVERS_PLACE,
+    "--byteps-launch": "a script of BytePS needs another import: see docs/migrating/byteps.md",
+    "--scheduler-ip": "the scheduler runs where kvps-launch does, at an address that the hosts reach; omit it",
+    "--scheduler-port": "the scheduler takes a port that is free; omit it",
+}
+"""Flags of MXNet's tools/launch.py without a meaning here, and the advice for each."""
 OWN_DESCRIPTORS = 20
 """Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
-worker is a kvps-worker that runs COMMAND."""
+worker is a kvps-worker that runs COMMAND. Command lines of MXNet's tools/launch.py work, too."""
 MORE = """\
 example:
   kvps-launch -n 2 -- python train.py --epochs 3
@@ -78,24 +94,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
-    parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
-    parser.add_argument("-n", "--workers", metavar="N", required=True, help="number of workers")
+    parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG ...]"
+    parser.add_argument(
+        "-n",
+        "--workers",
+        "--num-workers",
+        metavar="N",
+        required=True,
+        help="number of workers",
+    )
     parser.add_argument(
         "-s",
         "--servers",
+        "--num-servers",
         metavar="S",
         help="number of servers (N); 0 for a script without servers, as with the allreduce store",
     )
     parser.add_argument(
         "--launcher",
-        choices=["local", *LAUNCHERS],
-        default="local",
+        metavar="LAUNCHER",
         help="where workers and servers run; local: on this machine; ssh: on the hosts of -H; slurm: "
-        "on the nodes of the allocation that this command runs in (local)",
+        "on the nodes of the allocation that this command runs in (ssh with -H, local without it)",
     )
     parser.add_argument(
         "-H",
         "--hosts",
+        "--hostfile",
         metavar="HOSTS",
         help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many workers as slots",
     )
@@ -133,14 +157,53 @@ def _parser() -> flags.Parser:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="set a variable for all processes; may be repeated",
+        help="set a variable for all processes; NAME alone: to its value here; may be repeated",
     )
+    for role in ("server", "worker"):
+        parser.add_argument(
+            f"--env-{role}",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help=f"set a variable for the {role}s; may be repeated",
+        )
+    parser.add_argument("--p3", action="store_true", help="no effect: kvps sends by priority")
+    for flag in OF_MXNET:
+        if " " not in flag:
+            takes = 0 if flag == "--byteps-launch" else None
+            parser.add_argument(flag, action=_Refusal, nargs=takes, help=argparse.SUPPRESS)
     dry_run.add_flags(parser)
     return parser
 
 
+class _Refusal(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        raise ConfigError(f"{option_string}: {OF_MXNET[option_string]}")
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the command: behind ``--``, or from the first word on that is no flag.
+
+    Raises:
+        ConfigError: for a wrong flag, a flag of MXNet without a meaning here, or a missing command.
+    """
+    parser = _parser()
+    if "--" in argv:
+        return flags.split(parser, argv)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(argv)
+    return flags.split(parser, [*argv[: len(argv) - len(parsed.command)], "--", *parsed.command])
+
+
 def _main(argv: Sequence[str]) -> int:
-    parsed, command = flags.split(_parser(), argv)
+    parsed, command = parse(argv)
     if manifests := dry_run.text_if_any(parsed, command):
         print(manifests, end="")
         return 0
@@ -155,16 +218,23 @@ def _main(argv: Sequence[str]) -> int:
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(_given(parsed.env), workers + servers)
-    folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
-    places = (folder, parsed.checkpoint_every)
     keys = parsed.keys or config.keys_path()
-    is_keyless = keys is None and (flags.is_insecure(parsed) or not keys_can_be())
-    doors = (keys, is_keyless)
-    remote = _remote(parsed, workers, servers)
     plan = LaunchPlan(
-        workers, servers, restarts, env, command, level, *places, *doors, grace_s, remote
+        workers=workers,
+        servers=servers,
+        max_restarts=restarts,
+        env=env,
+        role_env=_of_role(parsed),
+        command=command,
+        log_level=level,
+        checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(env),
+        checkpoint_every=parsed.checkpoint_every,
+        keys=keys,
+        is_keyless=keys is None and (flags.is_insecure(parsed) or not keys_can_be()),
+        grace_s=grace_s,
+        remote=_remote(parsed, workers, servers),
     )
-    need = (2 if remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
+    need = (2 if plan.remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     leash = Reaper()
     try:
@@ -179,9 +249,13 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
     Raises:
         ConfigError: if the flags contradict each other, or the hosts have too few slots.
     """
-    launcher = parsed.launcher
+    launcher = parsed.launcher or ("local" if parsed.hosts is None else "ssh")
+    if advice := OF_MXNET.get(f"--launcher {launcher}"):
+        raise ConfigError(f"--launcher {launcher}: {advice}")
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"--launcher {launcher!r}: use one of {', '.join(LAUNCHERS)}")
     if launcher == "local" and parsed.hosts is not None:
-        raise ConfigError("-H needs --launcher ssh: without it all processes run on this machine")
+        raise ConfigError("-H needs --launcher ssh: with local all processes run on this machine")
     if launcher == "slurm" and parsed.hosts is not None:
         raise ConfigError("--launcher slurm takes the nodes of the allocation: omit -H")
     if launcher == "ssh" and parsed.hosts is None:
@@ -201,13 +275,29 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
 
 
 def _given(settings: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ``--env``; a name alone keeps the value that it has here."""
     changes = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"--env {setting!r}: write it as NAME=VALUE")
-        changes[name] = value
+        here = value if equals else config.text(name)
+        if not name or here is None:
+            raise ConfigError(
+                f"--env {setting!r}: write it as NAME=VALUE, or as the name of a variable that is set here"
+            )
+        changes[name] = here
     return changes
+
+
+def _of_role(parsed: argparse.Namespace) -> Mapping[str, Mapping[str, str]]:
+    """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE."""
+    found: dict[str, dict[str, str]] = {}
+    for role in ("server", "worker"):
+        for setting in vars(parsed)[f"env_{role}"]:
+            name, separator, value = setting.partition("=" if "=" in setting else ":")
+            if not name or not separator:
+                raise ConfigError(f"--env-{role} {setting!r}: write it as NAME=VALUE")
+            found.setdefault(role, {})[name] = value
+    return found
 
 
 def _environment(changes: dict[str, str], processes: int) -> dict[str, str]:

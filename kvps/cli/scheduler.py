@@ -25,8 +25,8 @@ example, a cluster on one machine by hand (kvps-launch does all of it):
   kvps-worker -- python train.py
 
 It ends when the job ends: with 0 if every worker left, with 1 if any was lost permanently.
-SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again. At SIGUSR2 the servers write
-a last checkpoint; then stop the job, since no other checkpoint follows.
+SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again. At SIGUSR2 the
+servers write a last checkpoint; then stop the job, since no other checkpoint follows.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:

@@ -111,6 +111,11 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
             "--checkpoint-dir names a directory of this machine: give --checkpoint-claim NAME with a "
             "PersistentVolumeClaim instead"
         )
+    if parsed.env_server or parsed.env_worker:
+        raise ConfigError(
+            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both roles, or set them "
+            "in an overlay of kustomize"
+        )
     if parsed.insecure:
         raise ConfigError("--insecure has no manifest: jobs on Kubernetes have keys; omit it")
     workers = config.as_whole("-n", parsed.workers)
@@ -158,6 +163,9 @@ def _batch_job(parsed: argparse.Namespace, command: Sequence[str]) -> sbatch.Bat
         "--python": None if parsed.python == sys.executable else parsed.python,
     }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    for role in ("server", "worker"):
+        for setting in vars(parsed)[f"env_{role}"]:
+            words += [f"--env-{role}", setting]
     return sbatch.BatchJob(
         name=parsed.name or DEFAULT_NAME,
         nodes=1 if parsed.nodes is None else config.as_whole("--nodes", parsed.nodes),

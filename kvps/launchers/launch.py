@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,9 @@ class LaunchPlan:
     servers: int
     max_restarts: int
     env: dict[str, str]
+    """The environment of processes on this machine."""
+    role_env: Mapping[str, Mapping[str, str]]
+    """Variables of the processes of one role, by role, wherever they are."""
     command: Sequence[str]
     log_level: str
     checkpoint_dir: str | None = None
@@ -220,7 +223,7 @@ class Launch:
         words: list[object] = [*place, *times]
         if self._plan.remote is None:  # else its host decides
             words += ["--bind", "tcp://127.0.0.1:0"]
-            if config.text("KVPS_MEMORY_LIMIT") is None:
+            if config.text("KVPS_MEMORY_LIMIT", env=self._env_of("server")) is None:
                 words += ["--memory-limit", share_bytes(self._plan.servers)]
         self._start("server", rank, life, words)
 
@@ -240,7 +243,10 @@ class Launch:
             child = Child(role, rank, number, process, life)
         else:
             keys = None if self._keys is None else Path(self._keys.path).read_text("ascii")
-            process = remote.start(role, rank, [str(word) for word in words], keys, self._leash)
+            own = self._plan.role_env.get(role, {})
+            process = remote.start(
+                role, rank, [str(word) for word in words], own, keys, self._leash
+            )
             child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
             log.info("%s starts on host %s", child.name, child.host)
         self._children[process.pid] = child
@@ -260,7 +266,11 @@ class Launch:
             flags += ["--keys", keys]
         # -P: a file in this folder that is called like one of our modules stays out of the way
         argv = [sys.executable, "-P", "-m", f"kvps.cli.{role}", *flags, *words]
-        return start_here(argv, self._plan.env, fds, self._leash)
+        return start_here(argv, self._env_of(role), fds, self._leash)
+
+    def _env_of(self, role: str) -> dict[str, str]:
+        """Return the environment of a role on this machine."""
+        return {**self._plan.env, **self._plan.role_env.get(role, {})}
 
     # --- what they print ----------------------------------------------------------------------
 

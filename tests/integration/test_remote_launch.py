@@ -105,6 +105,15 @@ def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Si
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
+def test_variables_of_a_role_reach_its_processes(processes: Processes, engine: Engine) -> None:
+    script = processes.script("import os; print(*(os.environ.get(one) for one in 'ABC'))")
+    words = ("-n", 2, "-s", 0, "--env-worker", "A:1", "--env-server", "B:2", "--env", "C=3")
+    launch = engine.launch(processes, *words, sys.executable, script)
+    assert launch.wait(60.0) == 0, launch
+    assert launch.out.count("1 None 3") == 2, launch
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) -> None:
     words = ("-n", 2, "-s", 1, "--log-level", "info", "--", sys.executable)
     launch = engine.launch(processes, *words, processes.script(FOR_EVER))
@@ -145,7 +154,9 @@ def test_a_host_that_does_not_answer_is_named(
     ("flags", "told"),
     [
         (("--launcher", "ssh"), "--launcher ssh needs hosts"),
-        (("-H", "a"), "-H needs --launcher ssh"),
+        (("--launcher", "local", "-H", "a"), "-H needs --launcher ssh"),
+        (("-H", "a:1"), "-n 2 needs 2 slots"),
+        (("--launcher", "pbs"), "--launcher 'pbs': use one of local, ssh, slurm"),
         (("--launcher", "ssh", "-H", "a:1"), "-n 2 needs 2 slots, but the 1 hosts have 1 (a: 1)"),
         (("--launcher", "slurm"), "in no Slurm allocation"),
         (("--launcher", "slurm", "-H", "a:2"), "omit -H"),

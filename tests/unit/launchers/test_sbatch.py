@@ -82,8 +82,11 @@ def test_a_grace_for_the_last_checkpoint_is_the_default(
 
 def test_other_flags_are_those_of_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--rsh", "srun --mem=4G", "--python", "/opt/python", "--log-level", "info")
-    text = printed(capsys, *FLAGS, *more, "--insecure", *COMMAND)
-    assert " --log-level info --rsh 'srun --mem=4G' --python /opt/python --insecure " in text
+    text = printed(capsys, *FLAGS, *more, "--env-server", "A=1", "--insecure", *COMMAND)
+    words = (
+        "--log-level info --rsh 'srun --mem=4G' --python /opt/python --env-server A=1 --insecure"
+    )
+    assert f" {words} " in text
 
 
 def test_workers_that_do_not_divide_take_whole_nodes() -> None:
