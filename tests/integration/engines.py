@@ -101,7 +101,7 @@ class Ssh:
             ]
         )
         command = [*shlex.split(self.rsh), "-o", "BatchMode=yes", "127.0.0.1", "true"]
-        until(lambda: subprocess.run(command, check=False).returncode == 0, "sshd")
+        until(lambda: subprocess.run(command, capture_output=True).returncode == 0, "sshd")
 
     def launch(self, processes: Processes, *words: object) -> Process:
         """Start kvps-launch."""
