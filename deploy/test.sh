@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the image, runs the cluster of docker-compose.yml to its end, and checks it: every exit code
-# is 0, the model is good, the image has no compiler and does not run as root. Then once more, scaled.
+# is 0, the model is good, the image has no compiler and does not run as root. Then once more, scaled; and scaled up
+# while a job waits, where the additional worker is refused.
 #
 # Takes whatever engine and Compose there are (docker compose or docker-compose). With
 # KVPS_BUILD_NETWORK=host the build uses this machine's network.
@@ -38,6 +39,37 @@ round() {
   export KVPS_WORKERS=$1 KVPS_SERVERS=$2
   echo "test-docker: $1 workers, $2 servers"
   "${compose[@]}" up -d --scale worker="$1" --scale server="$2" >/dev/null
+  finish "$1" "$2"
+}
+
+# refused WORKERS SERVERS: scale the workers up beyond the size of the job, and down again; then it runs to its end.
+refused() {
+  export KVPS_WORKERS=$1 KVPS_SERVERS=$2
+  echo "test-docker: $(($1 + 1)) workers for a job of $1"
+  # A server is missing, so that the job waits.
+  "${compose[@]}" up -d --scale worker="$1" --scale server="$(($2 - 1))" >/dev/null
+  local scheduler held told
+  scheduler=$("${compose[@]}" ps -q scheduler)
+  for _ in $(seq 60); do
+    held=$(docker exec "$scheduler" kvps status --scheduler tcp://127.0.0.1:9091 --keys /keys/scheduler 2>/dev/null |
+      grep -c '^worker .* held ' || true)
+    [ "$held" = "$1" ] && break
+    sleep 1
+  done
+  [ "$held" = "$1" ] || fail "$held of $1 workers have joined"
+  "${compose[@]}" up -d --scale worker="$(($1 + 1))" --scale server="$(($2 - 1))" >/dev/null
+  for _ in $(seq 60); do
+    told=$("${compose[@]}" logs --no-color worker 2>&1)
+    [[ $told == *"the job already has $1 workers"* ]] && break
+    sleep 1
+  done
+  [[ $told == *"the job already has $1 workers"* ]] || fail "the additional worker was not refused"
+  "${compose[@]}" up -d --scale worker="$1" --scale server="$2" >/dev/null
+  finish "$1" "$2"
+}
+
+# finish WORKERS SERVERS: wait for the end of a job, and check it.
+finish() {
   local ids id code
   ids=$("${compose[@]}" ps -a -q 2>/dev/null || "${compose[@]}" ps -q)
   # The scheduler, and the one that makes the keys.
@@ -63,3 +95,4 @@ docker run --rm "kvps:$KVPS_TAG" sh -c '! command -v cc && ! command -v gcc' ||
   fail "the image has a compiler"
 round 2 2
 round 3 1
+refused 2 2

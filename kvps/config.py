@@ -419,7 +419,7 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     if scheduler is not None:
         return Cluster(
             as_address("KVPS_SCHEDULER", scheduler),
-            rank=_rank(env),
+            rank=worker_rank(env),
             incarnation=whole("KVPS_INCARNATION", 0, env=env) or 0,
             job=_job(env),
         )
@@ -438,8 +438,12 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     return None
 
 
-def _rank(env: Mapping[str, str] | None) -> int | None:
-    """Return the rank of a worker: the one that KVPS_RANK says, or else that of another project's launcher."""
+def worker_rank(env: Mapping[str, str] | None = None) -> int | None:
+    """Return the rank of a worker: that of KVPS_RANK, or else of another project's launcher; None for any.
+
+    Raises:
+        ConfigError: as :func:`launched`, or for a malformed number.
+    """
     rank = whole("KVPS_RANK", env=env)
     place = launched(env) if rank is None else None
     return rank if place is None else place.rank
@@ -537,6 +541,7 @@ def dmlc_cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     return Cluster(
         as_address("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT", f"tcp://{host}:{port}"),
         role,
+        rank=worker_rank(env) if role == "worker" else None,
         workers=whole("DMLC_NUM_WORKER", env=env),
         servers=whole("DMLC_NUM_SERVER", env=env),
     )

@@ -1,80 +1,58 @@
-"""``kvps-launch``: a whole cluster on this machine, from its start to its end.
-
-Theory of operation
--------------------
-One loop waits for what the processes print, for what they report (at which port the scheduler
-listens, how a command ended) and for signals, SIGCHLD among them. A process that ends changes how
-the launch stands::
-
-    going ──a worker fails for good──► ending ──10 s──► stopping ──10 s──► killing
-      │     (so a server, or            │    SIGTERM to     ▲   SIGKILL to    ▲
-      │     the scheduler)              │    the workers    │   everything    │
-      │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
-      └──every worker ends with 0──► done: servers and scheduler end by themselves
-
-The others of a failed worker are given time, since they learn of it from the scheduler and have something to
-say about it themselves. The reports come along one pipe, so they tell which worker failed
-first: a worker that fails because another did is later.
-"""
+"""``kvps-launch``: a whole cluster on this machine, from its start to its end."""
 
 from __future__ import annotations
 
 import argparse
-import enum
 import logging
 import os
-import selectors
 import shlex
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from kvps import config
 from kvps.cli import flags
 from kvps.cli.worker import demand_command
-from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
 from kvps.launchers import dry_run, hosts
-from kvps.launchers.children import Child, start_here
-from kvps.launchers.foothold import Foothold
-from kvps.launchers.frames import REPORT
-from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.launch import Launch, LaunchPlan
+from kvps.launchers.output import OutputMux
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote, hostnames
 from kvps.net import descriptors
-from kvps.net.memory import share_bytes
 from kvps.net.zap import keys_can_be
-from kvps.runtime.keys import KeyMemory, generate
 
 NAME = "kvps-launch"
-log = logging.getLogger("kvps")
-LAUNCHERS = ("ssh", "slurm")
-OTHERS_MAX_S = 10.0
-"""How long the other workers may take to end when one has failed."""
-STOP_MAX_S = 10.0
-"""Seconds that a process may take to end when it is asked to; more than kvps-worker gives its command."""
-DONE_MAX_S = 10.0
-"""How long servers and scheduler may take to end when every worker has."""
-LATE_MAX_S = 1.0
-"""How long servers may take when the scheduler has: one that still runs came after the job."""
+LAUNCHERS = ("local", "ssh", "slurm")
+SERVERS_PLACE = "servers go round the hosts of -H; omit it"
+OF_MXNET = {
+    "--launcher mpi": "start kvps-scheduler and kvps-server, and the workers by 'mpirun python train.py' with "
+    "KVPS_SCHEDULER set: see docs/configuration.md",
+    "--launcher sge": "within the job, use --launcher ssh with the hosts of $PE_HOSTFILE: "
+    '-H "$(awk \'{print $1":"$2}\' $PE_HOSTFILE | paste -sd,)"',
+    "--launcher yarn": "YARN is not supported: use --launcher ssh on its hosts, or --dry-run=jobset for Kubernetes",
+    "--sync-dst-dir": "kvps-launch copies no files: share the directory, or copy it first, as with "
+    "'rsync -a ./ HOST:DIR', and start from DIR",
+    "--server-hostfile": SERVERS_PLACE,
+    "-SH": SERVERS_PLACE,
+    "--byteps-launch": "a script of BytePS needs another import: see docs/migrating/byteps.md",
+    "--scheduler-ip": "the scheduler runs where kvps-launch does, at an address that the hosts reach; omit it",
+    "--scheduler-port": "the scheduler takes a port that is free; omit it",
+}
+"""Flags of MXNet's tools/launch.py without a meaning here, and the advice for each."""
 OWN_DESCRIPTORS = 20
 """Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
-worker is a kvps-worker that runs COMMAND."""
+worker is a kvps-worker that runs COMMAND. Command lines of MXNet's tools/launch.py work, too."""
 MORE = """\
 example:
   kvps-launch -n 2 -- python train.py --epochs 3
   kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
   kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
   kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
+  kvps-launch -n 4 -s 2 --dry-run=sbatch --nodes 2 -- python train.py > job.sh
 
 Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
 has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
@@ -88,7 +66,8 @@ and workers continue. The scheduler is also started again. It keeps its state in
 TMPDIR, and the others do not wait for it.
 Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
 --grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
-SIGTERM, its COMMAND ends like this, and the others continue without it.
+SIGTERM, its COMMAND ends like this, and the others continue without it. With --grace and --checkpoint-dir,
+SIGTERM to kvps-launch first makes the servers write a last checkpoint.
 
 The job has its own keys, in memory: no other process can join or inspect it. --keys DIR replaces these keys,
 and --insecure turns keys off. kvps status needs --keys for such a job; --log-level info shows the directory.
@@ -113,49 +92,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return flags.run(NAME, argv, _main)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """The processes to start, and their settings."""
-
-    workers: int
-    servers: int
-    max_restarts: int
-    env: dict[str, str]
-    command: Sequence[str]
-    log_level: str
-    checkpoint_dir: str | None = None
-    """Where servers write checkpoints; one that fails is started again from there."""
-    checkpoint_every: str | None = None
-    keys: str | None = None
-    """Where the keys of the job are; None to make some."""
-    is_keyless: bool = False
-    """Processes take connections by anybody."""
-    grace_s: float | None = None
-    """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
-    remote: Remote | None = None
-    """Other hosts for workers and servers; None if all processes run on this machine."""
-
-
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
-    parser.usage = "%(prog)s -n N [-s S] [flags] -- COMMAND [ARG ...]"
-    parser.add_argument("-n", "--workers", metavar="N", required=True, help="number of workers")
+    parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG ...]"
+    parser.add_argument(
+        "-n",
+        "--workers",
+        "--num-workers",
+        metavar="N",
+        required=True,
+        help="number of workers",
+    )
     parser.add_argument(
         "-s",
         "--servers",
+        "--num-servers",
         metavar="S",
         help="number of servers (N); 0 for a script without servers, as with the allreduce store",
     )
     parser.add_argument(
         "--launcher",
-        choices=["local", *LAUNCHERS],
-        default="local",
+        metavar="LAUNCHER",
         help="where workers and servers run; local: on this machine; ssh: on the hosts of -H; slurm: "
-        "on the nodes of the allocation that this command runs in (local)",
+        "on the nodes of the allocation that this command runs in (ssh with -H, local without it)",
     )
     parser.add_argument(
         "-H",
         "--hosts",
+        "--hostfile",
         metavar="HOSTS",
         help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many workers as slots",
     )
@@ -193,14 +157,53 @@ def _parser() -> flags.Parser:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="set a variable for all processes; may be repeated",
+        help="set a variable for all processes; NAME alone: to its value here; may be repeated",
     )
+    for role in ("server", "worker"):
+        parser.add_argument(
+            f"--env-{role}",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help=f"set a variable for the {role}s; may be repeated",
+        )
+    parser.add_argument("--p3", action="store_true", help="no effect: kvps sends by priority")
+    for flag in OF_MXNET:
+        if " " not in flag:
+            takes = 0 if flag == "--byteps-launch" else None
+            parser.add_argument(flag, action=_Refusal, nargs=takes, help=argparse.SUPPRESS)
     dry_run.add_flags(parser)
     return parser
 
 
+class _Refusal(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        raise ConfigError(f"{option_string}: {OF_MXNET[option_string]}")
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the command: behind ``--``, or from the first word on that is no flag.
+
+    Raises:
+        ConfigError: for a wrong flag, a flag of MXNet without a meaning here, or a missing command.
+    """
+    parser = _parser()
+    if "--" in argv:
+        return flags.split(parser, argv)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(argv)
+    return flags.split(parser, [*argv[: len(argv) - len(parsed.command)], "--", *parsed.command])
+
+
 def _main(argv: Sequence[str]) -> int:
-    parsed, command = flags.split(_parser(), argv)
+    parsed, command = parse(argv)
     if manifests := dry_run.text_if_any(parsed, command):
         print(manifests, end="")
         return 0
@@ -215,16 +218,23 @@ def _main(argv: Sequence[str]) -> int:
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(_given(parsed.env), workers + servers)
-    folder = parsed.checkpoint_dir or config.checkpoint_dir(env)
-    places = (folder, parsed.checkpoint_every)
     keys = parsed.keys or config.keys_path()
-    is_keyless = keys is None and (flags.is_insecure(parsed) or not keys_can_be())
-    doors = (keys, is_keyless)
-    remote = _remote(parsed, workers, servers)
     plan = LaunchPlan(
-        workers, servers, restarts, env, command, level, *places, *doors, grace_s, remote
+        workers=workers,
+        servers=servers,
+        max_restarts=restarts,
+        env=env,
+        role_env=_of_role(parsed),
+        command=command,
+        log_level=level,
+        checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(env),
+        checkpoint_every=parsed.checkpoint_every,
+        keys=keys,
+        is_keyless=keys is None and (flags.is_insecure(parsed) or not keys_can_be()),
+        grace_s=grace_s,
+        remote=_remote(parsed, workers, servers),
     )
-    need = (2 if remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
+    need = (2 if plan.remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     leash = Reaper()
     try:
@@ -239,9 +249,13 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
     Raises:
         ConfigError: if the flags contradict each other, or the hosts have too few slots.
     """
-    launcher = parsed.launcher
+    launcher = parsed.launcher or ("local" if parsed.hosts is None else "ssh")
+    if advice := OF_MXNET.get(f"--launcher {launcher}"):
+        raise ConfigError(f"--launcher {launcher}: {advice}")
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"--launcher {launcher!r}: use one of {', '.join(LAUNCHERS)}")
     if launcher == "local" and parsed.hosts is not None:
-        raise ConfigError("-H needs --launcher ssh: without it all processes run on this machine")
+        raise ConfigError("-H needs --launcher ssh: with local all processes run on this machine")
     if launcher == "slurm" and parsed.hosts is not None:
         raise ConfigError("--launcher slurm takes the nodes of the allocation: omit -H")
     if launcher == "ssh" and parsed.hosts is None:
@@ -261,13 +275,29 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
 
 
 def _given(settings: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ``--env``; a name alone keeps the value that it has here."""
     changes = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"--env {setting!r}: write it as NAME=VALUE")
-        changes[name] = value
+        here = value if equals else config.text(name)
+        if not name or here is None:
+            raise ConfigError(
+                f"--env {setting!r}: write it as NAME=VALUE, or as the name of a variable that is set here"
+            )
+        changes[name] = here
     return changes
+
+
+def _of_role(parsed: argparse.Namespace) -> Mapping[str, Mapping[str, str]]:
+    """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE."""
+    found: dict[str, dict[str, str]] = {}
+    for role in ("server", "worker"):
+        for setting in vars(parsed)[f"env_{role}"]:
+            name, separator, value = setting.partition("=" if "=" in setting else ":")
+            if not name or not separator:
+                raise ConfigError(f"--env-{role} {setting!r}: write it as NAME=VALUE")
+            found.setdefault(role, {})[name] = value
+    return found
 
 
 def _environment(changes: dict[str, str], processes: int) -> dict[str, str]:
@@ -285,364 +315,6 @@ class _ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(BrokenPipeError):
             self._screen.write(1, b"", self.format(record).encode().split(b"\n"))
-
-
-class LaunchStage(enum.IntEnum):
-    """How a launch stands."""
-
-    GOING = 0
-    DONE = 1
-    """Every worker ended with 0."""
-    ENDING = 2
-    """Somebody failed; the others are given time."""
-    STOPPING = 3
-    KILLING = 4
-
-
-class Launch:
-    """All processes of one job on this machine."""
-
-    def __init__(self, plan: LaunchPlan, screen: OutputMux, leash: Reaper) -> None:
-        self._plan = plan
-        self._screen = screen
-        self._leash = leash
-        self._children: dict[int, Child] = {}
-        """By process id."""
-        self._stage = LaunchStage.GOING
-        self._next_at: float | None = None
-        """When the next stage begins."""
-        self._worker_code = 0
-        """The exit code of the first worker that failed permanently."""
-        self._other_code = 0
-        """The exit code for the first signal, or of the first server or scheduler that failed."""
-        self._keys: KeyMemory | None = None
-        """The keys that were made for this job, if any."""
-        self._host = "127.0.0.1" if plan.remote is None else plan.remote.own_address()
-        if plan.keys is None and not plan.is_keyless:
-            self._keys = KeyMemory(generate())
-        self._scheduler = ""
-        self._foothold: Foothold | None = None
-        """Where the scheduler is started again; None if it is not to be."""
-        self._selector = selectors.DefaultSelector()
-        self._report = os.pipe()
-        self._reported = LineBuffer()
-        self._waker, self._woken = socket.socketpair()
-
-    def run(self) -> int:
-        """Run until every process has ended; return the exit code."""
-        for fd in (self._report[0], self._woken.fileno(), self._waker.fileno()):
-            os.set_blocking(fd, False)
-        self._listen(self._report[0], self._on_report)
-        self._listen(self._woken.fileno(), self._on_signals)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
-        try:
-            if self._plan.max_restarts:
-                self._foothold = Foothold(self._leash, self._host)
-            log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
-            if self._keys is not None:
-                log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
-            self._start_scheduler(0)
-            while self._children:
-                self._turn()
-        finally:
-            for child in self._children.values():
-                child.abandon()
-                child.process.wait()
-                self._leash.forget(child.process.pid)
-            self._screen.close()
-            if self._foothold is not None:
-                self._foothold.close()
-            if self._keys is not None:
-                self._keys.close()
-        return self._worker_code or self._other_code
-
-    # --- the loop -----------------------------------------------------------------------------
-
-    def _listen(self, fd: int, heed: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, heed)
-
-    def _turn(self) -> None:
-        left_s = None if self._next_at is None else max(0.0, self._next_at - time.monotonic())
-        for key, _ in self._selector.select(left_s):
-            if self._selector.get_map().get(key.fd) is key:  # else it was closed just now
-                key.data()
-        if self._next_at is not None and time.monotonic() >= self._next_at:
-            self._go_on()
-
-    def _on_signals(self) -> None:
-        for number in self._woken.recv(4096):
-            if number != signal.SIGCHLD:
-                self._stop(number)
-        for pid in list(self._children):
-            if self._children[pid].process.poll() is not None:
-                self._end(self._children[pid])
-
-    def _on_report(self) -> None:
-        with suppress(BlockingIOError):
-            for line in self._reported.feed(os.read(self._report[0], 4096)):
-                match line.decode().split():
-                    case ["scheduler", endpoint]:
-                        self._start_members(endpoint)
-                    case ["worker", pid, code] if int(pid) in self._children:
-                        self._on_worker_end(self._children[int(pid)], int(code))
-
-    def _on_far_report(self, child: Child, report: bytes) -> None:
-        match report.split():
-            case [b"worker", _, code]:  # its process id is one of another host
-                self._on_worker_end(child, int(code))
-            case _:
-                pass
-
-    # --- starting -----------------------------------------------------------------------------
-
-    def _start_scheduler(self, life: int) -> None:
-        sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
-        place = (
-            ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
-        )
-        self._start("scheduler", 0, life, [*sizes, *place])
-
-    def _start_members(self, endpoint: str) -> None:
-        if self._scheduler or self._stage is not LaunchStage.GOING:  # one that was started again
-            return
-        self._scheduler = endpoint
-        log.info("the scheduler listens on %s", endpoint)
-        for rank in range(self._plan.servers):
-            self._start_server(rank, 0)
-        for rank in range(self._plan.workers):
-            self._start_worker(rank, 0)
-
-    def _start_server(self, rank: int, life: int) -> None:
-        folder, every = self._plan.checkpoint_dir, self._plan.checkpoint_every
-        place = ["--checkpoint-dir", folder] if folder else []
-        times = ["--checkpoint-every", every] if every is not None else []
-        words: list[object] = [*place, *times]
-        if self._plan.remote is None:  # else its host decides
-            words += ["--bind", "tcp://127.0.0.1:0"]
-            if config.text("KVPS_MEMORY_LIMIT") is None:
-                words += ["--memory-limit", share_bytes(self._plan.servers)]
-        self._start("server", rank, life, words)
-
-    def _start_worker(self, rank: int, life: int) -> None:
-        final = ["--no-replacement"] if life >= self._plan.max_restarts else []
-        grace = [] if self._plan.grace_s is None else ["--grace", self._plan.grace_s]
-        self._start("worker", rank, life, [*final, *grace, "--", *self._plan.command])
-
-    def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
-        place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
-        bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
-        words = [*place, *bare, "--log-level", self._plan.log_level, *more]
-        remote = None if role == "scheduler" else self._plan.remote
-        number = rank if role == "worker" else self._plan.workers + rank
-        if remote is None:
-            process = self._started_here(role, [str(word) for word in words])
-            child = Child(role, rank, number, process, life)
-        else:
-            keys = None if self._keys is None else Path(self._keys.path).read_text("ascii")
-            process = remote.start(role, rank, [str(word) for word in words], keys, self._leash)
-            child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
-            log.info("%s starts on host %s", child.name, child.host)
-        self._children[process.pid] = child
-        for fd in child.fds:
-            self._listen(fd, self._reader(child, fd))
-
-    def _started_here(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        flags, fds = [], []
-        if role != "server":
-            flags += ["--report-fd", str(self._report[1])]
-            fds.append(self._report[1])
-        keys = self._plan.keys
-        if self._keys is not None:
-            keys = f"/dev/fd/{self._keys.fd}"
-            fds.append(self._keys.fd)
-        if keys is not None:
-            flags += ["--keys", keys]
-        # -P: a file in this folder that is called like one of our modules stays out of the way
-        argv = [sys.executable, "-P", "-m", f"kvps.cli.{role}", *flags, *words]
-        return start_here(argv, self._plan.env, fds, self._leash)
-
-    # --- what they print ----------------------------------------------------------------------
-
-    def _reader(self, child: Child, fd: int) -> Callable[[], None]:
-        def read() -> None:
-            self._read(child, fd)
-
-        return read
-
-    def _read(self, child: Child, fd: int) -> bool:
-        """Show what is there of one stream; return whether there was something."""
-        try:
-            got = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not got:
-            self._selector.unregister(fd)
-        try:
-            for sink, data in child.parts(fd, got):
-                if sink == REPORT:
-                    self._on_far_report(child, data)
-                else:
-                    self._show(child, sink, child.lines[sink].feed(data))
-        except ValueError as error:
-            log.error("%s: host %s sends no output of an agent: %s", child.name, child.host, error)
-            child.abandon()
-        if not got and child.host is None:
-            sink = child.fds.index(fd)
-            self._show(child, sink, child.lines[sink].end())
-        return bool(got)
-
-    def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
-        prefix = self._screen.prefix(child.name, child.number, sink)
-        try:
-            self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
-        except BrokenPipeError:
-            self._stop(signal.SIGPIPE)
-
-    def _drain(self, child: Child) -> None:
-        """Show the rest of what a process printed that has ended."""
-        for fd in child.fds:
-            while fd in self._selector.get_map() and self._read(child, fd):
-                pass
-            if fd in self._selector.get_map():  # somebody who left its group holds it open
-                self._selector.unregister(fd)
-        for sink, lines in enumerate(child.lines):
-            self._show(child, sink, lines.end())
-        child.close()
-
-    # --- how they end -------------------------------------------------------------------------
-
-    def _end(self, child: Child) -> None:
-        """A process has ended."""
-        pid, code = child.process.pid, child.process.returncode
-        self._on_report()  # what it said before it ended
-        del self._children[pid]
-        self._leash.forget(pid)
-        self._drain(child)
-        code = 128 - code if code < 0 else code
-        if not child.has_begun and self._stage is LaunchStage.GOING:
-            assert self._plan.remote is not None
-            assert child.host is not None
-            log.error(
-                "%s: host %s could not start it (exit code %d): see whether this command ends with 0: %s",
-                *(child.name, child.host, code, self._plan.remote.probe(child.host)),
-            )
-            code = EXIT_CONFIG  # another attempt would end like this one
-        log.log(logging.DEBUG if code == 0 else logging.INFO, "%s ended with %d", child.name, code)
-        if child.role != "worker":
-            self._on_other_end(child, code)
-            return
-        if not child.is_told:
-            self._on_worker_end(child, code)
-        if code and self._stage is LaunchStage.GOING and self._may_restart(child, code):
-            self._start_worker(child.rank, child.life + 1)
-        if not any(one.role == "worker" for one in self._children.values()):
-            self._on_no_worker()
-
-    def _on_worker_end(self, child: Child, code: int) -> None:
-        """A worker's command has ended; the process that ran it will do so soon."""
-        child.is_told = True
-        if code == 0 or self._stage > LaunchStage.ENDING:
-            return
-        if self._stage is LaunchStage.GOING and self._may_restart(child, code):
-            self._warn_of_restart(child, code)
-            return
-        self._worker_code = self._worker_code or code
-        if self._stage is not LaunchStage.ENDING:
-            log.error("%s ended with exit code %d; ending the job", child.name, code)
-            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
-
-    def _may_restart(self, child: Child, code: int) -> bool:
-        return code != EXIT_CONFIG and child.life < self._plan.max_restarts
-
-    def _is_kept(self, child: Child, code: int) -> bool:
-        """Whether what a server or the scheduler knew is where its next life finds it."""
-        if child.role == "server":
-            return self._plan.checkpoint_dir is not None
-        return self._foothold is not None and self._foothold.has_job(code)
-
-    def _warn_of_restart(self, child: Child, code: int) -> None:
-        log.warning(
-            "%s ended with exit code %d; starting it again (%d of %d)",
-            *(child.name, code, child.life + 1, self._plan.max_restarts),
-        )
-
-    def _on_other_end(self, child: Child, code: int) -> None:
-        """A server or the scheduler has ended; with 0, the job was over for it."""
-        if child.role == "scheduler" and self._stage is LaunchStage.DONE:
-            self._enter(LaunchStage.DONE, LATE_MAX_S)
-        if code == 0 or self._stage >= LaunchStage.STOPPING:  # by then everybody is asked to end
-            return
-        is_kept = self._is_kept(child, code)
-        if is_kept and self._stage is LaunchStage.GOING and self._may_restart(child, code):
-            self._warn_of_restart(child, code)
-            if child.role == "server":
-                self._start_server(child.rank, child.life + 1)
-            else:
-                self._start_scheduler(child.life + 1)
-            return
-        self._other_code = self._other_code or code
-        if self._stage is LaunchStage.GOING:
-            hint = ""
-            if child.role == "scheduler" and not self._plan.max_restarts:
-                hint = " (with --max-restarts it would have been started again)"
-            log.error("%s ended with exit code %d; ending the job%s", child.name, code, hint)
-            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
-
-    def _on_no_worker(self) -> None:
-        """Servers and scheduler have nothing to do any more."""
-        if self._stage is LaunchStage.GOING:
-            self._enter(LaunchStage.DONE, DONE_MAX_S)
-        elif self._stage is LaunchStage.ENDING:
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM)
-        elif self._stage is LaunchStage.STOPPING:
-            self._signal(signal.SIGTERM)
-
-    def _stop(self, number: int) -> None:
-        """The operator wants an end; the second time at once."""
-        self._other_code = self._other_code or 128 + number
-        if self._stage >= LaunchStage.STOPPING:
-            self._enter(LaunchStage.KILLING, STOP_MAX_S)
-            self._signal(signal.SIGKILL)
-            return
-        grace_s = (self._plan.grace_s or 0.0) if number == signal.SIGTERM else 0.0
-        self._enter(LaunchStage.STOPPING, STOP_MAX_S + grace_s)
-        if any(one.role == "worker" for one in self._children.values()):
-            self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
-        else:
-            self._signal(signal.SIGTERM)
-
-    def _go_on(self) -> None:
-        """The time of this stage is over."""
-        names = ", ".join(one.name for one in self._children.values())
-        is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
-        log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
-        if self._stage is LaunchStage.ENDING:
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM, "worker")
-        elif self._stage is LaunchStage.DONE:
-            self._other_code = self._other_code or (0 if is_late else 1)
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM)
-        elif self._stage is LaunchStage.STOPPING:
-            self._enter(LaunchStage.KILLING, STOP_MAX_S)
-            self._signal(signal.SIGKILL)
-        else:
-            self._next_at = None
-            for child in self._children.values():
-                child.abandon()
-
-    def _enter(self, stage: LaunchStage, limit_s: float | None) -> None:
-        self._stage = stage
-        self._next_at = None if limit_s is None else time.monotonic() + limit_s
-
-    def _signal(self, number: int, role: str | None = None) -> None:
-        """Send a signal to the processes of a role, or to all."""
-        for child in self._children.values():
-            if role in (None, child.role):
-                child.signal(number)
 
 
 if __name__ == "__main__":

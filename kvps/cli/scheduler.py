@@ -25,7 +25,8 @@ example, a cluster on one machine by hand (kvps-launch does all of it):
   kvps-worker -- python train.py
 
 It ends when the job ends: with 0 if every worker left, with 1 if any was lost permanently.
-SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again.
+SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again. At SIGUSR2 the
+servers write a last checkpoint; then stop the job, since no other checkpoint follows.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
@@ -99,7 +100,8 @@ def _main(argv: Sequence[str]) -> int:
         keys=flags.keys_of(parsed, "scheduler"),
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
-        on_ready=lambda endpoint: _report(parsed.report_fd, endpoint),
+        on_ready=lambda endpoint: _report(parsed.report_fd, f"scheduler {endpoint}"),
+        on_concluded=lambda cut: _report(parsed.report_fd, f"checkpoint {cut}"),
     )
 
 
@@ -109,9 +111,9 @@ def _folder(name: str, given: str) -> str:
     return given
 
 
-def _report(fd: int | None, endpoint: str) -> None:
+def _report(fd: int | None, line: str) -> None:
     if fd is not None:
-        os.write(fd, f"scheduler {endpoint}\n".encode())
+        os.write(fd, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

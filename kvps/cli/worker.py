@@ -77,7 +77,11 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
     flags.add_scheduler(parser)
-    parser.add_argument("--rank", metavar="R", help="the rank of this worker; KVPS_RANK (any)")
+    parser.add_argument(
+        "--rank",
+        metavar="R",
+        help="the rank of this worker; KVPS_RANK (that of MPI or Slurm, or any)",
+    )
     parser.add_argument(
         "--no-replacement",
         action="store_true",
@@ -93,7 +97,7 @@ def _main(argv: Sequence[str]) -> int:
     parsed, command = flags.split(_parser(), argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
-    rank = flags.setting(parsed, "rank", config.as_whole, None)
+    rank = flags.setting(parsed, "rank", config.as_whole, config.worker_rank())
     join_max_s = config.join_max_s()
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)

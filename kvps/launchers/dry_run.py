@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from kvps import config
 from kvps.errors import ConfigError
+from kvps.launchers import sbatch
 from kvps.launchers.job import JobDescription, Resources
 from kvps.launchers.kubernetes import KINDS, manifests
 from kvps.launchers.pods import secret_files
 from kvps.launchers.yaml_text import document
 
 DEFAULT_NAME = "kvps"
+SLURM = "sbatch"
+DEFAULT_GRACE_S = 60.0
+"""How long a job under Slurm may take to write its last checkpoint."""
 FLAGS = (
     ("image", "IMAGE", "the image of all processes, with kvps and COMMAND in it"),
     ("namespace", "NS", "the namespace in each manifest (none)"),
     ("name", "NAME", f"the name of the job ({DEFAULT_NAME})"),
-    ("cpu", "CPU", "processors of a worker, such as 500m or 4 (1)"),
-    ("memory", "BYTES", "memory of a worker, such as 8Gi (4Gi)"),
+    ("cpu", "CPU", "processors of a worker, such as 4; on Kubernetes also 500m (1)"),
+    ("memory", "BYTES", "memory of a worker, such as 8Gi (Kubernetes: 4Gi, Slurm: its default)"),
     ("gpu", "G", "GPUs of a worker (0)"),
     ("server-cpu", "CPU", "processors of a server (1)"),
-    ("server-memory", "BYTES", "memory of a server (4Gi)"),
+    ("server-memory", "BYTES", "memory of a server (as --memory)"),
+    ("nodes", "M", "sbatch: the number of nodes (1)"),
     (
         "checkpoint-claim",
         "CLAIM",
@@ -32,16 +38,17 @@ FLAGS = (
     ),
 )
 """Flags, their values and their help."""
+OF_KUBERNETES = ("image", "namespace", "checkpoint-claim")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--dry-run``, and the flags that have a meaning with it alone."""
-    group = parser.add_argument_group("Kubernetes", "these flags need --dry-run")
+    group = parser.add_argument_group("Kubernetes and Slurm", "these flags need --dry-run")
     group.add_argument(
         "--dry-run",
-        choices=KINDS,
-        help="print manifests to stdout and start nothing: a JobSet, a TrainJob of Kubeflow, or a Job and "
-        "StatefulSets (k8s)",
+        choices=[*KINDS, SLURM],
+        help="print to stdout and start nothing. Manifests for Kubernetes: a JobSet, a TrainJob of Kubeflow, or a "
+        "Job and StatefulSets (k8s). A batch script for Slurm: sbatch",
     )
     for name, metavar, what in FLAGS:
         group.add_argument(f"--{name}", metavar=metavar, help=what)
@@ -64,11 +71,15 @@ def text_if_any(parsed: argparse.Namespace, command: Sequence[str]) -> str:
 
 
 def text(parsed: argparse.Namespace, command: Sequence[str]) -> str:
-    """Return the manifests that these flags of ``kvps-launch`` describe, after the commands that make their secrets.
+    """Return the batch script, or the manifests after the commands that make their secrets.
 
     Raises:
-        ConfigError: for a flag that is missing, malformed, or without a meaning on Kubernetes.
+        ConfigError: for a flag that is missing, malformed, or without a meaning there.
     """
+    if parsed.dry_run == SLURM:
+        return sbatch.script(_batch_job(parsed, command))
+    if parsed.nodes is not None:
+        raise ConfigError("--nodes is for --dry-run=sbatch: Kubernetes places the pods; omit it")
     job = _job(parsed, command)
     objects = [f"---\n{document(one)}" for one in manifests(job, parsed.dry_run)]
     return head(job, parsed.keys or "keys") + "".join(objects)
@@ -100,6 +111,11 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
             "--checkpoint-dir names a directory of this machine: give --checkpoint-claim NAME with a "
             "PersistentVolumeClaim instead"
         )
+    if parsed.env_server or parsed.env_worker:
+        raise ConfigError(
+            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both roles, or set them "
+            "in an overlay of kustomize"
+        )
     if parsed.insecure:
         raise ConfigError("--insecure has no manifest: jobs on Kubernetes have keys; omit it")
     workers = config.as_whole("-n", parsed.workers)
@@ -121,6 +137,55 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
         checkpoint_every=0.0 if every is None else config.checkpoint_every_s(every),
         max_restarts=config.as_whole("--max-restarts", parsed.max_restarts),
         grace_s=None if grace is None else config.as_seconds("--grace", grace),
+    )
+
+
+def _batch_job(parsed: argparse.Namespace, command: Sequence[str]) -> sbatch.BatchJob:
+    for name in OF_KUBERNETES:
+        if vars(parsed)[name.replace("-", "_")] is not None:
+            raise ConfigError(f"--{name} is for Kubernetes, and --dry-run=sbatch has none: omit it")
+    if parsed.hosts is not None:
+        raise ConfigError("-H is for --launcher ssh: Slurm chooses the nodes; omit it")
+    workers = config.as_whole("-n", parsed.workers)
+    grace_s = None if parsed.grace is None else config.as_seconds("--grace", parsed.grace)
+    if grace_s is None and parsed.checkpoint_dir is not None:
+        grace_s = DEFAULT_GRACE_S
+    every = parsed.checkpoint_every
+    if every is not None:
+        config.checkpoint_every_s(every)
+    restarts = config.as_whole("--max-restarts", parsed.max_restarts)
+    flags = {
+        "--max-restarts": str(restarts) if restarts else None,
+        "--checkpoint-every": every,
+        "--keys": parsed.keys,
+        "--log-level": parsed.log_level,
+        "--rsh": parsed.rsh,
+        "--python": None if parsed.python == sys.executable else parsed.python,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    for role in ("server", "worker"):
+        for setting in vars(parsed)[f"env_{role}"]:
+            words += [f"--env-{role}", setting]
+    return sbatch.BatchJob(
+        name=parsed.name or DEFAULT_NAME,
+        nodes=1 if parsed.nodes is None else config.as_whole("--nodes", parsed.nodes),
+        workers=workers,
+        servers=workers if parsed.servers is None else config.as_whole("-s", parsed.servers),
+        command=command,
+        flags=[*words, *(["--insecure"] if parsed.insecure else [])],
+        worker=_share("", parsed.cpu, parsed.memory),
+        server=_share("server-", parsed.server_cpu, parsed.server_memory),
+        gpus=0 if parsed.gpu is None else config.as_whole("--gpu", parsed.gpu),
+        checkpoint_dir=parsed.checkpoint_dir,
+        grace_s=grace_s,
+        env=_variables(parsed.env),
+    )
+
+
+def _share(role: str, cpus: str | None, memory: str | None) -> sbatch.Share:
+    return sbatch.Share(
+        1 if cpus is None else config.as_whole(f"--{role}cpu", cpus),
+        None if memory is None else config.as_bytes(f"--{role}memory", memory),
     )
 
 

@@ -137,7 +137,13 @@ class Remote:
             return str(probe.getsockname()[0])
 
     def start(
-        self, role: str, rank: int, words: list[str], keys: str | None, leash: Reaper
+        self,
+        role: str,
+        rank: int,
+        words: list[str],
+        env: Mapping[str, str],
+        keys: str | None,
+        leash: Reaper,
     ) -> subprocess.Popen[bytes]:
         """Start a worker or server on its host.
 
@@ -145,6 +151,7 @@ class Remote:
             role: ``worker`` or ``server``.
             rank: its rank.
             words: the flags of its command.
+            env: variables for it, besides those for all processes.
             keys: the keys of the job, as text, if it has its own.
             leash: ends the way to the host when we end.
 
@@ -155,7 +162,7 @@ class Remote:
         order = Order(
             f"kvps.cli.{role}",
             words,
-            {**config.shared(), **self.env},
+            {**config.shared(), **self.env, **env},
             here(),
             keys=keys,
             has_report=role == "worker",

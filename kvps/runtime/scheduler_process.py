@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.checkpoint import atomic_file
-from kvps.core.effects import Effects, Exit
+from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
@@ -178,6 +178,7 @@ def run_scheduler(
     silence_max_s: float = SILENCE_MAX_S,
     drop_grace_s: float = DROP_GRACE_S,
     on_ready: Callable[[str], None] | None = None,
+    on_concluded: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
@@ -194,6 +195,7 @@ def run_scheduler(
         silence_max_s: seconds of silence after which a member is lost.
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
         on_ready: called with its address when it listens.
+        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve metrics; None for nowhere.
@@ -216,13 +218,30 @@ def run_scheduler(
         has_keys=keys is not None,
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        return _run_scheduler(settings, bind, kept, on_ready, keys, keys_again, http)
+        listener = _Listener(kept, on_concluded)
+        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
+
+
+class _Listener(NullListener):
+    """Keeps the state, if it is to be kept, and reports the last checkpoint."""
+
+    def __init__(self, kept: StateFile | None, on_concluded: Callable[[int], None] | None) -> None:
+        self.kept = kept
+        self._on_concluded = on_concluded
+
+    def save(self, state: bytes) -> None:
+        if self.kept is not None:
+            self.kept.save(state)
+
+    def finish(self, effect: Finish) -> None:
+        if self._on_concluded is not None and isinstance(effect.value, int):
+            self._on_concluded(effect.value)
 
 
 def _run_scheduler(
     settings: Settings,
     bind: str,
-    kept: StateFile | None,
+    listener: _Listener,
     on_ready: Callable[[str], None] | None,
     keys: Keys | None,
     keys_again: Callable[[], Keys | None] | None,
@@ -232,7 +251,7 @@ def _run_scheduler(
         bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
     )
     try:
-        snapshot = kept.read() if kept is not None else None
+        snapshot = listener.kept.read() if listener.kept is not None else None
         now = time.monotonic()
         if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now)
@@ -246,13 +265,11 @@ def _run_scheduler(
         "scheduler of %d workers and %d servers at %s",
         *(settings.workers, settings.servers, transport.endpoint),
     )
-    if on_ready is not None:
-        on_ready(transport.endpoint)
     inbox: Inbox[Scheduler] = Inbox(transport)
     again = (
         nullcontext()
         if keys is None or keys_again is None
-        else _at_hangup(lambda: inbox.put(lambda core, now: _open_again(transport, keys_again)))
+        else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
     sampler = Sampler(
         inbox,
@@ -260,26 +277,32 @@ def _run_scheduler(
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
     )
+    last = _at(signal.SIGUSR2, inbox, lambda core, now: core.on_conclude(now))
     with (
         serving(http, "scheduler", sampler),
         again,
+        last,
         on_stop(inbox, lambda core, now, number: core.on_stop(now)),
     ):
-        wish = drive(core, transport, inbox, kept)
+        if on_ready is not None:  # from here on it may get signals
+            on_ready(transport.endpoint)
+        wish = drive(core, transport, inbox, listener)
     transport.close(1.0)
-    if kept is not None:
-        kept.remove()
+    if listener.kept is not None:
+        listener.kept.remove()
     return report("scheduler", wish)
 
 
 @contextmanager
-def _at_hangup(heed: Callable[[], None]) -> Iterator[None]:
-    """Call ``heed`` at SIGHUP, for as long as the block runs."""
-    before = signal.signal(signal.SIGHUP, lambda number, frame: heed())
+def _at(
+    number: int, inbox: Inbox[Scheduler], heed: Callable[[Scheduler, float], Effects]
+) -> Iterator[None]:
+    """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
+    before = signal.signal(number, lambda *_: inbox.put(heed))
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) -> Effects:

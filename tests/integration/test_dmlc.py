@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 from tests.integration.processes import Processes, free_port
 
@@ -107,3 +108,25 @@ def test_a_server_is_stopped_by_a_signal(processes: Processes) -> None:
     server.expect("joined")
     scheduler.signal(signal.SIGTERM)
     assert [scheduler.wait(), server.wait()] == [0, 75]
+
+
+def test_a_command_line_of_mxnets_launcher(processes: Processes) -> None:
+    script = processes.script(
+        SUM + "import os, pathlib, sys, time\n"
+        "print(*(os.environ.get(one) for one in ('A', 'B', 'C')), *sys.argv[1:], flush=True)\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+    )
+    words = ["--num-workers", 2, "--num-servers", 1, "--launcher", "local", "--p3", "--env", "C"]
+    words += ["--env-worker", "A:worker", "--env-server", "B:server"]
+    words += [sys.executable, script, "--kv-store", "dist_sync", "-n", 7]
+    launched = processes.kvps("launch", *words, C="all")
+    launched.expect("worker None all")
+    (server,) = processes.pids(r"kvps\.cli\.server")
+    env = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+    assert b"B=server" in env
+    assert b"C=all" in env
+    assert b"A=worker" not in env
+    (processes.folder / "go").touch()
+    assert launched.wait() == 0, launched
+    assert launched.out.count("sum [3.0, 3.0, 3.0, 3.0]") == 2
+    assert launched.out.count("worker None all --kv-store dist_sync -n 7") == 2

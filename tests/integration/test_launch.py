@@ -21,6 +21,30 @@ kv.init("w", torch.zeros(4))
 print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
 """
 
+CONTINUED = """
+import os, pathlib, sys, time, zlib
+import kvps, torch
+
+torch.manual_seed(0)
+keys, values = ["a", "b"], [torch.randn(1000), torch.randn(77)]
+kv = kvps.create("dist_sync", name="model", deterministic=True)
+kv.init(keys, values)
+kv.set_optimizer("sgd", lr=0.1, momentum=0.9)
+if list(pathlib.Path(sys.argv[1]).glob("cut-*/manifest.json")):
+    kv.restore()
+    kv.pull(keys, out=values)
+begin = kv.version("a")
+print("begins at", begin, flush=True)
+for step in range(begin, 300):
+    generator = torch.Generator().manual_seed(100 * step + kv.rank)
+    kv.pushpull(keys, [torch.randn(one.shape, generator=generator) - one for one in values], out=values)
+    time.sleep(float(os.environ.get("STEP_S", 0.01)))
+    if step % 10 == 0:
+        print("step", step, "is done", flush=True)
+print("bits", [zlib.crc32(one.numpy().tobytes()) for one in values], flush=True)
+"""
+"""A script that begins where the newest checkpoint in a directory has ended."""
+
 
 def launch(processes: Processes, script: Path, *flags: object, **env: str) -> Process:
     return processes.kvps("launch", *flags, "--", sys.executable, script, **env)
@@ -240,6 +264,49 @@ def test_sigterm_with_grace_lets_everybody_finish_a_round(processes: Processes) 
     assert {"[worker 0] end", "[worker 1] end"} <= set(launched.out.splitlines())
     assert "Error" not in launched.err
     assert "lost" not in launched.err
+    processes.check_nothing_left()
+
+
+def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_continues(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script, folder = processes.script(CONTINUED), tmp_path / "checkpoints"
+    flags = ("-n", 2, "-s", 2, "--grace", 30, "--checkpoint-dir", folder)
+    first = processes.kvps("launch", *flags, "--", sys.executable, script, folder)
+    first.expect("step 10 ")
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143, first
+    assert "checkpoint 1 is written; ending the job" in first.err
+    assert "bits" not in first.out
+    assert len(list(folder.glob("cut-*/manifest.json"))) == 1
+    again = processes.kvps("launch", *flags, "--", sys.executable, script, folder)
+    straight = processes.kvps(
+        "launch", "-n", 2, "-s", 2, "--", sys.executable, script, tmp_path / "none"
+    )
+    assert (again.wait(60.0), straight.wait(60.0)) == (0, 0), (again, straight)
+    assert int(again.expect(r"begins at (\d+)")[1]) >= 10
+    bits = [line.partition("bits")[2] for line in (again.out + straight.out).splitlines()]
+    assert len({one for one in bits if one}) == 1, (again, straight)
+    processes.check_nothing_left()
+
+
+def test_a_server_that_is_lost_leaves_no_last_checkpoint(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script = processes.script(SUM + "kv.pull('w', min_version=9)")
+    launched = launch(
+        processes, script, "-n", 1, "-s", 1, "--grace", 60, "--checkpoint-dir", tmp_path / "none"
+    )
+    launched.expect("sum")
+    (server,) = processes.pids(r"kvps\.cli\.server")
+    os.kill(server, signal.SIGSTOP)
+    launched.signal(signal.SIGTERM)
+    launched.expect("waiting for a last checkpoint")
+    os.kill(server, signal.SIGKILL)
+    launched.expect(
+        r"no last checkpoint: (server|worker) 0 ended with exit code \d+; ending the job"
+    )
+    assert launched.wait() == 143, launched
     processes.check_nothing_left()
 
 

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-from tests.integration.processes import BIN, Process, Processes, has_checkpoint, until
+from tests.integration.engines import Engine, Slurm, Ssh
+from tests.integration.processes import Processes, has_checkpoint, until
 from tests.integration.test_checkpoints import BEGIN, TRAIN, TRAINER
 
-HOSTS = ("127.0.0.1", "127.0.0.2")
-SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-SSHD = """
-Port {port}
-ListenAddress 127.0.0.1
-ListenAddress 127.0.0.2
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/user.pub
-StrictModes no
-UsePAM no
-PidFile none
-"""
-SLURM = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
-CredType=cred/munge
-SlurmUser=root
-SlurmdUser=root
-StateSaveLocation={folder}/ctl
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/ctl.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/ctl.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-KillWait=2
-JobAcctGatherType=jobacct_gather/none
-SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
-PartitionName=p Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
-"""
 STEP = """
 import kvps, torch, zlib
 
@@ -83,119 +38,6 @@ for step in range(10**9):
     if step == 20:
         print("running", flush=True)
 """
-
-
-class Engine(Protocol):
-    """An engine that starts processes on several hosts."""
-
-    def launch(self, processes: Processes, *words: object) -> Process:
-        """Start kvps-launch by it, on two hosts."""
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in taken]
-    for one in taken:
-        one.close()
-    return ports
-
-
-def program(name: str) -> str:
-    found = shutil.which(name, path=SBIN)
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
-
-
-class Ssh:
-    """A server for ssh on two loopback addresses."""
-
-    def __init__(self, folder: Path) -> None:
-        sshd, keygen = program("sshd"), program("ssh-keygen")
-        for name in ("host", "user"):
-            command = [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-            subprocess.run(command, check=True)
-        if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)
-        (port,) = free_ports(1)
-        (folder / "config").write_text(SSHD.format(port=port, folder=folder))
-        self._server = subprocess.Popen(
-            [sshd, "-D", "-e", "-f", str(folder / "config")], stderr=subprocess.DEVNULL
-        )
-        self.rsh = shlex.join(
-            [
-                *(program("ssh"), "-p", str(port), "-i", str(folder / "user")),
-                *("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"),
-                *("-o", "LogLevel=ERROR", "-F", "none"),
-            ]
-        )
-        command = [*shlex.split(self.rsh), "-o", "BatchMode=yes", "127.0.0.1", "true"]
-        until(lambda: subprocess.run(command, check=False).returncode == 0, "sshd")
-
-    def launch(self, processes: Processes, *words: object) -> Process:
-        """Start kvps-launch."""
-        hosts = ",".join(f"{host}:2" for host in HOSTS)
-        flags = ("--launcher", "ssh", "-H", hosts, "--rsh", self.rsh)
-        return processes.kvps("launch", *flags, *words)
-
-    def close(self) -> None:
-        """End it."""
-        self._server.terminate()
-        self._server.wait()
-
-
-class Slurm:
-    """A Slurm cluster of two nodes."""
-
-    def __init__(self, folder: Path) -> None:
-        if os.geteuid() != 0:
-            pytest.skip("a Slurm cluster of its own needs root")
-        names = ("munged", "slurmctld", "slurmd", "salloc", "sinfo")
-        munged, slurmctld, slurmd, self._salloc, sinfo = map(program, names)
-        for name in ("munge", "ctl"):
-            (folder / name).mkdir(mode=0o755)
-        folder.chmod(0o755)
-        key = folder / "munge" / "key"
-        key.write_bytes(os.urandom(1024))
-        key.chmod(0o600)
-        text = SLURM.format(folder=folder, ports=free_ports(3), host=socket.gethostname())
-        (folder / "slurm.conf").write_text(text)
-        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
-        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
-        places["seed-file"] = "seed"
-        own = [f"--{flag}={folder}/munge/{name}" for flag, name in places.items()]
-        self._daemons: list[subprocess.Popen[bytes]] = []
-        self._start(munged, "--foreground", "--force", *own)
-        until((folder / "munge" / "socket").exists, "munged")
-        self._start(slurmctld, "-D", "-c")
-        for node in ("n1", "n2"):
-            self._start(slurmd, "-D", "-N", node)
-
-        def idle() -> bool:
-            command = [sinfo, "--noheader", "--states=idle", "--format=%D"]
-            done = subprocess.run(
-                command, env=os.environ | self.env, capture_output=True, text=True, check=False
-            )
-            return done.stdout.strip() == "2"
-
-        until(idle, "nodes")
-
-    def _start(self, *words: str) -> None:
-        env = os.environ | self.env
-        sink = subprocess.DEVNULL
-        self._daemons.append(subprocess.Popen(words, env=env, stdout=sink, stderr=sink))
-
-    def launch(self, processes: Processes, *words: object) -> Process:
-        """Start kvps-launch in an allocation of its own."""
-        allocation = (self._salloc, "-N2", "--ntasks-per-node=2", "--quiet")
-        command = (BIN / "kvps-launch", "--launcher", "slurm", *words)
-        return processes.start("salloc", *allocation, *command, **self.env)
-
-    def close(self) -> None:
-        """End it."""
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-            daemon.wait()
 
 
 @pytest.fixture(scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.thorough)])
@@ -263,6 +105,15 @@ def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Si
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
+def test_variables_of_a_role_reach_its_processes(processes: Processes, engine: Engine) -> None:
+    script = processes.script("import os; print(*(os.environ.get(one) for one in 'ABC'))")
+    words = ("-n", 2, "-s", 0, "--env-worker", "A:1", "--env-server", "B:2", "--env", "C=3")
+    launch = engine.launch(processes, *words, sys.executable, script)
+    assert launch.wait(60.0) == 0, launch
+    assert launch.out.count("1 None 3") == 2, launch
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) -> None:
     words = ("-n", 2, "-s", 1, "--log-level", "info", "--", sys.executable)
     launch = engine.launch(processes, *words, processes.script(FOR_EVER))
@@ -303,7 +154,9 @@ def test_a_host_that_does_not_answer_is_named(
     ("flags", "told"),
     [
         (("--launcher", "ssh"), "--launcher ssh needs hosts"),
-        (("-H", "a"), "-H needs --launcher ssh"),
+        (("--launcher", "local", "-H", "a"), "-H needs --launcher ssh"),
+        (("-H", "a:1"), "-n 2 needs 2 slots"),
+        (("--launcher", "pbs"), "--launcher 'pbs': use one of local, ssh, slurm"),
         (("--launcher", "ssh", "-H", "a:1"), "-n 2 needs 2 slots, but the 1 hosts have 1 (a: 1)"),
         (("--launcher", "slurm"), "in no Slurm allocation"),
         (("--launcher", "slurm", "-H", "a:2"), "omit -H"),

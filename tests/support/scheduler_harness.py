@@ -116,6 +116,9 @@ class Stage:
     def stop(self) -> list[Effect]:
         return self.take(self.scheduler.on_stop(self.now))
 
+    def conclude(self) -> list[Effect]:
+        return self.take(self.scheduler.on_conclude(self.now))
+
     def restart(self) -> list[Effect]:
         """End the scheduler as kill -9 does, and start it with what it saved last."""
         self.scheduler = Scheduler.restore(self.settings, self.saved, self.now)

@@ -245,6 +245,10 @@ def test_ranks_of_other_launchers(rank: str, size: str) -> None:
     cluster = config.cluster({**env, "KVPS_SCHEDULER": "tcp://host:9091", "KVPS_RANK": "1"})
     assert cluster is not None
     assert cluster.rank == 1
+    for role, expected in (("worker", 2), ("server", None)):
+        cluster = config.cluster({**env, **DMLC, "DMLC_ROLE": role})
+        assert cluster is not None
+        assert cluster.rank == expected
     found = config.world({**env, "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
     assert found == config.World(2, 4, "host", 29500)
     with pytest.raises(ConfigError, match="started 4 processes"):

@@ -1,10 +1,11 @@
-"""The lock files of the image."""
+"""The lock files of the image, and the compose file."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,25 @@ def test_they_have_all_that_kvps_needs() -> None:
     needed = {re.split(r"[<>=]", one)[0] for one in project["dependencies"]}
     assert needed <= locked("requirements.lock").keys()
     assert "hatchling" in locked("build.lock")
+
+
+@pytest.fixture
+def services() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+    text = (ROOT / "deploy" / "docker-compose.yml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)["services"]
+    return found
+
+
+def test_a_worker_with_a_gpu_is_a_worker_that_reserves_it(services: dict[str, Any]) -> None:
+    gpu, worker = services["worker-gpu"], services["worker"]
+    assert gpu.pop("profiles") == ["gpu"], "it starts only if its profile is named"
+    (device,) = gpu.pop("deploy")["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert gpu == worker
+
+
+def test_all_services_have_one_image_for_one_platform(services: dict[str, Any]) -> None:
+    for name in ("keygen", "scheduler", "server", "worker", "worker-gpu"):
+        assert services[name]["image"] == "kvps:${KVPS_TAG:-latest}"
+        assert services[name]["platform"] == "${KVPS_PLATFORM:-}"

@@ -2,7 +2,8 @@
 
 The moment of a cut is that of its stage ``imaging`` (:mod:`kvps.core.scheduler.cut`).
 A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
-(``kv.checkpoint()``; they have met at a barrier before). Only one cut is taken at a time. Which cuts there
+(``kv.checkpoint()``; they have met at a barrier before). :meth:`CheckpointCoordinator.conclude` takes one more,
+and none after it: the job is to be stopped. Only one cut is taken at a time. Which cuts there
 are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
 that no two have the same, and that of the newest that is complete, so that everybody can be told whether a
 lost server is a misfortune or the end.
@@ -57,6 +58,11 @@ class CheckpointCoordinator:
         self.notes: list[tuple[str, str]] = []
         self.has_changed = False
         """Something that a restart must know."""
+        self.concluded = 0
+        """The cut that has concluded the job; 0 until it is complete."""
+        self._is_concluding = False
+        self._final = 0
+        """The newest cut that was begun to conclude the job."""
         self._shelves: dict[int, Shelf] = {}
         """By server, what it said of its place for cuts."""
         self._cut: Cut | None = None
@@ -85,6 +91,11 @@ class CheckpointCoordinator:
             self._cut = Cut(begun, "", epoch, *everybody, begun_at=0.0)
             self._cut.give_up("the scheduler was restarted")
 
+    def conclude(self, now: float) -> None:
+        """Take a cut of the present state as soon as possible, and none after it: the job is to be stopped."""
+        self._is_concluding, self._next_at = True, now
+        self._go_on(now)
+
     # --- who is there -------------------------------------------------------------------------
 
     def meet(
@@ -92,7 +103,7 @@ class CheckpointCoordinator:
     ) -> None:
         """These members are alive now; ``is_running`` while the job may have cuts."""
         if is_running and not self._is_running:
-            self._next_at = now + self._every_s
+            self._next_at = now + self._pause_s
             self._again_at = now
         self._workers, self._servers = frozenset(workers), frozenset(servers)
         self._is_running = is_running
@@ -162,7 +173,7 @@ class CheckpointCoordinator:
             self._shelves[node.rank] = message
             self.begun = max(self.begun, message.highest)
             if self._knows_all and not knew_all:
-                self._next_at = now + self._every_s
+                self._next_at = now + self._pause_s
             if self._knows_all and not self._keeps:
                 self._refuse_all(_no_place())
         if self.recovery is not None:
@@ -193,7 +204,7 @@ class CheckpointCoordinator:
                 ("warning", f"all servers hold cut {recovery.cut}; epoch {self.epoch} begins")
             )
             self.kept, self.recovery, self.has_changed = recovery.cut, None, True
-            self._next_at = now + self._every_s
+            self._next_at = now + self._pause_s
         elif recovery.cut != before:
             self._say_again(now)
 
@@ -214,13 +225,14 @@ class CheckpointCoordinator:
             return None
         if self.recovery is not None or self._cut is not None or not self._knows_all:
             return self._again_at
-        return self._next_at if self._every_s and self._may_begin else None
+        return self._next_at if self._is_timed and self._may_begin else None
 
     @property
     def _may_begin(self) -> bool:
         """Whether all that a cut needs is here."""
         is_whole = self._knows_all and self._keeps and len(self._servers) == self._count
         is_free = self.recovery is None and self._cut is None and not self.failure
+        is_free = is_free and not self.concluded
         return is_whole and self._is_running and is_free
 
     def _go_on(self, now: float) -> None:
@@ -230,13 +242,15 @@ class CheckpointCoordinator:
         if not self._may_begin:
             return
         wish = next(iter(self._wishes.values()), None)
-        if wish is not None or (self._every_s and now >= self._next_at):
+        if wish is not None or (self._is_timed and now >= self._next_at):
             self._served = {
                 store: one
                 for store, one in self._wishes.items()
                 if wish is not None and one.tag == wish.tag
             }
             self.begun += 1
+            if self._is_concluding:
+                self._final = self.begun
             self._cut = Cut(
                 self.begun,
                 "" if wish is None else wish.tag,
@@ -252,7 +266,9 @@ class CheckpointCoordinator:
     def _end(self, cut: Cut, now: float) -> None:
         if cut.stage is CutStage.COMPLETE:
             self._cut, self.kept, self.has_changed = None, cut.number, True
-            self._next_at = now + self._every_s
+            self._next_at = now + self._pause_s
+            if cut.number == self._final:
+                self.concluded = cut.number
             self.notes.append(("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is CutStage.GIVEN_UP:
@@ -308,6 +324,16 @@ class CheckpointCoordinator:
     @property
     def _keeps(self) -> bool:
         return bool(self._shelves) and all(one.keeps for one in self._shelves.values())
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether a cut begins at ``_next_at`` without a worker's wish."""
+        return self._is_concluding or self._every_s > 0
+
+    @property
+    def _pause_s(self) -> float:
+        """How long after a cut the next begins without a worker's wish."""
+        return 0.0 if self._is_concluding else self._every_s
 
     @property
     def _every_s(self) -> float:

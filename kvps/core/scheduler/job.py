@@ -26,7 +26,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvps.core.counts import Counts
-from kvps.core.effects import Effect, Effects, Exit, Note, Route, Save, Send, Trust
+from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.membership import Membership
@@ -40,6 +40,8 @@ from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
+CONCLUDED = 1
+"""The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint."""
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
@@ -110,6 +112,8 @@ class Job:
         self._trusted: dict[str, str] = {}
         """The session keys that connections are made by."""
         self._outbox: list[Effect] = []
+        self._is_concluded = False
+        """The end of :meth:`conclude` was reported."""
         self._schedule()
 
     # --- what follows from a change ---------------------------------------------------------
@@ -201,6 +205,13 @@ class Job:
         self._heed_checkpoints()
         self._schedule()
 
+    def conclude(self, now: float) -> None:
+        """Take one more checkpoint, and none after it: the job is to be stopped."""
+        self.note("info", "asked for a last checkpoint")
+        self.checkpoints.conclude(now)
+        self._heed_checkpoints()
+        self._schedule()
+
     def return_to_cut(self, seat: Seat, now: float) -> None:
         """A server was replaced: a new epoch begins, if there is a cut to return to."""
         if self.formed and self.checkpoints.replaced(seat.node.rank, now):
@@ -233,6 +244,9 @@ class Job:
         for level, text in ours.notes:
             self.note(level, text)
         self.answer(ours.answers)
+        if ours.concluded and not self._is_concluded:
+            self._is_concluded = True
+            self._outbox.append(Finish(CONCLUDED, ours.concluded))
         self.has_changed |= ours.has_changed
         ours.letters, ours.notes, ours.answers, ours.has_changed = [], [], [], False
 

@@ -152,6 +152,12 @@ class Scheduler:
             self.job.halt(p.Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
         return self.job.flush()
 
+    def on_conclude(self, now: float) -> Effects:
+        """The operator is about to stop the job: one more checkpoint is taken, and none after it."""
+        if self.job.stop is None:
+            self.job.conclude(now)
+        return self.job.flush()
+
     def deadline(self) -> float | None:
         """When :meth:`on_timer` must be called next."""
         return self.job.due

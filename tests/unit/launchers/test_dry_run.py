@@ -99,6 +99,7 @@ def test_a_job_without_servers_needs_no_secret_for_them(
     [
         (["--checkpoint-dir", "a"], "give --checkpoint-claim NAME"),
         (["--insecure"], "omit it"),
+        (["--env-server", "A=1"], "--env-server and --env-worker have no manifest"),
         (["-n", "0"], "-n 0: use 1 or more workers"),
         (["-n", "x"], "-n='x' is not a number"),
         (["--name", "Digits"], "RFC 1123"),

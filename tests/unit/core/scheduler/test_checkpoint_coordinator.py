@@ -221,6 +221,59 @@ class TestByTheClock:
         assert desk.notes() == ["checkpoint 1 was abandoned: a worker joined or left"]
 
 
+# --- the last -------------------------------------------------------------------------------------
+
+
+class TestTheLast:
+    @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
+    def test_it_begins_at_once_and_none_follows(self, every_s: float) -> None:
+        desk = Desk(every_s=every_s)
+        desk.core.conclude(desk.now)
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        desk.take(until="kept")
+        assert desk.core.concluded == 0
+        desk.hear((S0, Committed(1)), (S1, Committed(1)))
+        assert desk.core.concluded == 1
+        assert desk.core.due is None
+        assert desk.wait(10 * EVERY_S) == []
+
+    def test_one_that_was_begun_before_does_not_do(self) -> None:
+        desk = Desk()
+        desk.wait(EVERY_S)
+        desk.core.conclude(desk.now)
+        desk.take(until="kept")
+        said = desk.hear((S0, Committed(1)), (S1, Committed(1)))
+        assert said == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
+        assert desk.core.concluded == 0
+        desk.take(2)
+        assert desk.core.concluded == 2
+
+    def test_one_that_was_given_up_is_tried_again(self) -> None:
+        desk = Desk(every_s=0.0)
+        desk.core.conclude(desk.now)
+        desk.hear((W1, Proceeding(1, False)), (W0, Proceeding(1, True)))
+        assert desk.core.due == desk.now + RETRY_S
+        assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
+        desk.take(2)
+        assert desk.core.concluded == 2
+
+    def test_it_waits_until_the_job_is_complete(self) -> None:
+        desk = Desk()
+        desk.meet(servers=1)
+        desk.core.conclude(desk.now)
+        assert desk.letters() == []
+        desk.meet()
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+
+    def test_it_does_not_wait_for_the_interval_when_the_job_runs_again(self) -> None:
+        desk = Desk()
+        desk.meet(is_running=False)
+        desk.core.conclude(desk.now)
+        assert desk.letters() == []
+        desk.meet()
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+
+
 # --- by wish ----------------------------------------------------------------------------------------
 
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Effect, Note, Send
+from kvps.core.effects import Effect, Finish, Note, Send
 from kvps.core.liveness import QUIET_AFTER_S
-from kvps.core.scheduler.job import LOOK_EVERY_S
+from kvps.core.scheduler.job import CONCLUDED, LOOK_EVERY_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.protocol.checkpoint import (
     Checkpoint,
     Committed,
     Halt,
     Halted,
+    ImageKept,
     ImageTaken,
     Proceeding,
     Recall,
@@ -696,6 +697,22 @@ class TestCuts:
         stage.barrier("w0")
         assert told(stage.barrier("w1"), Released) == ["w0", "w1"]
         assert "w0" in told(stage.say("w0", Checkpoint("kv", "", 1), 4), Halt)
+
+    def test_the_last_one_is_reported_once(self) -> None:
+        stage = running(servers=1)
+        stage.shelf("s0", keeps=True)
+        assert told(stage.conclude(), Halt) == ["w0", "w1"]
+        for route in ("w0", "w1"):
+            stage.say(route, Halted(1, {"kv": 5}))
+        stage.say("s0", ImageTaken(1))
+        for route in ("w0", "w1"):
+            stage.say(route, Proceeding(1, True))
+        stage.say("s0", ImageKept(1, 9, "ab", (), ""))
+        assert Finish(CONCLUDED, 1) in stage.say("s0", Committed(1))
+        stage.leave("w0")
+        over = stage.leave("w1")
+        assert not [one for one in over if isinstance(one, Finish)]
+        assert stage.conclude() == [], "the job is over"
 
     @pytest.mark.spec("R140")
     def test_a_return_is_known_after_a_restart(self) -> None:

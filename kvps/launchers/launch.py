@@ -1,0 +1,481 @@
+"""A launch: the processes of one job, from the first start to the last end.
+
+Theory of operation
+-------------------
+One loop waits for what the processes print, for what they report (at which port the scheduler
+listens, how a command ended) and for signals, SIGCHLD among them. A process that ends changes how
+the launch stands::
+
+    going ──a worker fails for good──► ending ──10 s──► stopping ──10 s──► killing
+      │     (so a server, or            │    SIGTERM to     ▲   SIGKILL to    ▲
+      │     the scheduler)              │    the workers    │   everything    │
+      │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
+      ├──SIGTERM, with checkpoints and a grace──► draining: stops once a last checkpoint is written
+      └──every worker ends with 0──► done: servers and scheduler end by themselves
+
+The others of a failed worker are given time, since they learn of it from the scheduler and have something to
+say about it themselves. The reports come along one pipe, so they tell which worker failed
+first: a worker that fails because another did is later.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvps import config
+from kvps.core.membership_client import EXIT_CONFIG
+from kvps.launchers.children import Child, start_here
+from kvps.launchers.foothold import Foothold
+from kvps.launchers.frames import REPORT
+from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.reaper import Reaper
+from kvps.launchers.remote import Remote
+from kvps.net.memory import share_bytes
+from kvps.runtime.keys import KeyMemory, generate
+
+log = logging.getLogger("kvps")
+OTHERS_MAX_S = 10.0
+"""How long the other workers may take to end when one has failed."""
+STOP_MAX_S = 10.0
+"""Seconds that a process may take to end when it is asked to; more than kvps-worker gives its command."""
+DONE_MAX_S = 10.0
+"""How long servers and scheduler may take to end when every worker has."""
+LATE_MAX_S = 1.0
+"""How long servers may take when the scheduler has: one that still runs came after the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """The processes to start, and their settings."""
+
+    workers: int
+    servers: int
+    max_restarts: int
+    env: dict[str, str]
+    """The environment of processes on this machine."""
+    role_env: Mapping[str, Mapping[str, str]]
+    """Variables of the processes of one role, by role, wherever they are."""
+    command: Sequence[str]
+    log_level: str
+    checkpoint_dir: str | None = None
+    """Where servers write checkpoints; one that fails is started again from there."""
+    checkpoint_every: str | None = None
+    keys: str | None = None
+    """Where the keys of the job are; None to make some."""
+    is_keyless: bool = False
+    """Processes take connections by anybody."""
+    grace_s: float | None = None
+    """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
+    remote: Remote | None = None
+    """Other hosts for workers and servers; None if all processes run on this machine."""
+
+
+class LaunchStage(enum.IntEnum):
+    """How a launch stands."""
+
+    GOING = 0
+    DRAINING = 1
+    """The launch was asked to end, and a last checkpoint is being written."""
+    DONE = 2
+    """Every worker ended with 0."""
+    ENDING = 3
+    """Somebody failed; the others are given time."""
+    STOPPING = 4
+    KILLING = 5
+
+
+class Launch:
+    """All processes of one job on this machine."""
+
+    def __init__(self, plan: LaunchPlan, screen: OutputMux, leash: Reaper) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._leash = leash
+        self._children: dict[int, Child] = {}
+        """By process id."""
+        self._stage = LaunchStage.GOING
+        self._next_at: float | None = None
+        """When the next stage begins."""
+        self._grace_until = 0.0
+        """When the commands have used up the time that they have after SIGTERM."""
+        self._worker_code = 0
+        """The exit code of the first worker that failed permanently."""
+        self._other_code = 0
+        """The exit code for the first signal, or of the first server or scheduler that failed."""
+        self._keys: KeyMemory | None = None
+        """The keys that were made for this job, if any."""
+        self._host = "127.0.0.1" if plan.remote is None else plan.remote.own_address()
+        if plan.keys is None and not plan.is_keyless:
+            self._keys = KeyMemory(generate())
+        self._scheduler = ""
+        self._foothold: Foothold | None = None
+        """Where the scheduler is started again; None if it is not to be."""
+        self._selector = selectors.DefaultSelector()
+        self._report = os.pipe()
+        self._reported = LineBuffer()
+        self._waker, self._woken = socket.socketpair()
+
+    def run(self) -> int:
+        """Run until every process has ended; return the exit code."""
+        for fd in (self._report[0], self._woken.fileno(), self._waker.fileno()):
+            os.set_blocking(fd, False)
+        self._listen(self._report[0], self._on_report)
+        self._listen(self._woken.fileno(), self._on_signals)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
+        try:
+            if self._plan.max_restarts:
+                self._foothold = Foothold(self._leash, self._host)
+            log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
+            if self._keys is not None:
+                log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
+            self._start_scheduler(0)
+            while self._children:
+                self._turn()
+        finally:
+            for child in self._children.values():
+                child.abandon()
+                child.process.wait()
+                self._leash.forget(child.process.pid)
+            self._screen.close()
+            if self._foothold is not None:
+                self._foothold.close()
+            if self._keys is not None:
+                self._keys.close()
+        return self._worker_code or self._other_code
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def _listen(self, fd: int, heed: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, heed)
+
+    def _turn(self) -> None:
+        left_s = None if self._next_at is None else max(0.0, self._next_at - time.monotonic())
+        for key, _ in self._selector.select(left_s):
+            if self._selector.get_map().get(key.fd) is key:  # else it was closed just now
+                key.data()
+        if self._next_at is not None and time.monotonic() >= self._next_at:
+            self._go_on()
+
+    def _on_signals(self) -> None:
+        for number in self._woken.recv(4096):
+            if number != signal.SIGCHLD:
+                self._stop(number)
+        for pid in list(self._children):
+            if self._children[pid].process.poll() is not None:
+                self._end(self._children[pid])
+
+    def _on_report(self) -> None:
+        with suppress(BlockingIOError):
+            for line in self._reported.feed(os.read(self._report[0], 4096)):
+                match line.decode().split():
+                    case ["scheduler", endpoint]:
+                        self._start_members(endpoint)
+                    case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
+                        log.warning("checkpoint %s is written; ending the job", number)
+                        self._stop_members(signal.SIGTERM)
+                    case ["worker", pid, code] if int(pid) in self._children:
+                        self._on_worker_end(self._children[int(pid)], int(code))
+
+    def _on_far_report(self, child: Child, report: bytes) -> None:
+        match report.split():
+            case [b"worker", _, code]:  # its process id is one of another host
+                self._on_worker_end(child, int(code))
+            case _:
+                pass
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def _start_scheduler(self, life: int) -> None:
+        sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
+        place = (
+            ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
+        )
+        self._start("scheduler", 0, life, [*sizes, *place])
+
+    def _start_members(self, endpoint: str) -> None:
+        if self._scheduler or self._stage is not LaunchStage.GOING:  # one that was started again
+            return
+        self._scheduler = endpoint
+        log.info("the scheduler listens on %s", endpoint)
+        for rank in range(self._plan.servers):
+            self._start_server(rank, 0)
+        for rank in range(self._plan.workers):
+            self._start_worker(rank, 0)
+
+    def _start_server(self, rank: int, life: int) -> None:
+        folder, every = self._plan.checkpoint_dir, self._plan.checkpoint_every
+        place = ["--checkpoint-dir", folder] if folder else []
+        times = ["--checkpoint-every", every] if every is not None else []
+        words: list[object] = [*place, *times]
+        if self._plan.remote is None:  # else its host decides
+            words += ["--bind", "tcp://127.0.0.1:0"]
+            if config.text("KVPS_MEMORY_LIMIT", env=self._env_of("server")) is None:
+                words += ["--memory-limit", share_bytes(self._plan.servers)]
+        self._start("server", rank, life, words)
+
+    def _start_worker(self, rank: int, life: int) -> None:
+        final = ["--no-replacement"] if life >= self._plan.max_restarts else []
+        grace = [] if self._plan.grace_s is None else ["--grace", self._plan.grace_s]
+        self._start("worker", rank, life, [*final, *grace, "--", *self._plan.command])
+
+    def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
+        place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
+        bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
+        words = [*place, *bare, "--log-level", self._plan.log_level, *more]
+        remote = None if role == "scheduler" else self._plan.remote
+        number = rank if role == "worker" else self._plan.workers + rank
+        if remote is None:
+            process = self._started_here(role, [str(word) for word in words])
+            child = Child(role, rank, number, process, life)
+        else:
+            keys = None if self._keys is None else Path(self._keys.path).read_text("ascii")
+            own = self._plan.role_env.get(role, {})
+            process = remote.start(
+                role, rank, [str(word) for word in words], own, keys, self._leash
+            )
+            child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
+            log.info("%s starts on host %s", child.name, child.host)
+        self._children[process.pid] = child
+        for fd in child.fds:
+            self._listen(fd, self._reader(child, fd))
+
+    def _started_here(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        flags, fds = [], []
+        if role != "server":
+            flags += ["--report-fd", str(self._report[1])]
+            fds.append(self._report[1])
+        keys = self._plan.keys
+        if self._keys is not None:
+            keys = f"/dev/fd/{self._keys.fd}"
+            fds.append(self._keys.fd)
+        if keys is not None:
+            flags += ["--keys", keys]
+        # -P: a file in this folder that is called like one of our modules stays out of the way
+        argv = [sys.executable, "-P", "-m", f"kvps.cli.{role}", *flags, *words]
+        return start_here(argv, self._env_of(role), fds, self._leash)
+
+    def _env_of(self, role: str) -> dict[str, str]:
+        """Return the environment of a role on this machine."""
+        return {**self._plan.env, **self._plan.role_env.get(role, {})}
+
+    # --- what they print ----------------------------------------------------------------------
+
+    def _reader(self, child: Child, fd: int) -> Callable[[], None]:
+        def read() -> None:
+            self._read(child, fd)
+
+        return read
+
+    def _read(self, child: Child, fd: int) -> bool:
+        """Show what is there of one stream; return whether there was something."""
+        try:
+            got = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not got:
+            self._selector.unregister(fd)
+        try:
+            for sink, data in child.parts(fd, got):
+                if sink == REPORT:
+                    self._on_far_report(child, data)
+                else:
+                    self._show(child, sink, child.lines[sink].feed(data))
+        except ValueError as error:
+            log.error("%s: host %s sends no output of an agent: %s", child.name, child.host, error)
+            child.abandon()
+        if not got and child.host is None:
+            sink = child.fds.index(fd)
+            self._show(child, sink, child.lines[sink].end())
+        return bool(got)
+
+    def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
+        prefix = self._screen.prefix(child.name, child.number, sink)
+        try:
+            self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
+        except BrokenPipeError:
+            self._stop(signal.SIGPIPE)
+
+    def _drain(self, child: Child) -> None:
+        """Show the rest of what a process printed that has ended."""
+        for fd in child.fds:
+            while fd in self._selector.get_map() and self._read(child, fd):
+                pass
+            if fd in self._selector.get_map():  # somebody who left its group holds it open
+                self._selector.unregister(fd)
+        for sink, lines in enumerate(child.lines):
+            self._show(child, sink, lines.end())
+        child.close()
+
+    # --- how they end -------------------------------------------------------------------------
+
+    def _end(self, child: Child) -> None:
+        """A process has ended."""
+        pid, code = child.process.pid, child.process.returncode
+        self._on_report()  # what it said before it ended
+        del self._children[pid]
+        self._leash.forget(pid)
+        self._drain(child)
+        code = 128 - code if code < 0 else code
+        if not child.has_begun and self._stage is LaunchStage.GOING:
+            assert self._plan.remote is not None
+            assert child.host is not None
+            log.error(
+                "%s: host %s could not start it (exit code %d): see whether this command ends with 0: %s",
+                *(child.name, child.host, code, self._plan.remote.probe(child.host)),
+            )
+            code = EXIT_CONFIG  # another attempt would end like this one
+        log.log(logging.DEBUG if code == 0 else logging.INFO, "%s ended with %d", child.name, code)
+        if child.role != "worker":
+            self._on_other_end(child, code)
+            return
+        if not child.is_told:
+            self._on_worker_end(child, code)
+        if code and self._stage is LaunchStage.GOING and self._may_restart(child, code):
+            self._start_worker(child.rank, child.life + 1)
+        if not any(one.role == "worker" for one in self._children.values()):
+            self._on_no_worker()
+
+    def _on_worker_end(self, child: Child, code: int) -> None:
+        """A worker's command has ended; the process that ran it will do so soon."""
+        child.is_told = True
+        if code == 0 or self._stage > LaunchStage.ENDING:
+            return
+        if self._stage is LaunchStage.GOING and self._may_restart(child, code):
+            self._warn_of_restart(child, code)
+            return
+        self._worker_code = self._worker_code or code
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"{child.name} ended with exit code {code}")
+        elif self._stage is not LaunchStage.ENDING:
+            log.error("%s ended with exit code %d; ending the job", child.name, code)
+            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
+
+    def _may_restart(self, child: Child, code: int) -> bool:
+        return code != EXIT_CONFIG and child.life < self._plan.max_restarts
+
+    def _is_kept(self, child: Child, code: int) -> bool:
+        """Whether what a server or the scheduler knew is where its next life finds it."""
+        if child.role == "server":
+            return self._plan.checkpoint_dir is not None
+        return self._foothold is not None and self._foothold.has_job(code)
+
+    def _warn_of_restart(self, child: Child, code: int) -> None:
+        log.warning(
+            "%s ended with exit code %d; starting it again (%d of %d)",
+            *(child.name, code, child.life + 1, self._plan.max_restarts),
+        )
+
+    def _on_other_end(self, child: Child, code: int) -> None:
+        """A server or the scheduler has ended; with 0, the job was over for it."""
+        if child.role == "scheduler" and self._stage is LaunchStage.DONE:
+            self._enter(LaunchStage.DONE, LATE_MAX_S)
+        if code == 0 or self._stage >= LaunchStage.STOPPING:  # by then everybody is asked to end
+            return
+        is_kept = self._is_kept(child, code)
+        if is_kept and self._stage is LaunchStage.GOING and self._may_restart(child, code):
+            self._warn_of_restart(child, code)
+            if child.role == "server":
+                self._start_server(child.rank, child.life + 1)
+            else:
+                self._start_scheduler(child.life + 1)
+            return
+        self._other_code = self._other_code or code
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"{child.name} ended with exit code {code}")
+        elif self._stage is LaunchStage.GOING:
+            hint = ""
+            if child.role == "scheduler" and not self._plan.max_restarts:
+                hint = " (with --max-restarts it would have been started again)"
+            log.error("%s ended with exit code %d; ending the job%s", child.name, code, hint)
+            self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
+
+    def _on_no_worker(self) -> None:
+        """Servers and scheduler have nothing to do any more."""
+        if self._stage <= LaunchStage.DRAINING:
+            self._enter(LaunchStage.DONE, DONE_MAX_S)
+        elif self._stage is LaunchStage.ENDING:
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM)
+        elif self._stage is LaunchStage.STOPPING:
+            self._signal(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        """The operator wants an end; the second time at once."""
+        self._other_code = self._other_code or 128 + number
+        if self._stage >= LaunchStage.STOPPING:
+            self._enter(LaunchStage.KILLING, STOP_MAX_S)
+            self._signal(signal.SIGKILL)
+            return
+        if number == signal.SIGTERM and self._stage is LaunchStage.GOING:
+            self._grace_until = time.monotonic() + (self._plan.grace_s or 0.0)
+            if self._may_drain:
+                log.warning("asked to end: waiting for a last checkpoint")
+                self._enter(LaunchStage.DRAINING, self._plan.grace_s)
+                self._signal(signal.SIGUSR2, "scheduler")
+                return
+        self._stop_members(number)
+
+    @property
+    def _may_drain(self) -> bool:
+        has_time = self._plan.checkpoint_dir is not None and self._plan.grace_s is not None
+        return has_time and any(one.role == "worker" for one in self._children.values())
+
+    def _give_up_draining(self, why: str) -> None:
+        log.warning("no last checkpoint: %s; ending the job", why)
+        self._stop_members(signal.SIGTERM)
+
+    def _stop_members(self, number: int) -> None:
+        """Ask the commands to end; servers and scheduler follow."""
+        left_s = max(0.0, self._grace_until - time.monotonic())
+        self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s)
+        if any(one.role == "worker" for one in self._children.values()):
+            self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
+        else:
+            self._signal(signal.SIGTERM)
+
+    def _go_on(self) -> None:
+        """The time of this stage is over."""
+        if self._stage is LaunchStage.DRAINING:
+            self._give_up_draining(f"it took more than {self._plan.grace_s:g} s")
+            return
+        names = ", ".join(one.name for one in self._children.values())
+        is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
+        log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
+        if self._stage is LaunchStage.ENDING:
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM, "worker")
+        elif self._stage is LaunchStage.DONE:
+            self._other_code = self._other_code or (0 if is_late else 1)
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
+            self._signal(signal.SIGTERM)
+        elif self._stage is LaunchStage.STOPPING:
+            self._enter(LaunchStage.KILLING, STOP_MAX_S)
+            self._signal(signal.SIGKILL)
+        else:
+            self._next_at = None
+            for child in self._children.values():
+                child.abandon()
+
+    def _enter(self, stage: LaunchStage, limit_s: float | None) -> None:
+        self._stage = stage
+        self._next_at = None if limit_s is None else time.monotonic() + limit_s
+
+    def _signal(self, number: int, role: str | None = None) -> None:
+        """Send a signal to the processes of a role, or to all."""
+        for child in self._children.values():
+            if role in (None, child.role):
+                child.signal(number)

@@ -1,0 +1,144 @@
+"""One training script, unchanged, under every engine that this machine has: the weights are the same, bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.engines import Engine, Slurm, Ssh
+from tests.integration.processes import Process, Processes, free_port
+
+WORKERS, SERVERS = 3, 2
+LIMIT_S = 120.0
+SCRIPT = """
+import hashlib
+import torch
+import kvps
+from kvps.torch import DistributedOptimizer
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
+kv = kvps.create("dist_sync", deterministic=True, average=True)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = DistributedOptimizer(sgd, model, kv, update_on_kvstore=True)
+for step in range(20):
+    generator = torch.Generator().manual_seed(1000 * step + kv.rank)
+    inputs = torch.randn(16, 20, generator=generator)
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+digest = hashlib.sha256()
+for name, value in sorted(model.state_dict().items()):
+    digest.update(value.numpy().tobytes())
+print("sha256", digest.hexdigest(), flush=True)
+kv.close()
+"""
+COMMAND = (sys.executable, "train.py")
+
+
+def by_launch(processes: Processes, folder: Path) -> list[Process]:
+    return [processes.kvps("launch", "-n", WORKERS, "-s", SERVERS, "--", *COMMAND)]
+
+
+def by_engine(made: Callable[[Path], Engine]) -> Callable[[Processes, Path], list[Process]]:
+    """Return the start of the script by kvps-launch on the hosts of an engine."""
+
+    def start(processes: Processes, folder: Path) -> list[Process]:
+        engine = made(folder)
+        try:
+            launch = engine.launch(processes, "-n", WORKERS, "-s", SERVERS, "--", *COMMAND)
+            launch.wait(LIMIT_S)
+        finally:
+            engine.close()
+        return [launch]
+
+    return start
+
+
+def by_hand(processes: Processes, folder: Path) -> list[Process]:
+    cluster = processes.scheduler(WORKERS, SERVERS)
+    for _ in range(SERVERS):
+        cluster.server()
+    return [cluster.worker(*COMMAND) for _ in range(WORKERS)]
+
+
+def by_dmlc(processes: Processes, folder: Path) -> list[Process]:
+    env = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
+    env |= {"DMLC_NUM_WORKER": str(WORKERS), "DMLC_NUM_SERVER": str(SERVERS)}
+    roles = ["scheduler", *["server"] * SERVERS, *["worker"] * WORKERS]
+    return [processes.python("train.py", DMLC_ROLE=role, **env) for role in roles]
+
+
+def by_torchrun(processes: Processes, folder: Path) -> list[Process]:
+    cluster = processes.scheduler(WORKERS, SERVERS)
+    for _ in range(SERVERS):
+        cluster.server()
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", WORKERS, "--master-port")
+    words = (*words, free_port(), "train.py")
+    return [processes.python(*words, KVPS_SCHEDULER=cluster.endpoint, TMPDIR=str(folder))]
+
+
+def by_mpirun(name: str, *flags: str) -> Callable[[Processes, Path], list[Process]]:
+    """Return the start of the script by a launcher of MPI."""
+
+    def start(processes: Processes, folder: Path) -> list[Process]:
+        program = shutil.which(name)
+        if program is None:
+            pytest.skip(f"{name} is not installed")
+        cluster = processes.scheduler(WORKERS, SERVERS)
+        for _ in range(SERVERS):
+            cluster.server()
+        words = (program, *flags, "-n", WORKERS, *COMMAND)
+        env = {"KVPS_SCHEDULER": cluster.endpoint, "TMPDIR": str(folder)}
+        return [processes.start("mpi", *words, **env)]
+
+    return start
+
+
+ENGINES: dict[str, Callable[[Processes, Path], list[Process]]] = {
+    "kvps-launch": by_launch,
+    "kvps-launch, ssh": by_engine(Ssh),
+    "kvps-launch, Slurm": by_engine(Slurm),
+    "kvps-worker by hand": by_hand,
+    "DMLC variables by hand": by_dmlc,
+    "torchrun": by_torchrun,
+    "mpirun of Open MPI": by_mpirun("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"),
+    "mpiexec of MPICH": by_mpirun("mpiexec.hydra"),
+}
+"""Each starts the script, and returns the processes that print its lines; it skips where the engine is not installed.
+
+torchrun and Open MPI leave files in TMPDIR, so they get a directory of their own.
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_the_weights_are_the_same_everywhere(
+    processes: Processes,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    processes.script(SCRIPT)
+    digests: dict[str, set[str]] = {}
+    for name, start in ENGINES.items():
+        try:
+            started = start(processes, tmp_path_factory.mktemp("engine"))
+        except pytest.skip.Exception as skipped:
+            digests[name] = {f"not here: {skipped.msg}"}
+            continue
+        for process in started:
+            assert process.wait(LIMIT_S) == 0, (name, process)
+        lines = "".join([process.out for process in started]).splitlines()
+        found = [line.partition("sha256 ")[2] for line in lines if "sha256 " in line]
+        assert len(found) == WORKERS, (name, started)
+        digests[name] = set(found)
+    with capsys.disabled():
+        for name, found_there in digests.items():
+            sys.stdout.write(f"\n{name:24} {' '.join(sorted(found_there))}")
+    different = {one for found_there in digests.values() for one in found_there}
+    assert len({one for one in different if not one.startswith("not here")}) == 1, digests
