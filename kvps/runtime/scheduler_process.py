@@ -261,10 +261,6 @@ def _run_scheduler(
     except KvpsError:
         transport.close(0.0)
         raise
-    log.info(
-        "scheduler of %d workers and %d servers at %s",
-        *(settings.workers, settings.servers, transport.endpoint),
-    )
     inbox: Inbox[Scheduler] = Inbox(transport)
     again = (
         nullcontext()
@@ -284,7 +280,11 @@ def _run_scheduler(
         last,
         on_stop(inbox, lambda core, now, number: core.on_stop(now)),
     ):
-        if on_ready is not None:  # from here on it may get signals
+        log.info(  # from here on it may get signals
+            "scheduler of %d workers and %d servers at %s",
+            *(settings.workers, settings.servers, transport.endpoint),
+        )
+        if on_ready is not None:
             on_ready(transport.endpoint)
         wish = drive(core, transport, inbox, listener)
     transport.close(1.0)
