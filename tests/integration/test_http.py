@@ -59,8 +59,13 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
     assert get(f"{at_server}/readyz")[0] == 200
     assert json.loads(get(f"{at_server}/statusz")[1])["rank"] == 0
 
-    before = metrics(at_scheduler)
-    assert before["kvps_members", "worker,held"] == before["kvps_members", "server,held"] == 1
+    def members() -> bool:
+        found = metrics(at_scheduler)
+        return all(
+            found.get(("kvps_members", f"{role},held")) == 1 for role in ("worker", "server")
+        )
+
+    until(members, "sample with both members")
     status = json.loads(get(f"{at_scheduler}/statusz")[1])
     assert (status["role"], status["phase"]) == ("scheduler", "running")
     with one_moves(at_scheduler, "kvps_refused_connections_total", "unknown_key"):
