@@ -60,7 +60,7 @@ def workloads_of(names: Sequence[str]) -> list[str]:
     """Return the workloads that a user named, each once.
 
     Raises:
-        ConfigError: for one that does not exist.
+        ConfigError: for an unknown name.
     """
     workloads = list(dict.fromkeys(names))
     for workload in workloads:

@@ -242,7 +242,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _stand(system: SystemUnderTest, gate: tuple[int, int] | None) -> None:
-    """Let somebody look while nothing is under way: nobody goes on before rank 0 has come through.
+    """Let the caller inspect the ranks while nothing is under way: no rank goes on before rank 0 has come through.
 
     The others wait in the next ready(); in this one everybody has ended the round before.
     """

@@ -75,7 +75,7 @@ def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: where it goes; a file of that name is replaced.
-        aside: a name in the same folder that nobody else uses; None for a random one.
+        aside: a name in the same folder that no other process uses; None for a random name.
 
     Yields:
         The name to write it under.

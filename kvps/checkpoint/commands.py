@@ -169,7 +169,7 @@ def _images(cut: LocatedCut, screen: Console) -> list[Snapshot]:
 
 
 def _store_of(snapshots: Sequence[Snapshot], wanted: str | None) -> str:
-    """Return the store that is meant: the one that is named, or the only one with keys."""
+    """Return the store with this name, or without a name the only store with keys."""
     stores = gathered(snapshots)
     names = [store.name for store in stores]
     with_keys = [store.name for store in stores if store.keys]
@@ -201,7 +201,7 @@ class _Step:
 
 @contextmanager
 def _progress(screen: Console, what: str, total: int) -> Iterator[_Step]:
-    """Show how far a reading is, where somebody looks."""
+    """Show the progress of a read on a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

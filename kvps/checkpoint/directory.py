@@ -300,7 +300,7 @@ class CheckpointDirectory:
     # --- removing ---------------------------------------------------------------------------
 
     def _tidy(self, needed: int) -> None:
-        """Remove the cuts that nobody needs any more."""
+        """Remove the cuts that are no longer needed."""
         complete = [manifest.cut for manifest in self.complete(server=self.server)]
         kept = complete[-KEPT:]
         newest = max(complete, default=0)
@@ -309,7 +309,7 @@ class CheckpointDirectory:
                 self._remove(self.cut_folder(cut))
 
     def _has_tag(self, cut: int) -> bool:
-        """Whether somebody gave a cut a name; damaged or not, it is then not ours to remove."""
+        """Whether a cut has a name; damaged or not, it is then not ours to remove."""
         try:
             return bool(self.manifest(cut).tag)
         except StorageError:

@@ -74,7 +74,7 @@ class Manifest:
     """The file of each server, in order."""
     stores: Mapping[str, StoreVersions] = field(default_factory=dict)
     tag: str = ""
-    """A name that somebody gave it. One that has a name is kept."""
+    """The name that the user gave it. A cut with a name is kept."""
     written: str = ""
     """When, for people; nothing is decided by it."""
 

@@ -19,7 +19,7 @@ HANGS_AFTER_S = 10.0
 
 
 def quiet_in_words(quiet_s: float, what: str) -> str:
-    """Say that somebody lives, and when it did something (``what``) last.
+    """Say that a process lives, and when it did something (``what``) last.
 
     Example:
         >>> quiet_in_words(2.0, "call"), quiet_in_words(42.0, "call")

@@ -27,7 +27,7 @@ from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Ro
 SCHEDULER: Route = "scheduler"
 BEAT_EVERY_S = 1.0
 STILL_S = 5.0
-"""A process whose timer rings so late has been stopped itself, and heard nobody in that time."""
+"""A process whose timer rings so late was stopped itself, and received nothing in that time."""
 JOIN_MAX_S = 60.0
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78

@@ -2,7 +2,7 @@
 
 A key below the bound lives on one server, its *home*, chosen by a stable hash of its name. A
 larger one is cut into near-equal parts, one for each server. Every process computes the same
-answer from the same five values, so nobody has to be asked, and the order of ``init`` calls does
+answer from the same five values, so no process has to be asked, and the order of ``init`` calls does
 not matter. Python's own ``hash`` is not stable between processes; BLAKE2 is.
 
 A tensor of two or more dimensions is cut between *rows*, what one index of its first dimension

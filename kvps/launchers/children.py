@@ -21,7 +21,7 @@ from kvps.launchers.output import LineBuffer
 from kvps.launchers.reaper import Reaper, kill
 
 ORDER_BYTES_MAX = 60_000
-"""The bytes that a pipe takes before anybody reads it; Linux has room for 65,536."""
+"""The bytes that a pipe takes before a process reads it; Linux has room for 65,536."""
 
 
 @dataclass(slots=True, eq=False)

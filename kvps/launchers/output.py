@@ -70,7 +70,7 @@ class OutputMux:
         """Show whole lines on stdout (0) or stderr (1), and perhaps an unfinished one.
 
         Raises:
-            BrokenPipeError: if nobody reads it any more.
+            BrokenPipeError: if its reader is gone.
         """
         below = prefix + unfinished if unfinished and self._is_terminal[sink] else self._below
         if not lines and below == self._below:

@@ -22,7 +22,7 @@ WATCHING = 2
 CONNECTION = 4
 """A socket that connects, its event, and those of its monitor's two ends."""
 ACCEPTED = 1
-"""A connection that somebody else opened to us."""
+"""A connection that a peer opened to us."""
 SPARE = 8
 """For a moment: a module or a library that is loaded, a file that is written, memory that is mapped."""
 
@@ -42,7 +42,7 @@ def of_server(workers: int, servers: int) -> int:
 
 
 def of_worker(workers: int, servers: int) -> int:
-    """Return how many a worker needs, also one that pushes for all workers of its host."""
+    """Return how many a worker needs, also as the leader of its host."""
     out = servers + 2  # the scheduler, and the neighbour who pushes for it
     return TRANSPORT + LISTENING + CONNECTION * out + ACCEPTED * (workers - 1)
 

@@ -40,7 +40,7 @@ class _Refusal(Exception):
 
 
 class _Unheard(Exception):
-    """A packet is not to be decoded, and nobody told."""
+    """A packet is not to be decoded, and its sender not told."""
 
 
 class Doorman:

@@ -4,7 +4,7 @@ One thread runs the loop and owns the core and the sockets. Any other thread tha
 function into the :class:`Inbox`, which wakes the loop; there are no locks around the rules, because no other
 thread ever enters them.
 
-What a peer sends ends no process. An error that nobody foresaw, raised while its packet is served or while
+What a peer sends ends no process. An unexpected error, raised while its packet is served or while
 something is done because of it, is logged with its traceback, told to the core, and left behind. An error
 of this process's own doing, such as an address of its own that it cannot listen on, still ends the loop.
 """
@@ -137,14 +137,14 @@ class Transport(Protocol):
         """Take connections at ``endpoint``, besides those that are taken already."""
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody: only an answer says that something arrived."""
+        """Send, or drop if there is no peer: only an answer says that something arrived."""
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` (None: for ever) and yield what came.
 
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
-            Unserved: in place of one at which something failed that nobody foresaw; as above.
+            Unserved: in place of a packet that caused an unexpected error; as above.
             Refused: in place of a packet whose sender gets the reason of the refusal; as above.
         """
 

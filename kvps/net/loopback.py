@@ -1,7 +1,7 @@
 """Packets within one process: a transport without sockets, for tests.
 
 Packets are encoded and decoded as they would be on the wire, and payload is copied once, as a
-network would: nobody sees memory that another still writes to. The network counts what it
+network would: no end sees memory that another still writes to. The network counts what it
 carries, and a test may put a filter between any two ends.
 """
 
@@ -90,7 +90,7 @@ class MemoryTransport:
         peer._peers[back] = (self, name)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody."""
+        """Send, or drop if there is no peer."""
         copies = self._network.filter(packet)
         head, *payload = wire.encode(packet)
         if hold is not None:

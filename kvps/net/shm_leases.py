@@ -4,7 +4,7 @@ A process that sends a reference to its memory instead of bytes gives a numbered
 the memory until the lease is returned. The receiver returns it when nothing refers to those bytes any more.
 
 A RELEASE does not list what is returned but what is *not*: of all leases below a number, it names
-those that are still held. So one that is lost does no harm, the next says the same and more; and a
+those that are still held. So a lost return does no harm, the next says the same and more; and a
 lease that never arrived, because its packet was lost, is returned all the same. A packet that
 arrives after its lease was so returned comes too late, and counts as lost.
 """

@@ -5,7 +5,7 @@ machine's memory and empty, of which parts are backed before they are used (``po
 where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
 directory, so nothing is left behind by a kill.
 
-Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It believes nobody: the file
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It trusts no description: the file
 must be one of ours and of our user, of the size that was said, sealed against shrinking (a file that shrank
 under its reader would kill the reader), and begin with the *nonce* that was said, a random number. Once its
 owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that cannot do
@@ -120,7 +120,7 @@ class Segment:
         return self._backed
 
     def take(self, size_bytes: int) -> Block | None:
-        """Return a block that nobody else has, its contents undefined; None if none is left.
+        """Return a free block, its contents undefined; None if none is left.
 
         Any thread may call this. In a forked process, which has the same memory, none is left.
         """

@@ -142,7 +142,7 @@ class SharingTransport:
         self._inner.listen(endpoint)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is nobody; by loans where the peer can read them."""
+        """Send, or drop if there is no peer; by loans where the peer can read them."""
         envelope, message = packet.envelope, packet.message
         self._envelope = envelope
         if packet.payload:
@@ -195,7 +195,7 @@ class SharingTransport:
         self._inner.wake()
 
     def close(self, linger_s: float) -> None:
-        """Close all connections, and let nobody new read our memory."""
+        """Close all connections, and let no further process read our memory."""
         self._inner.close(linger_s)
         if self._segment is not None:
             self._segment.close()

@@ -2,7 +2,7 @@
 
 libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
 process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where
-nobody answers, no connection is made.
+nothing answers, no connection is made.
 """
 
 from __future__ import annotations

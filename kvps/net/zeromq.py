@@ -102,7 +102,7 @@ class ZmqTransport:
             watch: as :meth:`listen` has it.
             checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
             role: what this process is; it decides what others may send to it, and how much.
-            keys: by which it speaks and takes connections; None for anybody's, in clear.
+            keys: by which it speaks and accepts connections; None to accept any, in clear text.
 
         Raises:
             ConfigError: if that cannot be, or there are too few file descriptors, where libzmq would

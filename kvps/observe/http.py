@@ -1,8 +1,8 @@
 """The HTTP endpoints of a process: /livez, /readyz, /metrics and /statusz, each from the newest sample.
 
 They are read-only. A client may hold a connection for some seconds, and only some clients at a time: of more, the
-oldest is cut off, so that nobody who opens connections keeps a probe out. Where KVPS_HTTP_TOKEN is set,
-/metrics and /statusz ask for it as a bearer token; /livez and /readyz answer anybody by one line.
+oldest is cut off, so that open connections never keep a probe out. Where KVPS_HTTP_TOKEN is set,
+/metrics and /statusz ask for it as a bearer token; /livez and /readyz answer any client by one line.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class View(Message):
     """The newest cut to which they could return; 0 while there is none."""
     keys: tuple[str, ...] = ()
     """In the order of ``members``, the public key by which each speaks to the others, or that it has where
-    it listens; empty for one that has none. None at all in a job without keys."""
+    it listens; empty for a member without a key. None at all in a job without keys."""
 
 
 @tag(4)
@@ -367,7 +367,7 @@ class Evict(Message):
 @tag(113)
 @dataclass(frozen=True, slots=True)
 class Challenge(Message):
-    """Scheduler to member: somebody else wants your seat; say that you live."""
+    """Scheduler to member: another process wants your seat; say that you live."""
 
     number: int
 

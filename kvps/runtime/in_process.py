@@ -1,8 +1,8 @@
 """A whole job in the calling thread: the cores of a scheduler, a server and a worker, and no other copy of their rules.
 
 There is no thread and no socket. A call goes to the worker's core, and the cores are passed each other's packets until
-the call has ended. Where no packet is left and the call still waits, nobody else could end it: its time passes at
-once, up to its timeout. Between calls no more than a second passes, so that a pause is nobody's silence.
+the call has ended. Where no packet is left and the call still waits, nothing else could end it: its time passes at
+once, up to its timeout. Between calls no more than a second passes, so that a pause does not count as silence.
 """
 
 from __future__ import annotations

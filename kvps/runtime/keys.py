@@ -172,7 +172,7 @@ def _section(fields: dict[str, str], path: str) -> Section:
 
 
 def _demand_own(path: Path, status: os.stat_result) -> None:
-    """Refuse a file that somebody else has put there or may change; a folder may be anybody's, as a pod's is."""
+    """Refuse a file that another user owns or may change; a folder may be any user's, as a pod's is."""
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         raise ConfigError(
             f"the key {path} is user {status.st_uid}'s with mode "
@@ -295,7 +295,7 @@ def _put(path: Path, content: str) -> None:
 
 
 class KeyMemory:
-    """Keys in a file without a name, that is gone when nobody has it any more.
+    """Keys in a file without a name, which is gone when no process has it open.
 
     Args:
         sections: the keys.

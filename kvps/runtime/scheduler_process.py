@@ -83,7 +83,7 @@ class StateFile(NullListener):
         """Return the state that is there.
 
         Raises:
-            ConfigError: if somebody else has put it there, or may change it: it decides which processes are
+            ConfigError: if another user owns it or may change it: it decides which processes are
             in the job.
             StorageError: if it cannot be read.
         """

@@ -73,7 +73,7 @@ def run_server(
 
     Raises:
         ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
-        SchedulerLost: if nobody knows the scheduler's name.
+        SchedulerLost: if the scheduler's name cannot be resolved.
     """
     config.demand_loopback(bind, insecure or keys is not None)
     for plugin in plugins:

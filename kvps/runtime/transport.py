@@ -28,7 +28,7 @@ log = logging.getLogger("kvps")
 
 
 class Shared:
-    """Memory in this process's segment, as long as somebody reads that and there is room in it."""
+    """Memory in this process's segment, as long as a peer reads that and there is room in it."""
 
     def __init__(self, segment: Segment, stitches: PageRemapper) -> None:
         self._segment = segment
@@ -72,7 +72,7 @@ def open_transport(
 
     Args:
         bind: where to listen; None for a worker, which learns that when it has a rank.
-        keys: by which it speaks and takes connections; None for anybody's.
+        keys: by which it speaks and accepts connections; None to accept any.
 
     Raises:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.

@@ -2,7 +2,7 @@
 
 All dist stores of a process share one session. It begins with the first store and ends with the process, or with
 :func:`kvps.shutdown`. A process that ends well leaves the job. A process that ends with an exception, or with an exit
-code other than 0, is lost, so that nobody mistakes half a run for a whole one. Under kvps-worker the supervisor tells
+code other than 0, is lost, so that half a run does not count as a whole run. Under kvps-worker the supervisor tells
 the scheduler how the command ended.
 
 The core belongs to the loop's thread. Other threads make calls, and read :attr:`WorkerSession.info`.

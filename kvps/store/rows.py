@@ -203,7 +203,7 @@ class Pick:
 
         Args:
             name: the key.
-            spec: what it is; None if nobody knows.
+            spec: what it is; None if unknown.
             row_ids: numbers of rows, in any order and shape, repeats allowed.
             out: a tensor or array, or a list of them, of the key's shape or of that of the rows;
                 None for a new tensor.

@@ -182,6 +182,6 @@ class Supervisor:
         yield Finish(ASK, number)
 
     def _end(self) -> Effects:
-        """End with the command's exit code, if there is nobody to tell it or all is told."""
+        """End with the command's exit code, once the scheduler knows it or is gone."""
         if self.member.left or self.member.stopped or self.member.error:
             yield Exit(self.exit_code, self._reason)

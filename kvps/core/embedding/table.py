@@ -3,7 +3,7 @@
 A row comes into being by a *push* and never by a pull. So what a table holds follows from its pushes,
 which are applied once each, in rounds or by number; a pull, which may be sent again or be made by a
 worker that is replaced, changes nothing. To a pull, an id without a row has its first value, which
-depends on the id alone: nobody can tell it from a row that has not been updated yet.
+depends on the id alone: it equals a row that has not been updated yet.
 
 With ``admit`` n an id gets its row at its n-th push; the gradients before are dropped. With
 ``max_age`` a row goes that had no push for so many versions, with ``max_rows`` the oldest go: an

@@ -19,9 +19,9 @@ predecessor, and the standing of a rank survives its process. What is kept of th
 number per (store, name), and after how many rounds that barrier came.
 
 A replacement does not know the numbers. It *resumes* after some round, and has all barriers behind it that
-come after no more rounds than that: nobody waits for it there, and it passes them. Its first barrier behind
-them is the first one that comes after as many rounds as its own; if nobody stands there yet, it *floats*
-until somebody does.
+come after no more rounds than that: no rank waits for it there, and it passes them. Its first barrier behind
+them is the first that comes after as many rounds as its own; if no rank stands there yet, it *floats*
+until a rank does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NAMES_MAX = 1024
 NAME_MAX = 256
 """Characters of one name."""
 OPEN_MAX = 64
-"""Numbers of one name at which somebody may wait at the same time."""
+"""Numbers of one name at which ranks may wait at the same time."""
 
 Name = tuple[str, str]
 """A store, and a name within it."""
@@ -217,7 +217,7 @@ class Barriers:
     # --- those who do not know the number -----------------------------------------------------
 
     def _number(self, at: Barrier) -> int | None:
-        """Return which barrier somebody means; None if that cannot be known yet."""
+        """Return the barrier that a request means; None if that cannot be known yet."""
         return self._number_after((at.store, at.name), at.after) if at.resumed else at.number
 
     def _number_after(self, name: Name, after: int) -> int | None:

@@ -68,7 +68,7 @@ class CheckpointCoordinator:
         self._cut: Cut | None = None
         self._wishes: dict[str, CheckpointRequest] = {}
         self._served: dict[str, CheckpointRequest] = {}
-        """Those for which the cut was begun: one that was begun before does not do for a wish."""
+        """The requests for which the cut was begun: a cut that was begun before a request does not satisfy it."""
         self._granted: dict[str, tuple[int, int]] = {}
         """By store, the last wish that was granted, and by which cut."""
         self._refused: dict[str, tuple[int, KvpsError]] = {}

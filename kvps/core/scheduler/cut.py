@@ -107,7 +107,7 @@ class Cut:
 
     @property
     def behind(self) -> frozenset[int]:
-        """The workers that have halted where not all can meet: somebody may wait for them."""
+        """The workers that have halted where not all can meet: other workers may wait for them."""
         return frozenset(self.halted.keys() - self._standing)
 
     # --- what is heard ------------------------------------------------------------------------

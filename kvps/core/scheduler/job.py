@@ -45,12 +45,12 @@ CONCLUDED = 1
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
-"""A scheduler whose last look is so long ago has been stopped itself, and heard nobody in that time."""
+"""A scheduler whose last look is so long ago was stopped itself, and received nothing in that time."""
 NOTICE_MAX_S = 240.0
 """How long the workers of a job that cannot go on may take to notice and end."""
 FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
-comes back within 2 s, and a restarted scheduler may have seen nobody yet."""
+comes back within 2 s, and a restarted scheduler may not have heard of any member yet."""
 STRANGERS_JOB = bytes(16)
 """In place of the job's name, which its members know each other by, in what others are told."""
 SHOWN_OCTETS = 4

@@ -52,7 +52,7 @@ MUTE_S = 3.0
 
 
 class Membership:
-    """The seats of a job and the links that speak for them; it decides, and tells nobody.
+    """The seats of a job and the links that speak for them; it decides, and sends nothing.
 
     A request that cannot be granted raises the error its sender is to get, and changes nothing.
     """
@@ -96,7 +96,7 @@ class Membership:
         }
 
     def take(self, route: Route, hello: Hello, now: float) -> tuple[Seat, bool]:
-        """Give a newcomer a seat, with a new incarnation; say whether it replaces somebody."""
+        """Give a newcomer a seat, with a new incarnation; return also whether it replaces another process."""
         seat = self._choose(hello)
         is_again = seat.is_asked_again(hello)
         replaces = seat.state is not State.EMPTY and not is_again
@@ -112,7 +112,7 @@ class Membership:
     def part_mute(self, route: Route, hello: Hello, now: float) -> None:
         """Forget the connection by which the sender of ``hello`` asked before, and heard nothing.
 
-        It carried HELLO to us and no WELCOME back, and stayed open: nobody has told us that it broke.
+        It carried HELLO to us and no WELCOME back, and stayed open: no event says that it broke.
         """
         for seat in self.by_node.values():
             if seat.state is State.HELD and not seat.has_begun:

@@ -8,7 +8,7 @@ ranks at each barrier); what follows from a change is in :mod:`kvps.core.schedul
 conversation.
 
 A door changes the state when it is called, and returns the effects in the order in which they
-are to be performed: what a restart must know is saved before anybody is told. A request that
+are to be performed: what a restart must know is saved before any member is notified. A request that
 cannot be granted raises, deep down, the error that its sender gets, and changes nothing.
 
 Identity is what an envelope says, checked in one place, :meth:`Scheduler._recognise`: that is the fence. A
@@ -71,7 +71,7 @@ class Scheduler:
     # --- doors ------------------------------------------------------------------------------
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
-        """Judge a packet by its envelope: anybody may say HELLO and LOOK, and all else is for members."""
+        """Judge a packet by its envelope: any process may send HELLO and LOOK, and only members may send the rest."""
         if self.job.stop is None and kind not in FROM_ANYBODY:
             self._demand_seat(route, envelope)
         return True
@@ -126,7 +126,7 @@ class Scheduler:
         return self.job.flush()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """A packet could not be served, as nobody foresaw: its sender is told, and the job goes on."""
+        """A packet caused an unexpected error: its sender is told, and the job goes on."""
         self.job.counts.refused(error)
         said = unforeseen("the scheduler", error)
         self.job.send(route, p.Error(envelope.seq, said.code, str(said)))

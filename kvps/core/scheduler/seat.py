@@ -34,7 +34,7 @@ class State(enum.Enum):
     EMPTY = "empty"
     HELD = "held"
     LEFT = "left"
-    """It ended well; nobody takes it again in this job."""
+    """It ended well; no process takes it again in this job."""
     LOST = "lost"
     """It ended otherwise; a replacement may come."""
     GONE = "gone"
@@ -129,7 +129,7 @@ class Seat:
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody is here, or was and ended well."""
+        """Whether it has a live holder, or had one that ended well."""
         return self.state in (State.HELD, State.LEFT)
 
     @property
@@ -205,7 +205,7 @@ class Seat:
         self.lost_at, self.dropped_at = now, None
 
     def revive(self) -> None:
-        """Its holder was lost, and speaks again before anybody replaced it."""
+        """Its holder was lost, and speaks again before a replacement took the seat."""
         self.state, self.reason = State.HELD, ""
 
     def leave(self, leave: Leave, now: float) -> bool:

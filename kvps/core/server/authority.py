@@ -2,7 +2,7 @@
 
 Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
 fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
-rank 0 alone puts states back; nobody ends a join that it has not made.
+only rank 0 loads states; no rank ends a join that it has not made.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ answered with all that is known of its cut::
     RECALL     ──► (disk) ──► SHELF
     RESTORE    ──► (disk) ──► RESTORED
 
-From RESTORE on the server serves nobody until the view says that all have returned: what was asked of
+From RESTORE on the server serves no requests until the view says that all have returned: what was asked of
 it before belongs to values that are not there any more.
 """
 
@@ -84,7 +84,7 @@ class Checkpointer:
         self.taking = SnapshotInProgress(0, taken=True)
         """The newest cut that was ordered; its ``taken`` is true if there was none."""
         self.is_returning = False
-        """A rollback was ordered and is not complete: this server serves nobody."""
+        """A rollback was ordered and is not complete: this server serves no requests."""
         self.epoch = 0
         """The epoch of the values held here: how often the job was rolled back."""
         self._returning: p.Restore | None = None

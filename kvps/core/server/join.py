@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 A rank without batches *joins*: it says so to every server, when all its pushes are in. From then on
-it is *away*: rounds close without it, and nobody waits for its clock. Its k-th join is over when
+it is *away*: rounds close without it, and no rank waits for its clock. Its k-th join is over when
 every rank has made its own k-th::
 
     rank 0   push push push JOIN 1 · · · · · · · · RETURN 1  push …
@@ -17,7 +17,7 @@ pushes again, and waits for their answers. So a server that gets a push of a ran
 heard, of this very rank, that the join is over, and waits for it from then on; no order of packets
 and no loss can change that. A JOIN that comes late is of a join that is over, and does nothing.
 
-What a rank has joined is its own, and not its process's: a replacement finds it so.
+Joins belong to the rank, not to its process: a replacement inherits them.
 """
 
 from __future__ import annotations

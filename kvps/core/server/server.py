@@ -168,7 +168,7 @@ class Server:
         return self.take_effects()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """A packet could not be served, as nobody foresaw: its sender is told, and nothing was changed.
+        """A packet caused an unexpected error: its sender is told, and nothing was changed.
 
         A server whose values were being changed at that moment ends: half an update is in them. Its
         replacement returns to a checkpoint, with all others.

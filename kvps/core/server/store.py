@@ -202,7 +202,7 @@ class ServerStore:
             life: the rank and incarnation that gives the values.
 
         Returns:
-            The places, and the shards that were replaced by others: nobody has given back their
+            The places, and the shards that were replaced by others: the caller gives back their
             pieces yet.
 
         Raises:

@@ -75,7 +75,7 @@ class PendingCall:
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
-    """The caller has the result; nobody hears of what is still under way."""
+    """The caller has the result; what is still under way is reported nowhere."""
     requests: list[Request] = field(default_factory=list)
     """Those of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)

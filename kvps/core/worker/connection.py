@@ -81,7 +81,7 @@ class Request:
         return self.payload if self.fill is None else self.fill(HERE)
 
     def drop(self) -> None:
-        """Drop a request that changes nothing and whose answer nobody wants any more."""
+        """Drop a request that changes nothing and whose answer is no longer wanted."""
         assert not self.payload_bytes, "what changes values must arrive"
         self.dropped = True
         if self.link is not None:

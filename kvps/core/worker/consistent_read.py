@@ -110,7 +110,7 @@ class Pieces:
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
         """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
 
-        The list is empty if some values were not written: then nobody waits for them any more.
+        The list is empty if some values were not written: then no call waits for them any more.
         """
         views: dict[int, torch.Tensor] = {}
         cut: dict[int, dict[int, torch.Tensor]] = {}

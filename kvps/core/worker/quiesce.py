@@ -29,7 +29,7 @@ STAND_MAX_S = 35.0
 """Longest halt, in seconds, where all stores are synchronous: their ranks wait for each other anyway. Longer than
 the scheduler waits."""
 FREE_STAND_MAX_S = 3.0
-"""Longest halt, in seconds, where in some store nobody waits for others."""
+"""Longest halt, in seconds, where some store has no rounds."""
 SILENCE_MAX_S = 3.0
 """Longest silence of the scheduler, in seconds, during a halt: it answers a beat every second."""
 PATIENCE_S = 1.0

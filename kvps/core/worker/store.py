@@ -110,7 +110,7 @@ class WorkerStore:
         """Return the next call of a kind whose ``last`` was this.
 
         A rank that took another's place makes its predecessor's last call again if it comes after as many rounds:
-        some servers may not have heard of it. Where there are no rounds nobody can know, so it counts as another
+        some servers may not have heard of it. Where there are no rounds that is unknown, so it counts as another
         call; its ``after`` then says that it need not agree.
         """
         base = self.joins * CALLS_PER_JOIN

@@ -158,7 +158,7 @@ class Worker:
         yield from self._report_halt()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """A packet could not be served, as nobody foresaw: a neighbour is told.
+        """A packet caused an unexpected error: a neighbour is told.
 
         Raises:
             Exception: ``error``, if it was an answer to this worker's own calls: they would never end.

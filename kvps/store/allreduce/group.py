@@ -27,7 +27,7 @@ NOTICE = timedelta(seconds=0.2)
 """After this long a rank that waits says so on the board, where the others see which ranks are missing."""
 AT_ONCE = timedelta(milliseconds=1)
 CANCEL_TAG = 1 << 20
-"""The tag of a message that nobody sends."""
+"""The tag of a message that no rank sends."""
 WORDS_BYTES, CARD_BYTES = 512, 128
 
 

@@ -1,7 +1,7 @@
 """The rendezvous of the ranks of an allreduce store, and this process's rank.
 
 torchrun, kvps-worker and kvps-launch say it by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Inside a
-:class:`~kvps.LocalCluster` each thread is a rank. A process that nobody told anything is a world of one.
+:class:`~kvps.LocalCluster` each thread is a rank. A process without any of these is a world of one.
 
 torch's own rendezvous listens on every address of the host, without authentication. Here rank 0 listens at
 MASTER_ADDR alone, and torch's ``init_process_group()`` in that process shares it. In a job with keys the ranks of

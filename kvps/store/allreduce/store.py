@@ -13,7 +13,7 @@ compares the two::
                            │    ▲
     other ranks: ··········▼····│··· the same calls in the same order
 
-What servers would do for it, nobody does here: keep values when a rank is lost, run an optimizer, sort calls
+What servers would do is missing here: keep values when a rank is lost, run an optimizer, sort calls
 that ranks make in different orders. A call in :data:`UNSUPPORTED` is refused with the name of the store that can.
 """
 
@@ -108,7 +108,7 @@ class AllreduceStore(KVStore):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store can do ``capability``: there is nobody to run an optimizer."""
+        """Whether the store can do ``capability``: there are no servers to run an optimizer."""
         return KVStore.is_capable(capability) and capability != KVStoreBase.OPTIMIZER
 
     def stragglers(self) -> list[Straggler]:

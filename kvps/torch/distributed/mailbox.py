@@ -3,7 +3,7 @@
 *A swap.* Every member writes posts, and reads those of the others. Behind each post are two keys in
 turns. Swaps of one track do not overlap on a rank, and each waits for every other member. So when a
 rank writes to a key in swap j + 2, it has ended j + 1; there it heard from every member, each of which
-had ended j before; and nobody reads what was written in j any more. No acknowledgement is needed.
+had ended j before; and no rank reads what was written in j any more. No acknowledgement is needed.
 
 *A letter.* One member writes a post, others read it, and hear nothing from each other. Each reader then
 pushes a second key; the version of that says how many have read. The writer writes again when all have.

@@ -5,7 +5,7 @@ No key may be in two rounds at once, as the answer to the first might come with 
 second; so collectives that use the same keys are on one *track*, and the next begins when the one before
 it has ended. Collectives on different tracks pass each other.
 
-Why nobody waits for ever: all ranks call collectives in one order, so a track holds the same ones in the
+Why no rank waits for ever: all ranks call collectives in one order, so a track holds the same ones in the
 same order everywhere. The first on a track is under way on every rank that has called it, and waits for
 nothing but the ranks that have not.
 """

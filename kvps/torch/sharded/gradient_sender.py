@@ -105,7 +105,7 @@ class GradientHooks:
             self.give_up(error)
 
     def give_up(self, error: EpochChanged) -> None:
-        """The gradients of this step are of weights that nobody has any more: none leaves from here on."""
+        """The gradients of this step are of weights that are outdated: none leaves from here on."""
         self.is_given_up = True
         self._outgoing.drop()
         self._go_on(error)

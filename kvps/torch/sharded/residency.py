@@ -120,7 +120,7 @@ class Residency:
                 raise
 
     def free(self, names: Iterable[str] | None = None) -> None:
-        """Let go of these weights, or of all, but for those that somebody holds."""
+        """Free these weights, or all, except those that are in use."""
         for name in list(self._here) if names is None else names:
             if name in self._here and not self._held[name]:
                 del self._name_at[self._here.pop(name)]

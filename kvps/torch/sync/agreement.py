@@ -14,7 +14,7 @@ from kvps.store.create import create_own
 
 
 class Agreement:
-    """Flags of which each worker has its own, and all want to know whether anybody's is set.
+    """Flags that each worker sets for itself; all need to know whether any of them is set.
 
     Every worker makes it, and asks, in the same order.
 

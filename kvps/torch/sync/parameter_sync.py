@@ -7,7 +7,7 @@ optimizer runs decides what the keys hold after the first round::
     here            gradients -> (sum: in the store) -> sums -> optimizer: here
 
 When the servers return to a checkpoint (:class:`~kvps.errors.EpochChanged`), the step that is under
-way is given up, since its gradients are of weights that nobody has any more. The weights are taken as
+way is given up, since its gradients are of weights that are outdated. The weights are taken as
 they are now, one line of log says so, and training goes on. Workers may be one step apart then; of
 learning rates that differ for that, rank 0's counts, as ever. Where the optimizer runs here, all take
 rank 0's weights and begin its states anew, or weights would drift apart.
@@ -72,7 +72,7 @@ class ParameterSync:
             hyper: of the store's optimizer; None if it runs here.
 
         Raises:
-            ConfigError: if this worker replaces a lost one and nobody can give it the weights.
+            ConfigError: if this worker replaces a lost one and no rank can give it the weights.
         """
         tensors = {**self.params, **buffers}
         names = list(tensors)

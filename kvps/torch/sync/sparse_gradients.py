@@ -1,6 +1,6 @@
 """Sparse gradients of a model's tables, pushed as rows; rows come back, too.
 
-Where the store has the optimizer, the weight is refreshed by the rows that anybody's gradient has moved. Where
+Where the store has the optimizer, the weight is refreshed by the rows that any rank's gradient has changed. Where
 it has none, a key is the sum of the last round. What changed in it are the rows of that round and those of
 the round before, which are 0 again: so what changed, without the rows that are 0, is the sum.
 """

@@ -1,7 +1,7 @@
 """The change log: the rows of a piece that its last versions changed.
 
 Versions come one by one. One that changed more than some rows, by a dense gradient say, is not added, and
-what came before it is of no use any more: from there on nobody knows, and a reader takes all. So nothing
+what came before it is of no use any more: from there on nothing is known, and a reader takes all. So nothing
 has to be told here but what *was* by rows, and values that are set without a version (:meth:`Chunk.forget_changes
 <kvps.core.server.chunks.slab.Chunk.forget_changes>`).
 """

@@ -1,6 +1,6 @@
 """Storage orders of a server's core, and the answers of its disk.
 
-Files are slow, so nobody waits for them: an order goes out as an effect, in order, and its answer
+Files are slow, so no request waits for them: an order goes out as an effect, in order, and its answer
 comes in by a door of its own (:meth:`~kvps.core.server.server.Server.on_disk`). An order that fails is
 answered with a :class:`~kvps.errors.StorageError`; no answer is left out.
 """

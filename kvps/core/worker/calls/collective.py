@@ -76,7 +76,7 @@ def barrier(
 
 @dataclass(frozen=True, slots=True)
 class StandAtBarrier(Call):
-    """Flush, then wait at a barrier; or, with a ``failure``, let nobody pass it."""
+    """Flush, then wait at a barrier; or, with a ``failure``, let no rank pass it."""
 
     title = "barrier()"
     on_timeout = OnTimeout.RESUME

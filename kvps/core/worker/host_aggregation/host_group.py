@@ -12,7 +12,7 @@ its seat and says nothing; until it speaks, the next in turn leads for it. Reque
 more stay there. Either way a bundle may lack a rank that does not come: a participant that waits asks after it, and
 it goes.
 
-A leader answers nobody before the server has answered it. So it has nothing that others would miss.
+A leader answers no neighbour before the server has answered it. So it has nothing that others would miss.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class HostGroup:
     def tell(self, message: p.Join | p.Return) -> Effects:
         """Tell neighbours that this worker joins; or note that it is back, and with it all others.
 
-        A neighbour that misses it makes bundles that wait a while for nobody, or go without a rank.
+        A neighbour that misses it makes bundles that wait in vain for a while, or go without a rank.
         """
         if isinstance(message, p.Join):
             for link in self.links.values():
