@@ -28,9 +28,15 @@ from typing import ClassVar
 
 
 class KvpsError(Exception):
-    """The root of the tree; raised itself only if no subclass is more specific."""
+    """The root of the tree; raised itself only if no subclass is more specific.
+
+    Attributes:
+        reason: the label of the refusal in the metrics, where it is more than the class; empty in a process that
+            was told of the refusal.
+    """
 
     code: ClassVar[int] = 1
+    reason: str = ""
 
     def __str__(self) -> str:
         # KeyError prints the repr of its argument; an error text is a sentence, not a repr.
@@ -121,6 +127,19 @@ class Unauthorized(KvpsError):
     """The peer is known, but does not have this permission."""
 
     code = 12
+    REASONS: ClassVar[tuple[str, ...]] = (
+        "no_key",
+        "key_may_not",
+        "wrong_role",
+        "other_member",
+        "other_ranks",
+        "rank_0_only",
+        "join_not_made",
+    )
+
+    def __init__(self, text: str = "", reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class ProtocolError(KvpsError):
@@ -133,6 +152,10 @@ class Overload(KvpsError):
     """A named limit is reached; the request was refused and nothing was changed."""
 
     code = 14
+
+    def __init__(self, text: str = "", limit: str = "") -> None:
+        super().__init__(text)
+        self.reason = limit
 
 
 class StorageError(KvpsError):

@@ -17,6 +17,8 @@ from kvps import __version__, config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
+from kvps.observe.exposition import demand_library
+from kvps.observe.http import Place, as_place
 from kvps.runtime.keys import load_if_any
 
 T = TypeVar("T")
@@ -89,6 +91,30 @@ def add_grace(parser: Parser) -> None:
         help="after SIGTERM, let COMMAND finish its current round and leave; kill it after this "
         "time; KVPS_GRACE",
     )
+
+
+def add_http(parser: Parser) -> None:
+    """Add ``--http``."""
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; needs "
+        "kvps[metrics]; KVPS_HTTP (no endpoints)",
+    )
+
+
+def http_of(parsed: argparse.Namespace) -> Place | None:
+    """Return where to serve HTTP; None for nowhere.
+
+    Raises:
+        ConfigError: if what is given is no address, other machines can reach it and nothing protects it, or
+            the package for metrics is missing.
+    """
+    place = setting(parsed, "http", as_place, None)
+    if place is not None:
+        place.demand_safe(is_insecure(parsed))
+        demand_library()
+    return place
 
 
 def setting(parsed: argparse.Namespace, name: str, read: Callable[[str, str], T], default: T) -> T:

@@ -34,7 +34,7 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
   KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
-  KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_LOG_LEVEL
+  KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or auto (shm where it works)
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
@@ -87,6 +87,7 @@ def _parser() -> flags.Parser:
         metavar="SECONDS",
         help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
     )
+    flags.add_http(parser)
     return parser
 
 
@@ -124,6 +125,7 @@ def _main(argv: Sequence[str]) -> int:
         advertise=advertise,
         insecure=insecure,
         keys=keys,
+        http=flags.http_of(parsed),
         checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(),
         checkpoint_every_s=config.checkpoint_every_s(parsed.checkpoint_every),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvps import config
 from kvps.cli import flags
 from kvps.cli.inquiry import inquire
+from kvps.observe.scheduler_state import as_json
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Look, OldRound, Seen, Sight
@@ -100,15 +101,3 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
-
-
-def as_json(job: bytes, seen: Seen) -> dict[str, object]:
-    """Return what a program is shown."""
-    members = [{**one._asdict(), "role": str(Role(one.role))} for one in seen.members]
-    return {
-        "job": job.hex()[:8],
-        "phase": seen.phase,
-        "reason": seen.reason,
-        "members": members,
-        "rounds": [one._asdict() for one in seen.rounds],
-    }

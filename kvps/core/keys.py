@@ -132,26 +132,36 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
     what, _, who = name.partition(":")
     if what == "user":
         if place is Place.SCHEDULER:
-            raise Unauthorized("a scheduler with keys accepts no connections without keys")
+            raise Unauthorized(
+                "a scheduler with keys accepts no connections without keys", reason="no_key"
+            )
         return
     if what != "role":
         if name != name_of(envelope.node, envelope.incarnation):
             raise Unauthorized(
-                f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}"
+                f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
+                reason="other_member",
             )
         if kind in (Enrol, Evict):
-            raise Unauthorized(f"the session key of {name} may not send {kind.__name__}")
+            raise Unauthorized(
+                f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
+            )
         return
     if place is not Place.SCHEDULER or kind not in _BY_ROLE.get(who, ()):
         raise Unauthorized(
-            f"the key of the role {who} may not send {kind.__name__} to {place.value}"
+            f"the key of the role {who} may not send {kind.__name__} to {place.value}",
+            reason="key_may_not",
         )
     asks_for_seat = kind in (Enrol, Hello)
     if asks_for_seat and str(envelope.role) != who:
-        raise Unauthorized(f"the key of the role {who} asked for the seat of a {envelope.role}")
+        raise Unauthorized(
+            f"the key of the role {who} asked for the seat of a {envelope.role}",
+            reason="wrong_role",
+        )
     if asks_for_seat and envelope.incarnation:
         raise Unauthorized(
-            f"the key of the role {who} was used to speak for a member that has a seat"
+            f"the key of the role {who} was used to speak for a member that has a seat",
+            reason="other_member",
         )
 
 

@@ -53,8 +53,8 @@ class Doorman:
 
     def __init__(self, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
-        """How many packets were not let in, by why: ``bytes``, ``refused``, ``unheard`` or ``ignored``; and how many
-        were not sent to a peer that does not read: ``unread``."""
+        """How many packets were not let in, by why: ``bytes``, ``refused``, ``untold`` (an answer that is
+        refused; its sender is not told), ``unheard`` or ``ignored``; how many connections became ignored; and how many were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
         self.porter: Porter | None = None
         """The authority that let in the connections that others opened to us; None where keys are not checked."""
@@ -93,7 +93,7 @@ class Doorman:
             return None
         except _Refusal as refusal:
             cause = refusal.__cause__
-            self._refused(route, "refused", frames)
+            self._refused(route, "refused" if isinstance(route, bytes) else "untold", frames)
             if isinstance(route, bytes):
                 raise Refused(route, refusal.envelope) from cause
             raise ProtocolError(f"{cause} (from {route})") from None
@@ -104,6 +104,7 @@ class Doorman:
     def _refused(self, route: Route, why: str, frames: Sequence[zmq.Frame]) -> None:
         self.counts[why] += 1
         if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
+            self.counts["ignored connections"] += 1
             log.warning(
                 "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
                 "%.0f s",

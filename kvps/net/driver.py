@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvps.core.effects import (
     Connect,
@@ -91,8 +91,23 @@ Guard = Callable[[Route, Envelope, type[Message]], bool]
 """As :meth:`~kvps.core.effects.Core.admit`."""
 
 
+class Refusals(NamedTuple):
+    """Counts of what a transport has refused, by reason."""
+
+    packets: Counter[str]
+    """As :attr:`kvps.net.doorman.Doorman.counts`."""
+    connections: Counter[str]
+    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user`` or ``no_handshake``."""
+    closed: Counter[str]
+    """As :attr:`kvps.net.inflow.Inflow.closings`."""
+
+
 class Transport(Protocol):
     """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
+
+    @property
+    def refused(self) -> Refusals:
+        """The packets and connections that were refused."""
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""

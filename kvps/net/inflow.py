@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class Inflow:
         self._look_at = 0.0
         self._quiet_until, self._unsaid = 0.0, 0
         self._give_back_at, self._give_back_until = 0.0, 0.0
+        self.closings: Counter[str] = Counter()
+        """How many connections were closed: ``unfinished`` (too much of a message), or ``idle``."""
         self.port = 0
         """Where they were accepted: by this a descriptor that is another's by now is told apart."""
 
@@ -167,10 +170,12 @@ class Inflow:
                 f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}",
             )
             del self._connections[fd]
+            self.closings["unfinished"] += 1
             self._give_back_until = began + GIVE_BACK_S
         for fd in self._idle(began):
             self._close(fd, f"it has sent nothing, like more than {IDLE_MAX} others")
             del self._connections[fd]
+            self.closings["idle"] += 1
         if self._give_back_at <= began < self._give_back_until:
             give_back()
             self._give_back_at = began + GIVE_BACK_EVERY_S

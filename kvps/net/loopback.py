@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, KvpsError
-from kvps.net.driver import DROPPED, Disconnected, Guard, Refused
+from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals, Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet
 
@@ -55,6 +55,11 @@ class MemoryTransport:
         self._peers: dict[Route, tuple[MemoryTransport, Route]] = {}
         if bind is not None:
             network.ends[bind] = self
+
+    @property
+    def refused(self) -> Refusals:
+        """Nothing is counted here."""
+        return Refusals(Counter(), Counter(), Counter())
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on."""

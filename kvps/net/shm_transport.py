@@ -24,7 +24,7 @@ from dataclasses import replace
 from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.driver import Demanded, Disconnected, Guard, Transport, Unserved
+from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
 from kvps.net.memory import keep_freed_memory
 from kvps.net.shm_leases import Borrowed, Lent
 from kvps.net.shm_segment import Mapping, Segment, Unshared
@@ -100,6 +100,11 @@ class SharingTransport:
         self._frames_come = False
 
     # --- the transport ---------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> Refusals:
+        """The packets and connections that were refused."""
+        return self._inner.refused
 
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, those about memory among them."""

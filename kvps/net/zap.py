@@ -90,6 +90,10 @@ def new_pair() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
+_REASONS = {"CURVE": "unknown_key", "NULL": "other_user"}
+"""Why a connection is refused, by the mechanism of its handshake."""
+
+
 class _Question(NamedTuple):
     route: bytes
     number: bytes
@@ -116,7 +120,7 @@ class Porter:
     ) -> None:
         self.ring = ring
         self.refused: Counter[str] = Counter()
-        """How many connections were refused, by their mechanism."""
+        """How many connections were refused: ``unknown_key``, ``other_user`` (of this host), or ``no_key``."""
         self._clock = clock
         self._waiting: list[_Question] = []
         self._quiet_until, self._unsaid = 0.0, 0
@@ -179,7 +183,7 @@ class Porter:
         return True
 
     def _refused(self, question: _Question) -> None:
-        self.refused[question.mechanism] += 1
+        self.refused[_REASONS.get(question.mechanism, "no_key")] += 1
         now = self._clock()
         if now < self._quiet_until:
             self._unsaid += 1

@@ -35,7 +35,7 @@ from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.counted import CAN_COUNT, Watch, descriptor_of, moved
 from kvps.net.doorman import Doorman, whence
-from kvps.net.driver import DROPPED, Disconnected, Guard
+from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
@@ -137,6 +137,8 @@ class ZmqTransport:
         self._look_at = time.monotonic()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._failures: Counter[str] = Counter()
+        """How many handshakes of others failed, by why."""
         self._tells_drops = False
         self._routes: dict[int, Route] = {}
         self._outflow = Outflow()
@@ -153,9 +155,10 @@ class ZmqTransport:
         self._doorman.admit = admit
 
     @property
-    def refused(self) -> Counter[str]:
-        """How many packets were not let in, by why, and connections, by their mechanism."""
-        return self._doorman.counts + (self._porter.refused if self._porter else Counter())
+    def refused(self) -> Refusals:
+        """The packets and connections that were refused."""
+        asked = self._porter.refused if self._porter is not None else Counter()
+        return Refusals(self._doorman.counts, asked + self._failures, self._inflow.closings)
 
     def trust(self, keys: dict[str, str]) -> None:
         """Take connections by these session keys."""
@@ -188,7 +191,7 @@ class ZmqTransport:
             router.setsockopt(zmq.CURVE_SERVER, 1)  # of places that are bound from here on
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self._tells_drops = watch
-        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = router.get_monitor_socket(_EVENTS)
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
             router.bind(endpoint)
@@ -303,6 +306,8 @@ class ZmqTransport:
                     frames, zmq.NOBLOCK, copy=not packet.payload, track=is_tracked
                 )
             except zmq.Again:
+                if isinstance(route, bytes):
+                    self._doorman.counts["unread"] += 1
                 # Whoever does not read its answers asks again. Of our own connections no queue is ever
                 # full: there is none, as libzmq has given up.
                 if isinstance(route, str):
@@ -397,6 +402,7 @@ class ZmqTransport:
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
                 self._surplus[one] = len(frames)
+                self._doorman.counts["bytes"] += 1
                 if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
                 route = frames[0].bytes if before else self._names[one]
@@ -436,6 +442,9 @@ class ZmqTransport:
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._inflow.opened(fd)
+                continue
+            if event["event"] != zmq.EVENT_DISCONNECTED:  # the value is no descriptor, but a reason
+                self._failures[_FAILURES.get(fd, "no_handshake")] += 1
                 continue
             self._inflow.closed(fd)
             route = self._routes.pop(fd, None)
@@ -529,6 +538,18 @@ class ZmqTransport:
 
 
 NOWHERE = "", None, "", False
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""The watched events of connections that others open. A key that is refused is counted where it is judged."""
+_FAILURES: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "no_key",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "wrong_server_key",
+}
+"""Why a handshake failed, by libzmq's number."""
 
 
 def _is_wire(endpoint: str) -> bool:

@@ -31,6 +31,9 @@ from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
+from kvps.observe import scheduler_state
+from kvps.observe.http import Place, serving
+from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 
 if TYPE_CHECKING:
@@ -178,6 +181,7 @@ def run_scheduler(
     on_concluded: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
+    http: Place | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -194,6 +198,7 @@ def run_scheduler(
         on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
+        http: where to serve metrics; None for nowhere.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -214,7 +219,7 @@ def run_scheduler(
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
         listener = _Listener(kept, on_concluded)
-        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again)
+        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
 
 
 class _Listener(NullListener):
@@ -240,6 +245,7 @@ def _run_scheduler(
     on_ready: Callable[[str], None] | None,
     keys: Keys | None,
     keys_again: Callable[[], Keys | None] | None,
+    http: Place | None,
 ) -> int:
     transport = ZmqTransport(
         bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
@@ -266,7 +272,18 @@ def _run_scheduler(
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
     last = _at(signal.SIGUSR2, inbox, lambda core, now: core.on_conclude(now))
-    with again, last, on_stop(inbox, lambda core, now, number: core.on_stop(now)):
+    sampler = Sampler(
+        inbox,
+        scheduler_state.state_of,
+        lambda core: core.job.counts,
+        lambda: network_values(transport.refused),
+    )
+    with (
+        serving(http, "scheduler", sampler),
+        again,
+        last,
+        on_stop(inbox, lambda core, now, number: core.on_stop(now)),
+    ):
         if on_ready is not None:  # from here on it may get signals
             on_ready(transport.endpoint)
         wish = drive(core, transport, inbox, listener)

@@ -26,6 +26,9 @@ from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
+from kvps.observe import server_state
+from kvps.observe.http import Place, serving
+from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
@@ -49,6 +52,7 @@ def run_server(
     checkpoint_dir: str | None = None,
     checkpoint_every_s: float = 0.0,
     keys: Keys | None = None,
+    http: Place | None = None,
 ) -> int:
     """Run a server until its job is over; return its exit code.
 
@@ -65,6 +69,7 @@ def run_server(
         checkpoint_dir: where checkpoints are written and found; None for none.
         checkpoint_every_s: how often one is written; 0 only when workers ask for one.
         keys: its own, and the scheduler's public one; None where there are none.
+        http: where to serve metrics; None for nowhere.
 
     Raises:
         ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
@@ -101,7 +106,13 @@ def run_server(
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     archive = None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox)
-    with on_stop(inbox, _leave_and_exit):
+    sampler = Sampler(
+        inbox,
+        server_state.state_of,
+        lambda core: core.counts,
+        lambda: network_values(transport.refused),
+    )
+    with serving(http, "server", sampler), on_stop(inbox, _leave_and_exit):
         wish = drive(core, transport, inbox, archive)
     if archive is not None:
         archive.close()

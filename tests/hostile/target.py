@@ -23,6 +23,7 @@ from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.runtime import keys as files
 from tests.integration.processes import Processes, until
+from tests.support.scraping import HTTP, Samples, change, url_of
 
 CANARY = """
 import pathlib, time, torch, kvps
@@ -141,9 +142,9 @@ class Target:
         self.keys = self.folder / "keys"
         files.write(self.keys, files.generate())
         keys = ("--keys", self.keys)
-        self.cluster = processes.scheduler(2, 1, *keys)
+        self.cluster = processes.scheduler(2, 1, *keys, *HTTP)
         self.server = processes.kvps(
-            *("server", "--scheduler", self.cluster.endpoint, "--log-level", "info", *keys),
+            *("server", "--scheduler", self.cluster.endpoint, *keys, *HTTP),
             *("--checkpoint-dir", self.folder / "checkpoints", "--memory-limit", 64 << 20),
         )
         env = {"KVPS_KEYS": str(self.keys)}
@@ -160,6 +161,7 @@ class Target:
         secret = self.insider.expect(r"keys (\S+)").group(1)
         self.session = KeyPair(found.group(5), secret)
         self.scheduler_key = self.role("scheduler").public
+        self.endpoints = [url_of(one) for one in (self.cluster.process, self.server)]
         self._numbers = iter(range(1000, 10**9))
         until(lambda: len(self.rounds()) >= ROUNDS, "the first rounds of the canary")
 
@@ -201,6 +203,14 @@ class Target:
         finally:
             one.close()
 
+    def refused(self) -> Samples:
+        """Return the counters of what the scheduler and the server have refused."""
+        both: Samples = {}
+        for url in self.endpoints:
+            for (name, label), value in change(url, {}).items():
+                both[url + name, label] = value
+        return both
+
     def rounds(self) -> list[float]:
         """Return how long the rounds of the canary took, in seconds."""
         path = self.folder / "rounds"
@@ -229,8 +239,14 @@ class Target:
         return {str(one) for one in found if self.folder / "checkpoints" not in one.parents}
 
     @contextmanager
-    def unharmed(self, name: str = "") -> Iterator[None]:
-        """Check that what is done meanwhile does no harm; ``name`` says what that is, if it does."""
+    def unharmed(self, name: str = "", is_counted: bool = False) -> Iterator[None]:
+        """Check that what is done meanwhile does no harm.
+
+        Args:
+            name: of the harm, in the text of an error.
+            is_counted: some metric of what is refused must move.
+        """
+        refused = self.refused()
         lines, there, before = len(self.lines()), self.files(), self.resident_mib()
         began, count = time.monotonic(), len(self.rounds())
         yield
@@ -247,6 +263,8 @@ class Target:
         assert len(said) <= allowed, (name, said)
         assert not [line for line in said if "Traceback" in line], (name, said)
         assert self.files() == there, name
+        if is_counted:
+            until(lambda: self.refused() != refused, f"metric that moves {name}")
         until(
             lambda: all(
                 now < was + GROWTH_MAX_MIB

@@ -48,10 +48,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         one.finish()
 
 
+COUNTED = (
+    "test_keys_that_open_nothing",
+    "test_what_is_not_the_insiders_to_say",
+    "test_what_a_role_key_is_not_good_for",
+    "test_before_hello",
+    "test_nonsense",
+    "test_pushes",
+    "test_another_thread_of_outsiders",
+)
+"""Tests of what is refused, as a metric shows. libzmq drops some other bytes by itself and says nothing of it."""
+
+
 @pytest.fixture(autouse=True)
-def unharmed(target: Target) -> Iterator[None]:
+def unharmed(target: Target, request: pytest.FixtureRequest) -> Iterator[None]:
     """Check after each test that nothing has happened."""
-    with target.unharmed():
+    with target.unharmed(is_counted=request.node.originalname in COUNTED):
         yield
 
 
@@ -292,7 +304,7 @@ BODIES: dict[str, bytes] = {
 def test_frames(target: Target) -> None:
     with target.voice("server") as one:
         for name, frames in FRAMES.items():
-            with target.unharmed(name):
+            with target.unharmed(name, is_counted=True):
                 one.frames(*frames(target))
                 assert_it_is_heard(target, one)
 
@@ -308,7 +320,7 @@ def test_a_frame_of_more_than_64_mib(target: Target) -> None:
 def test_bodies(target: Target, port: str) -> None:
     with target.voice(port) as one:
         for name, body in BODIES.items():
-            with target.unharmed(name):
+            with target.unharmed(name, is_counted=True):
                 kind: type[Message] = m.Pull if port == "server" else m.Barrier
                 one.frames(head(target.me(), kind.TAG, body))
                 assert_it_is_heard(target, one, port)

@@ -29,6 +29,7 @@ from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.runtime import keys as files
 from tests.integration.processes import BIN, Cluster, Process, Processes, made, until
+from tests.support.scraping import HTTP, one_moves, url_of
 
 SCRIPT = """
 import pathlib, time, torch, kvps
@@ -55,8 +56,9 @@ class Job:
         self.folder = processes.folder / "keys"
         files.write(self.folder, files.generate())
         keys = ("--keys", self.folder)
-        self.cluster: Cluster = processes.scheduler(1, 1, *keys)
-        self.server: Process = self.cluster.server("--log-level", "info", *keys)
+        self.cluster: Cluster = processes.scheduler(1, 1, *keys, *HTTP)
+        self.server: Process = self.cluster.server(*HTTP, *keys)
+        self.at_scheduler, self.at_server = url_of(self.cluster.process), url_of(self.server)
         script = processes.script(SCRIPT)
         self.worker: Process = self.cluster.plain(script, KVPS_KEYS=str(self.folder))
         found = self.worker.expect(r"at (\S+) (\S+) (\w{32}) (\d+)", 120.0)
@@ -154,7 +156,14 @@ def test_who_has_not_the_right_key_is_told_so_at_once(job: Job, kind: str) -> No
         "wrong scheduler key": Keys((new_pair().public,), worker),
         "a server's key": Keys(pinned, job.section("server")),
     }[kind]
-    client, took_s = joined(job.cluster.endpoint, keys)
+    moves = {
+        "no key": ("kvps_refused_connections_total", "no_key"),
+        "unknown key": ("kvps_refused_connections_total", "unknown_key"),
+        "wrong scheduler key": ("kvps_refused_connections_total", "wrong_server_key"),
+        "a server's key": ("kvps_refusals_total", "wrong_role"),
+    }[kind]
+    with one_moves(job.at_scheduler, *moves):
+        client, took_s = joined(job.cluster.endpoint, keys)
     assert isinstance(client.error, Unauthorized), client.error
     assert took_s < LIMIT_S
     assert "--keys" in str(client.error) or "asked for the seat of a worker" in str(client.error)
@@ -182,9 +191,13 @@ def test_what_a_role_key_is_not_good_for(
     job: Job, role: str, envelope: tuple[int, Role], message: Message, says: str
 ) -> None:
     """Also where the peer knows all that there is to know of the member whom it names."""
-    with closing(
-        Peer(job.cluster.endpoint, job.section("scheduler").public, job.section(role))
-    ) as peer:
+    reasons = {"a server": "wrong_role", "a member that has a seat": "other_member"}
+    with (
+        closing(
+            Peer(job.cluster.endpoint, job.section("scheduler").public, job.section(role))
+        ) as peer,
+        one_moves(job.at_scheduler, "kvps_refusals_total", reasons.get(says, "key_may_not")),
+    ):
         answer = peer.say(job.envelope(*envelope), message)
         assert isinstance(answer, m.Error)
         assert (answer.code, says in answer.text) == (Unauthorized.code, True), answer.text
@@ -202,13 +215,23 @@ def test_a_look_key_looks(job: Job) -> None:
 @pytest.mark.parametrize("role", ["worker", "server", "admin", "unknown"])
 def test_a_server_knows_session_keys_alone(job: Job, role: str) -> None:
     own = new_pair() if role == "unknown" else job.section(role)
-    with closing(Peer(job.endpoint, job.server_key, own)) as peer:
+    with (
+        one_moves(job.at_server, "kvps_refused_connections_total", "unknown_key"),
+        closing(Peer(job.endpoint, job.server_key, own)) as peer,
+    ):
         assert peer.say(job.envelope(), m.Pull(1, True, (m.Ask(0, 1, 0, 0),)), 1500) is None
 
 
 def test_clear_text_is_not_served(job: Job) -> None:
-    for endpoint in (job.cluster.endpoint, job.endpoint):
-        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+    for endpoint, url in (
+        (job.cluster.endpoint, job.at_scheduler),
+        (job.endpoint, job.at_server),
+    ):
+        with (
+            one_moves(url, "kvps_refused_connections_total", "no_key"),
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as stranger,
+        ):
             stranger.linger = 0
             stranger.connect(endpoint)
             stranger.send_multipart(wire.encode(Packet(job.envelope(), m.Beat(1))))
@@ -230,8 +253,8 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
     """Rank 1 of a job of two says what rank 0 may say, to the scheduler and to the server."""
     folder = processes.folder / "keys"
     files.write(folder, files.generate())
-    cluster = processes.scheduler(2, 1, "--keys", folder)
-    server = cluster.server("--keys", folder)
+    cluster = processes.scheduler(2, 1, "--keys", folder, *HTTP)
+    server = cluster.server("--keys", folder, *HTTP)
     worker = cluster.plain(processes.script(SCRIPT), KVPS_KEYS=str(folder))
     ours = files.load(str(folder), "worker")
     identity = Identity(
@@ -269,7 +292,11 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
         found = worker.expect(r"at (\S+) (\S+) (\w{32}) (\d+)")
         true = Envelope(client.job, 9, Role.WORKER, 0, int(found.group(4)), 1)
         scheduler = ours.scheduler[0]
-        with closing(Peer(cluster.endpoint, scheduler, ours.session)) as peer:
+        refused = "kvps_refusals_total"
+        with (
+            closing(Peer(cluster.endpoint, scheduler, ours.session)) as peer,
+            one_moves(url_of(cluster.process), refused, "other_member"),
+        ):
             for message in (m.Leave(True, 0, True, ""), m.Beat(1)):
                 answer = peer.say(true, message)
                 assert isinstance(answer, m.Error)
@@ -277,14 +304,16 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
                 assert "worker:1:" in answer.text
         with closing(Peer(found.group(1), found.group(2), ours.session)) as peer:
             hello = m.Hello(1, 0, "k", 0, 2, 0, "h", 7)
-            for message in (hello, m.Probe((1,)), m.Revive("store-0", "", 0)):
-                answer = peer.say(true, message)
-                assert isinstance(answer, m.Error)
-                assert answer.code == Unauthorized.code
+            with one_moves(url_of(server), refused, "other_member"):
+                for message in (hello, m.Probe((1,)), m.Revive("store-0", "", 0)):
+                    answer = peer.say(true, message)
+                    assert isinstance(answer, m.Error)
+                    assert answer.code == Unauthorized.code
             mine = Envelope(client.job, 9, Role.WORKER, 1, client.incarnation, 1)
             assert isinstance(peer.say(mine, hello), m.Welcome)
             foreign = m.PushRows("store-0", "w", 1, (0,), 1, 1, 0)
-            answer = peer.say(mine, foreign)
+            with one_moves(url_of(server), refused, "other_ranks"):
+                answer = peer.say(mine, foreign)
             assert isinstance(answer, m.Error)
             assert answer.code == Unauthorized.code
             assert "pushes for ranks (0,)" in answer.text
@@ -451,5 +480,5 @@ def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
             heard += [packet for _, packet in transport.poll(0.05)]
         child.kill()
     assert bool(heard) == (user == 0)
-    assert (transport.refused["NULL"] > 0) == (user != 0)
+    assert (transport.refused.connections["other_user"] > 0) == (user != 0)
     transport.close(0.0)

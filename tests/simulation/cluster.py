@@ -31,6 +31,7 @@ from kvps.protocol.envelope import Role
 from kvps.protocol.stores import Open
 from kvps.tensors import spec_of
 from tests.simulation.disk import Disk
+from tests.simulation.keys import ProcessKeys, keys_of
 from tests.simulation.network import Faults, Network, Process
 from tests.simulation.shelf import Shelves
 
@@ -301,12 +302,14 @@ class Cluster:
         machines: Sequence[int] = (),
         rates: dict[str, float] | None = None,
         checkpoint_every_s: float | None = None,
+        has_keys: bool = False,
     ) -> None:
         """Start all processes, at slightly different times.
 
         ``machines`` are those of the workers, by rank; servers are on machine 1. ``rates`` are those
-        of the clocks of processes, where they are wrong.
+        of the clocks of processes, where they are wrong. With keys, all connections are made by them.
         """
+        self.has_keys = has_keys
         self.machines = list(machines)
         self.network = Network(seed, faults or Faults())
         self.network.rates = rates or {}
@@ -323,8 +326,12 @@ class Cluster:
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         # One who stands still for minutes is to come back also where nobody else is left.
-        self.settings = Settings(workers, servers, persist=True, replace_max_s=240.0)
+        self.settings = Settings(
+            workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys
+        )
         self.disk = Disk()
+        self.schedulers: list[Process] = []
+        """All that were ever started."""
         self.start_scheduler()
         for rank in range(servers):
             self.network.at(self._soon(), lambda rank=rank: self.start_server(rank))  # type: ignore[misc]
@@ -343,7 +350,13 @@ class Cluster:
             if saved
             else Scheduler(self.settings, JOB, now)
         )
-        self.scheduler = process = self.network.add("scheduler", core, "sim://scheduler")
+        keys = keys_of(Role.SCHEDULER, "") if self.has_keys else None
+        if keys is not None:
+            keys.ring.sessions = core.job.seats.sessions()
+        self.scheduler = process = self.network.add(
+            "scheduler", Role.SCHEDULER, core, "sim://scheduler", keys
+        )
+        self.schedulers.append(process)
         process.on_save = lambda effect: self._save(process, effect)
         self.network.perform(process, iter(()))
         return process
@@ -366,9 +379,10 @@ class Cluster:
         endpoint = f"tcp://server-{rank}:{pid}"
         name = f"server {rank}"
         now = self.network.time(name)
-        identity = self._identity(Role.SERVER, rank, pid, endpoint)
+        keys = keys_of(Role.SERVER, f"{rank}-{pid}") if self.has_keys else None
+        identity = self._identity(Role.SERVER, rank, pid, keys, endpoint)
         core = Server(identity, now, checkpoint_every_s=self.checkpoint_every_s)
-        process = self.network.add(name, core, endpoint)
+        process = self.network.add(name, Role.SERVER, core, endpoint, keys)
         process.on_order = lambda effect: self.shelves.order(process, rank, effect.order)
         self._servers[rank] = process
         self.network.perform(process, core.start(now))
@@ -377,14 +391,18 @@ class Cluster:
     def start_worker(self, rank: int) -> Client:
         pid = next(self._pids)
         name = f"worker {rank}"
-        core = Worker(self._identity(Role.WORKER, rank, pid), self.network.time(name))
-        process = self.network.add(name, core, f"sim://worker-{rank}-{pid}")
+        keys = keys_of(Role.WORKER, f"{rank}-{pid}") if self.has_keys else None
+        core = Worker(self._identity(Role.WORKER, rank, pid, keys), self.network.time(name))
+        endpoint = f"sim://worker-{rank}-{pid}"
+        process = self.network.add(name, Role.WORKER, core, endpoint, keys)
         self.clients[rank] = Client(self, process, core, self.script(rank))
         self.started[rank].append(self.clients[rank])
         self.clients[rank].begin()
         return self.clients[rank]
 
-    def _identity(self, role: Role, rank: int, pid: int, endpoint: str = "") -> Identity:
+    def _identity(
+        self, role: Role, rank: int, pid: int, keys: ProcessKeys | None, endpoint: str = ""
+    ) -> Identity:
         host = f"host-{role}-{rank}"
         machine = 1 if role is Role.SERVER else dict(enumerate(self.machines)).get(rank, 0)
         return Identity(
@@ -392,6 +410,7 @@ class Cluster:
             endpoint=endpoint,
             machine=machine,
             join_max_s=self.join_max_s,
+            public_key=keys.session if keys is not None else "",
         )
 
     def kill(self, rank: int, is_noticed: bool = True) -> None:

@@ -1,8 +1,8 @@
 """A whole cluster in one thread: virtual time, one heap of events, one seed.
 
 Every process is its core and a route table; every packet is encoded, lies around for a while, is
-perhaps lost, doubled or overtaken, and is decoded where it arrives. Payload is copied when it
-leaves, which is later than the core's Send, as with ZeroMQ's sends without copying: whoever writes
+perhaps lost, doubled or overtaken, and is judged and decoded where it arrives, by the doorman that real
+processes have. Payload is copied when it leaves, which is later than the core's Send, as with ZeroMQ's sends without copying: whoever writes
 to memory that is on its way out is found out.
 """
 
@@ -14,6 +14,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from kvps.core.effects import (
     Connect,
@@ -29,14 +30,21 @@ from kvps.core.effects import (
     Route,
     Save,
     Send,
+    Trust,
 )
+from kvps.core.keys import Refusal
 from kvps.errors import ProtocolError
+from kvps.net.doorman import Doorman
+from kvps.net.driver import Refused
 from kvps.protocol import wire
-from kvps.protocol.envelope import Loan, Packet
+from kvps.protocol.envelope import Loan, Packet, Role
 from kvps.protocol.membership import View
+from tests.simulation.keys import Frame, ProcessKeys, doorman_of
 
 EVENTS_MAX = 300_000
 """Events at one moment; more are a deadline that is never met."""
+HANDSHAKE_EVERY_S, HANDSHAKE_MAX_S = 0.1, 30.0
+"""How often, and for how long, a connection is tried again whose key its listener does not know yet."""
 ROUNDING_S = 1e-9
 """A clock that goes at a rate of its own rings so much late, and never too early."""
 
@@ -66,6 +74,12 @@ class Connection:
     name: str
     endpoint: str
     back: bytes
+    key: str = ""
+    """The public key by which it was opened; empty without keys, and through a near door."""
+    expects: str = ""
+    """The public key of the other end, where that is known."""
+    title: str | Refusal | None = None
+    """Its name at the other end; None before the handshake."""
     busy_until: float = 0.0
 
 
@@ -76,7 +90,11 @@ class Process:
     name: str
     core: Core
     endpoint: str
+    doorman: Doorman
+    keys: ProcessKeys | None = None
     routes: dict[Route, Connection] = field(default_factory=dict)
+    fading: list[Connection] = field(default_factory=list)
+    """Connections by the key of its role, of which it still hears the answers."""
     alive: bool = True
     rings_at: float | None = None
     exit: Exit | None = None
@@ -146,12 +164,16 @@ class Network:
 
     # --- processes ------------------------------------------------------------------------------
 
-    def add(self, name: str, core: Core, endpoint: str) -> Process:
+    def add(
+        self, name: str, role: Role, core: Core, endpoint: str, keys: ProcessKeys | None = None
+    ) -> Process:
         """Start a process; its core's ``start`` is for the caller to perform."""
-        process = Process(name, core, endpoint)
+        doorman = doorman_of(role, lambda: self.time(name), keys)
+        doorman.admit = core.admit
+        process = Process(name, core, endpoint, doorman, keys)
         self._by_endpoint[endpoint] = process
         for connection in self._to[endpoint]:  # what was on its way to a former process is lost
-            connection.back = self._back()
+            self._renew(connection)
         return process
 
     def pause(self, process: Process, seconds: float) -> None:
@@ -178,7 +200,11 @@ class Network:
             for connection in source.routes.values():
                 if connection.owner is source and self._other_end(source, connection) is target:
                     self._break(connection)
-                    connection.back = self._back()
+                    self._renew(connection)
+
+    def _renew(self, connection: Connection) -> None:
+        """Give a connection that is made again another routing id, and another handshake."""
+        connection.back, connection.title = self._back(), None
 
     def _back(self) -> bytes:
         return next(self._backs).to_bytes(4, "big")
@@ -205,9 +231,10 @@ class Network:
                 case Send():
                     self._send(process, effect.to, effect.packet, effect.hold)
                 case Connect():
-                    connection = Connection(process, effect.to, effect.endpoint, self._back())
-                    process.routes[effect.to] = connection
-                    self._to[effect.endpoint].append(connection)
+                    self.connect(process, effect)
+                case Trust():
+                    if process.keys is not None:
+                        process.keys.ring.sessions = effect.keys
                 case Listen():
                     process.more_endpoints.append(effect.endpoint)
                     self._by_endpoint[effect.endpoint] = process
@@ -232,6 +259,18 @@ class Network:
         if check is not None and self.checks:
             check()
         self._wind(process)
+
+    def connect(self, process: Process, to: Connect) -> None:
+        """Open a connection, in place of an older one of that name."""
+        connection = Connection(process, to.to, to.endpoint, self._back())
+        keys, old = process.keys, process.routes.get(to.to)
+        if keys is not None and not to.endpoint.startswith("ipc:"):
+            connection.key = keys.session if to.is_member else keys.role
+            connection.expects = to.key
+        if old is not None and to.is_member and old.key != connection.key:
+            process.fading.append(old)
+        process.routes[to.to] = connection
+        self._to[to.endpoint].append(connection)
 
     def _wind(self, process: Process) -> None:
         due = process.core.deadline()
@@ -312,10 +351,25 @@ class Network:
         if connection.owner is source:
             return self._by_endpoint.get(connection.endpoint)
         owner = connection.owner
-        return owner if owner.alive and owner.routes.get(connection.name) is connection else None
+        is_open = owner.routes.get(connection.name) is connection or connection in owner.fading
+        return owner if owner.alive and is_open else None
+
+    def _shake_hands(self, connection: Connection, listener: Process) -> str | Refusal:
+        """Return the name of a connection at the process that it leads to, if that accepts it."""
+        if listener.keys is None or isinstance(connection.title, str):
+            return connection.title or ""
+        if connection.expects and connection.expects != listener.keys.session:
+            return Refusal.NEVER
+        connection.title = listener.keys.name(connection.key)
+        return connection.title
 
     def _arrive(
-        self, source: Process, connection: Connection, frames: list[bytes], back: bytes
+        self,
+        source: Process,
+        connection: Connection,
+        frames: list[bytes],
+        back: bytes,
+        waited_s: float = 0.0,
     ) -> None:
         target = self._other_end(source, connection)
         if target is None or not target.alive or back != connection.back:
@@ -324,17 +378,29 @@ class Network:
             self.at(target.wakes_at, lambda: self._arrive(source, connection, frames, back))
             return
         route: Route = connection.name
+        title = ""
         if connection.owner is source:
+            match self._shake_hands(connection, target):
+                case Refusal.NEVER:
+                    return
+                case Refusal.NOT_YET:  # it lies in its sender's queue until the handshake is made
+                    if waited_s < HANDSHAKE_MAX_S:
+                        again = waited_s + HANDSHAKE_EVERY_S
+                        self.at(
+                            self.now + HANDSHAKE_EVERY_S,
+                            lambda: self._arrive(source, connection, frames, back, again),
+                        )
+                    return
+                case str(title):
+                    pass
             route = connection.back
             target.routes.setdefault(route, connection)
         memory = [bytearray(one) for one in frames]
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            try:
-                packet = wire.decode([memoryview(one) for one in memory])
-            except ProtocolError:
-                assert self.faults.flip, "what was sent is a packet"
+            packet = self._judged(target, route, [Frame(memoryview(one), title) for one in memory])
+            if packet is None:
                 return
         if isinstance(packet.message, View):
             self._view = frames[0], packet
@@ -343,3 +409,16 @@ class Network:
             packet = replace(packet, loans=loans)
             self._lent.extend(zip(memory, frames, strict=True))
         self.perform(target, target.core.on_packet(route, packet, self.time(target.name)))
+
+    def _judged(self, target: Process, route: Route, frames: list[Frame]) -> Packet | None:
+        """Return the packet that a process hears, if it does; else its sender may be told why."""
+        try:
+            return target.doorman.decode(route, cast(Any, frames))
+        except ProtocolError:
+            if not self.faults.flip and target.keys is None:
+                raise  # what was sent is a packet
+        except Refused as refused:
+            cause = cast(Exception, refused.__cause__)
+            now = self.time(target.name)
+            self.perform(target, target.core.on_failure(route, refused.envelope, cause, now))
+        return None

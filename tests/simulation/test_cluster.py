@@ -76,6 +76,7 @@ def play(job: Job) -> Cluster:
         job.seed,
         job.faults,
         job.machines,
+        has_keys=job.seed % 2 == 1,
     )
     for at, rank, is_noticed in job.kills:
         cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]

@@ -29,6 +29,8 @@ class Uneven(Job):
 
     batches: list[list[int]] = field(default_factory=list)
     """By epoch and rank."""
+    sets_rate: bool = False
+    """Each batch sets the learning rate, which the optimizer of these tests does not have."""
 
     def rounds(self) -> list[int]:
         """The number of the first round of each epoch, and of the one behind the last."""
@@ -51,6 +53,7 @@ def drawn(seed: int) -> Uneven:
     job.store.bundles = not job.store.deterministic and dice.random() < 0.7
     job.machines = [dice.choice([1, 2, 2, 3]) for _ in range(job.workers)]
     job.ways = [dice.choice(["pushpull", "push, pull", "push"]) for _ in range(16)]
+    job.sets_rate = job.has_optimizer and dice.random() < 0.7
     return job
 
 
@@ -80,6 +83,8 @@ def run_out(job: Uneven, rank: int) -> Script:
     last = []
     for epoch, first in zip(job.batches, job.rounds(), strict=False):
         for number in range(first, first + epoch[rank]):
+            if job.sets_rate:
+                yield from patient(kv.set_rate, 1.0 + number)
             yield from one_batch(job, rank, number, versions)
         last.append((yield from patient(kv.join)))
         now = first + max(epoch)
@@ -165,6 +170,8 @@ def go_on(job: Uneven, rank: int, cluster: Cluster) -> Script:
     joins = cluster.clients[rank].core.stores[kv.name].joins
     for epoch, first in list(zip(job.batches, job.rounds(), strict=False))[joins:]:
         for number in range(max(begin, first), first + epoch[rank]):
+            if job.sets_rate:
+                yield from kv.set_rate(1.0 + number)
             yield from one_batch(job, rank, number, versions)
         yield from kv.join()
     return (yield from kv.pull(job.initial()))

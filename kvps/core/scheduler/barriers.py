@@ -256,13 +256,15 @@ class Barriers:
         if numbers >= OPEN_MAX:
             raise Overload(
                 f"barrier {_shown(*name)} already has {OPEN_MAX} open waits; wait for these "
-                "before the next"
+                "before the next",
+                limit="barriers",
             )
         known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
         if name not in known and len(known) >= NAMES_MAX:
             raise Overload(
                 f"the job already has {NAMES_MAX} names of barriers; reuse a name instead of "
-                f"{_shown(*name)} (barriers of one name are numbered)"
+                f"{_shown(*name)} (barriers of one name are numbered)",
+                limit="barrier_names",
             )
 
     def require(

@@ -25,6 +25,7 @@ import hashlib
 from collections import Counter
 from typing import NamedTuple
 
+from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
@@ -36,7 +37,7 @@ from kvps.core.scheduler.seat import Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Seen, Stop, View, Welcome
+from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
@@ -73,6 +74,7 @@ class Job:
 
     def __init__(self, settings: Settings, name: bytes, now: float) -> None:
         self.settings = settings
+        self.counts = Counts()
         self.name = name
         """16 bytes, in every envelope."""
         self.number = 0
@@ -162,6 +164,7 @@ class Job:
             self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
+            self.counts.add("kvps_members_lost_total", str(seat.node.role))
             self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
         if lost or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
@@ -214,6 +217,12 @@ class Job:
         if self.formed and self.checkpoints.replaced(seat.node.rank, now):
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
+            if left := self.seats.workers(State.LEFT):
+                ranks = ", ".join(str(one.node.rank) for one in left)
+                self.note(
+                    "warning",
+                    f"the rounds since the cut are repeated without those that have left: worker {ranks}",
+                )
 
     def _meet(self, now: float) -> None:
         """Tell the checkpoints which members are present."""
@@ -288,6 +297,7 @@ class Job:
             CheckpointCoordinator(self.settings.workers, self.settings.servers),
             0,
         )
+        self._is_concluded = False
         self.status_report = StatusReport()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
@@ -331,6 +341,10 @@ class Job:
     def answer(self, answers: list[Answer]) -> None:
         """Say what the barriers answer."""
         for route, message in answers:
+            if isinstance(message, Released):
+                self.counts.add("kvps_barriers_passed_total")
+            elif isinstance(message, Error):
+                self.counts.add("kvps_waits_failed_total")
             self.send(route, message)
 
     def note(self, level: str, text: str) -> None:

@@ -83,7 +83,9 @@ class Scheduler:
             match message:
                 case p.Look():
                     if self._looks.is_within(now):
-                        self.job.send(route, self._seen(envelope.seq, now))
+                        self.job.send(route, self.seen(envelope.seq, now))
+                    else:
+                        self.job.counts.add("kvps_dropped_packets_total", "looks")
                 case p.Leave():
                     self._on_leave(route, envelope, message, now)
                 case p.Error():
@@ -119,11 +121,13 @@ class Scheduler:
             if isinstance(message, p.Hello):
                 self.job.seats.claims.close(route)
                 self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
+            self.job.counts.refused(error)
             self.job.send(route, p.Error(envelope.seq, error.code, str(error)))
         return self.job.flush()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet could not be served, as nobody foresaw: its sender is told, and the job goes on."""
+        self.job.counts.refused(error)
         said = unforeseen("the scheduler", error)
         self.job.send(route, p.Error(envelope.seq, said.code, str(said)))
         return self.job.flush()
@@ -277,7 +281,8 @@ class Scheduler:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
-                "a job without keys cannot identify its operator; stop the process instead"
+                "a job without keys cannot identify its operator; stop the process instead",
+                reason="no_key",
             )
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:
@@ -355,7 +360,7 @@ class Scheduler:
             raise ProtocolError(f"{seat.node} reported rounds; only servers may")
         self.job.status_report.tell(seat.node.rank, stalled.rounds, now)
 
-    def _seen(self, seq: int, now: float) -> p.Seen:
+    def seen(self, seq: int, now: float) -> p.Seen:
         """Return the answer to a status query."""
         seats = self.job.seats.by_node
         members, rounds = sights(seats.values(), now), self.job.status_report.rounds(seats, now)

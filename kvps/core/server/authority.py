@@ -43,19 +43,25 @@ def check(
         if not is_own and not (is_bundle and _share_machine(view, rank, message.ranks)):
             raise Unauthorized(
                 f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
-                "for workers of its machine in a store with host aggregation"
+                "for workers of its machine in a store with host aggregation",
+                reason="other_ranks",
             )
     elif isinstance(message, p.SetState) and rank != 0:
-        raise Unauthorized(f"worker {rank} may not load optimizer states; only rank 0 may")
+        raise Unauthorized(
+            f"worker {rank} may not load optimizer states; only rank 0 may", reason="rank_0_only"
+        )
     elif isinstance(message, p.Return):
         made = _store_of(message, context).joins.made.get(rank, 0)
         if message.call > made:
             raise Unauthorized(
                 f"worker {rank} returns from join {message.call} of store {message.store!r}, and has made "
-                f"{made}"
+                f"{made}",
+                reason="join_not_made",
             )
     if len(session.pending) >= PENDING_MAX:
-        raise Overload(f"{PENDING_MAX} requests of worker {rank} already wait for an answer")
+        raise Overload(
+            f"{PENDING_MAX} requests of worker {rank} already wait for an answer", limit="pending"
+        )
 
 
 def _store_of(

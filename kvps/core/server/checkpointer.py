@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvps import protocol as p
+from kvps.core.counts import Counts
 from kvps.core.effects import Disk, Effect, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.server.control import Control
@@ -61,15 +62,22 @@ class SnapshotInProgress:
     kept: p.ImageKept | None = None
     committed: p.Committed | None = None
     is_committing: bool = False
+    began: float = 0.0
+    """When it was ordered."""
 
 
 class Checkpointer:
     """One server's part in cuts and rollbacks."""
 
     def __init__(
-        self, member: MembershipClient, outbox: list[Effect], every_s: float | None
+        self,
+        member: MembershipClient,
+        outbox: list[Effect],
+        every_s: float | None,
+        counts: Counts | None = None,
     ) -> None:
         self._member = member
+        self._counts = counts or Counts()
         self._outbox = outbox
         self._every_s = every_s
         """Seconds between automatic cuts, 0 for none; None without a directory for them."""
@@ -139,7 +147,7 @@ class Checkpointer:
     def _take(self, cut: int, control: Control) -> None:
         if cut > self.taking.cut:
             self._give_up(self.taking.cut)
-            self.taking = SnapshotInProgress(cut)
+            self.taking = SnapshotInProgress(cut, began=self._counts.now)
         taking = self.taking
         if taking.cut == cut and taking.kept is not None:
             self._say(taking.kept)
@@ -152,6 +160,10 @@ class Checkpointer:
         if taking.cut != written.cut or taking.kept is not None:
             return  # it was abandoned meanwhile
         self._let_go()
+        is_well = written.error is None
+        self._counts.add("kvps_checkpoints_total", "written" if is_well else "failed")
+        self._counts.add("kvps_checkpoint_bytes_total", by=written.size if is_well else 0)
+        self._counts.observe("kvps_checkpoint_duration_seconds", self._counts.now - taking.began)
         if written.error is not None:
             self._outbox.append(Note("error", str(written.error)))
         taking.kept = p.ImageKept(
@@ -236,7 +248,9 @@ class Checkpointer:
         assert self._returning is not None
         if error is None:
             self.epoch, self.is_returning = self._returning.epoch, False
+            self._counts.add("kvps_rollbacks_total", "restored")
         else:
+            self._counts.add("kvps_rollbacks_total", "failed")
             self._outbox.append(Note("error", str(error)))
         self._restored = p.Restored(self._returning.epoch, self._returning.cut, _text(error))
         self._say(self._restored)

@@ -6,6 +6,7 @@ session: it is tried again whenever something came into being.
 
 from __future__ import annotations
 
+from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
@@ -25,6 +26,7 @@ class RequestContext:
         chunks: the values of all stores.
         outbox: what this server's door will return; whatever is said is appended.
         lives: by rank, the newest incarnation that was heard of.
+        counts: the server's counters.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class RequestContext:
         chunks: Chunks,
         outbox: list[Effect],
         lives: dict[int, int] | None = None,
+        counts: Counts | None = None,
     ) -> None:
+        self.counts = counts or Counts()
         self.member = member
         self.chunks = chunks
         self.outbox = outbox
@@ -42,6 +46,8 @@ class RequestContext:
         """By rank: the newest incarnation that has spoken."""
         self.lives: dict[int, int] = dict(lives or {})
         """By rank: the newest incarnation that was heard of."""
+        self.has_news = False
+        """Something was set or refused that another pending request may wait for."""
 
     # --- stores -----------------------------------------------------------------------------
 
@@ -229,10 +235,13 @@ class RequestContext:
 
     def retry(self) -> None:
         """Try all that waits for something to exist: something exists now."""
-        for session in self.sessions.values():
-            for seq, pending in list(session.pending.items()):
-                if isinstance(pending, PendingRequest):
-                    self.attempt(session, seq, pending)
+        self.has_news = True
+        while self.has_news:
+            self.has_news = False
+            for session in self.sessions.values():
+                for seq, pending in list(session.pending.items()):
+                    if isinstance(pending, PendingRequest):
+                        self.attempt(session, seq, pending)
 
     # --- answers ----------------------------------------------------------------------------
 
@@ -243,6 +252,7 @@ class RequestContext:
     def refuse(self, session: Session, seq: int, error: KvpsError) -> None:
         """Answer a request that was pending by an error."""
         session.pending.pop(seq, None)
+        self.counts.refused(error)
         self.send(session, Error(seq, error.code, str(error)))
 
     def send(
@@ -254,4 +264,6 @@ class RequestContext:
     ) -> None:
         """Say something to a worker; ``hold`` is released once ``payload`` has been read."""
         packet = Packet(self.member.envelope(), message, payload)
+        if payload:
+            self.counts.add("kvps_payload_bytes_total", "out", sum([one.nbytes for one in payload]))
         self.outbox.append(Send(session.route, packet, hold))

@@ -66,7 +66,7 @@ class Control:
         self._chunks = context.chunks
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
-        self._budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
+        self.budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -148,6 +148,7 @@ class Control:
         for store in list(self._context.stores.values()):
             self._look_at(store)
             self._judge(store)
+        self._context.retry()
 
     def _look_at(self, store: ServerStore, is_all: bool = False) -> None:
         """Close the complete rounds of a store, or all open ones, and try its pending reads."""
@@ -217,33 +218,26 @@ class Control:
         store = self._context.store(message.store)
         numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
 
-        def install() -> HyperParams:
-            hyper = HyperParams.from_wire(message.name, numbers)
-            if message.call > store.sent_optimizer.calls:
-                self._aggregator.optimize(store, hyper)
-            return hyper
+        def install(hyper: HyperParams | None) -> None:
+            assert hyper is not None, "it was read from the message"
+            self._aggregator.optimize(store, hyper)
 
-        if message.create:
-            self._set(session, seq, message, store.sent_optimizer, "optimizer", install)
-        else:
-            hyper = HyperParams.from_wire(message.name, numbers)
-            self._agree(session, seq, message, store.sent_optimizer, "optimizer", hyper)
+        self._set(
+            *(session, seq, message, store.sent_optimizer, "optimizer"),
+            lambda: HyperParams.from_wire(message.name, numbers),
+            install,
+        )
 
     def rate(self, session: Session, seq: int, message: p.Rate) -> None:
         """Set the learning rate, or wait until rank 0 has."""
         store = self._context.store(message.store)
         if store.hyper is None:
             raise ConfigError(f"store {store.name!r} has no optimizer; call set_optimizer() first")
-
-        def install() -> float:
-            if message.call > store.sent_rate.calls:
-                store.set_rate(message.lr)
-            return message.lr
-
-        if message.create:
-            self._set(session, seq, message, store.sent_rate, "learning rate", install)
-        else:
-            self._agree(session, seq, message, store.sent_rate, "learning rate", message.lr)
+        self._set(
+            *(session, seq, message, store.sent_rate, "learning rate"),
+            lambda: message.lr,
+            store.set_rate,
+        )
 
     def _set(
         self,
@@ -252,54 +246,63 @@ class Control:
         message: p.Optimize | p.Rate,
         setting: Setting[T],
         title: str,
-        install: Callable[[], T],
+        read: Callable[[], T],
+        install: Callable[[T], None],
     ) -> None:
-        """Let rank 0 set something; what it is refused, all are refused."""
-        self._context.demand_rank_0(session, f"set the {title}")
-        try:
-            value = install()
-        except KvpsError as error:
-            refusals = self._context.store(message.store).refusals
-            refusals.keep((title,), Attempt(message.call, message.refused), error)
-            self._context.retry()
-            raise
-        if message.call > setting.calls:
-            setting.value, setting.calls, setting.after = value, message.call, message.after
-        self._context.send(session, p.Done(seq))
-        self._context.retry()
+        """Let rank 0 set something, and the others agree; what rank 0 is refused, all are refused.
 
-    def _agree(
-        self,
-        session: Session,
-        seq: int,
-        message: p.Optimize | p.Rate,
-        setting: Setting[T],
-        title: str,
-        value: T,
-    ) -> None:
-        """Answer another rank once rank 0 has made the same call, with the same value."""
-        refusals = self._context.store(message.store).refusals
-        attempt = Attempt(message.call, message.refused)
+        While no round waits for rank 0, because it has joined, left or is lost, the lowest of the other ranks
+        sets in its place.
+        """
+        store, attempt = self._context.store(message.store), Attempt(message.call, message.refused)
+        if message.create:
+            self._context.demand_rank_0(session, f"set the {title}")
+
+        def take() -> Message:
+            try:
+                value = read()
+                if message.call > setting.calls:
+                    install(value)
+                    setting.value, setting.calls, setting.after = value, message.call, message.after
+            except KvpsError as error:
+                store.refusals.keep((title,), attempt, error)
+                raise
+            finally:
+                self._context.has_news = True
+            return p.Done(seq)
 
         def retry() -> Message | None:
+            is_new = message.call > setting.calls
+            if message.create or (is_new and self._setter(store) == session.rank):
+                return take()
+            value = read()
             if message.resumed:
                 is_past = message.after <= setting.after or setting.value == value
                 return p.Done(seq) if is_past and setting.calls else None
-            refusals.check((title,), attempt)
-            if setting.calls < message.call:
+            store.refusals.check((title,), attempt)
+            if is_new:
                 return None
             is_same_call = (setting.calls, setting.after) == (message.call, message.after)
             if is_same_call and setting.value != value:
+                setter = self._setter(store)
                 error = Mismatch(
-                    f"rank {session.rank} set {title} {value}, rank 0 set {setting.value}; "
-                    "rank 0's counts; give the same on every rank"
+                    f"rank {session.rank} set {title} {value}, rank {setter} set {setting.value}; "
+                    f"rank {setter}'s counts; give the same on every rank"
                 )
-                refusals.keep((title,), attempt, error)
+                store.refusals.keep((title,), attempt, error)
                 raise error
             return p.Done(seq)
 
-        why = _of(0, f"has not set the {title}")
+        def why(describe: Describe) -> str:
+            return f"{ranks_in_words([self._setter(store)], describe)} has not set the {title}"
+
         self._context.attempt(session, seq, PendingRequest(retry, why))
+        if self._context.has_news:
+            self._context.retry()
+
+    def _setter(self, store: ServerStore) -> int:
+        """Return the rank that sets the optimizer and its rate: 0, or the lowest that rounds wait for."""
+        return min(self._context.required(store), default=0)
 
     # --- those who have run out of batches ----------------------------------------------------------
 
@@ -309,6 +312,7 @@ class Control:
         store.joins.join(session.rank, message.call)
         self._look_at(store)
         self._judge(store)
+        self._context.retry()  # another rank may set the learning rate now
 
         def retry() -> Message | None:
             if message.waits and store.joins.over < message.call:
@@ -345,9 +349,10 @@ class Control:
         if store is None:
             if len(self._context.stores) >= STORES_MAX:
                 raise Overload(
-                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores"
+                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores",
+                    limit="stores",
                 )
-            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self._budget)
+            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
         else:
             store.agree(opened)
 

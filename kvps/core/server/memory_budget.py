@@ -90,7 +90,7 @@ class MemoryBudget:
     def __init__(self, chunks: Chunks, limit_bytes: int | None, workers: int = 1) -> None:
         self._chunks = chunks
         self._workers = workers
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self.terms: dict[str, Terms] = {}
         """Store -> what its keys take."""
         self.keys: dict[str, Collection[str]] = {}
@@ -116,7 +116,8 @@ class MemoryBudget:
         if sum([len(known) for known in self.keys.values()]) + len(keys) > KEYS_MAX:
             raise Overload(
                 f"{len(keys)} keys of store {store!r} are too many: a server holds {KEYS_MAX:,} of all stores. Put "
-                "several tensors into one key, or rows into a table, or add servers"
+                "several tensors into one key, or rows into a table, or add servers",
+                limit="keys",
             )
         if keys:
             kind = "table" if keys[0].startswith(EMBEDDING) else "key"
@@ -155,18 +156,19 @@ class MemoryBudget:
             Overload: if there is no room left.
         """
         reserved = self.reserved()
-        if self._limit_bytes is not None and sum(reserved) > self._limit_bytes:
+        if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(
                 f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: {self._account(reserved)} "
-                "Evict rows (evict=), add servers or raise the limit"
+                "Evict rows (evict=), add servers or raise the limit",
+                limit="rows",
             )
 
     def has_room_for(self, rounds: int) -> bool:
         """Return whether so many rounds may be open beyond the oldest one of each span."""
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return True
         reserved = self.reserved()
-        return sum(reserved) + rounds * reserved.sums <= self._limit_bytes
+        return sum(reserved) + rounds * reserved.sums <= self.limit_bytes
 
     def reserved(
         self, store: str = "", terms: Terms | None = None, changed: Mapping[str, int] | None = None
@@ -183,16 +185,17 @@ class MemoryBudget:
 
     def _demand(self, what: str, store: str, terms: Terms, changed: Mapping[str, int]) -> None:
         reserved = self.reserved(store, terms, changed)
-        if self._limit_bytes is not None and sum(reserved) > self._limit_bytes:
+        if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(
                 f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers (each holds "
-                "a part), raise the limit, or use an optimizer with less state"
+                "a part), raise the limit, or use an optimizer with less state",
+                limit="memory",
             )
 
     def _account(self, reserved: Reservation) -> str:
-        assert self._limit_bytes is not None
+        assert self.limit_bytes is not None
         return (
-            f"{reserved}, and the limit of this server is {bytes_in_words(self._limit_bytes)} "
+            f"{reserved}, and the limit of this server is {bytes_in_words(self.limit_bytes)} "
             "(--memory-limit; by "
             "default 80 % of the memory of the machine or its container, divided by the servers "
             "that are started together)."

@@ -48,7 +48,7 @@ class PushPull:
     def __init__(self, context: RequestContext, workers: int, threads: int = 1) -> None:
         self._context = context
         self._chunks = context.chunks
-        self.aggregator = Aggregator(context.chunks, workers, self.wake, threads)
+        self.aggregator = Aggregator(context.chunks, workers, self.wake, threads, context.counts)
 
     def _apply(self, judged: JudgedPush, now: float) -> None:
         """Apply a push, and answer the requests that waited for it."""
@@ -66,6 +66,7 @@ class PushPull:
         gradient = self._gradient(chunk, message, packet)
         is_lent = bool(packet.loans) and message.code is None  # what was decompressed is ours
         judged = self.aggregator.judge(store, message, gradient, is_lent=is_lent)
+        self._context.counts.add("kvps_pushes_total", judged.verdict.value)
         if judged.verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
         reading = None
@@ -160,6 +161,7 @@ class PushPull:
             gradient = target.gradient(message, packet.payload)
         is_lent = bool(packet.loans)
         judged = self.aggregator.judge_rows(store, target, message, gradient, is_lent=is_lent)
+        self._context.counts.add("kvps_pushes_total", judged.verdict.value)
         if judged.verdict is Verdict.EARLY:
             return  # as a PUSH that is early
         if isinstance(target, TableRows) and judged.verdict is Verdict.COUNTED:

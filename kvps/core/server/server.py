@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvps import protocol as p
+from kvps.core.counts import Counts
 from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
 from kvps.core.keys import name_of
 from kvps.core.membership_client import (
@@ -100,7 +101,10 @@ class Server:
         self._outbox: list[Effect] = []
         """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now)
-        self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s)
+        self.counts = Counts()
+        self.oldest_round_s = 0.0
+        """Age of the oldest open round when the rounds were looked at last; 0 for none."""
+        self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s, self.counts)
         self._memory = memory
         self._threads = threads
         self._memory_limit = memory_limit
@@ -145,6 +149,10 @@ class Server:
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A worker, another server or the scheduler said something."""
+        self.counts.now = now
+        if packet.payload:
+            size = sum([one.nbytes for one in packet.payload])
+            self.counts.add("kvps_payload_bytes_total", "in", size)
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
         elif isinstance(packet.message, p.Welcome | p.Error):
@@ -180,6 +188,7 @@ class Server:
 
     def on_disk(self, answer: Answer, now: float) -> Effects:
         """Files were written or read."""
+        self.counts.now = now
         if isinstance(answer, FoundCuts | Loaded) and isinstance(answer.for_whom, Reviving):
             self._revive(answer.for_whom, answer)
         elif not isinstance(answer, Loaded):
@@ -225,6 +234,7 @@ class Server:
     def _look(self, now: float) -> None:
         """Log the open rounds, and report them to the scheduler for ``kvps status``."""
         oldest = list(self.control.oldest(now))
+        self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         if self.member.welcome is not None and (rounds or self._has_told):
@@ -277,7 +287,7 @@ class Server:
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
         chunks = Chunks(self._memory, server, servers)
-        self.context = RequestContext(self.member, chunks, self._outbox, lives)
+        self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts)
         self.push_pull = PushPull(self.context, workers, self._threads)
         self.control = Control(self.context, self.push_pull, self._memory_limit)
 
@@ -363,6 +373,7 @@ class Server:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
+        self.counts.add("kvps_requests_total", type(message).__name__)
         context, push_pull, control = self.context, self.push_pull, self.control
         if not isinstance(message, p.Probe | p.Revive):
             authority.check(message, session, self.member.view, context)
@@ -445,6 +456,7 @@ class Server:
                 self.context.stores[message.store].restored = message.cut
                 reply = p.Revived(seq, (message.cut,))
         except KvpsError as error:
+            self.counts.refused(error)
             reply = p.Error(seq, error.code, str(error))
         self._reply(session.route, reply)
 
@@ -468,6 +480,7 @@ class Server:
 
     def _refuse(self, route: Route, envelope: Envelope, error: KvpsError) -> None:
         """Answer a packet by an error; the sender of another job, or of none, is not told this one's name."""
+        self.counts.refused(error)
         packet = self.member.packet(p.Error(envelope.seq, error.code, str(error)))
         if envelope.job != self.member.job:
             packet = replace(packet, envelope=replace(packet.envelope, job=bytes(16)))

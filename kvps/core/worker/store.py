@@ -28,6 +28,8 @@ class Made(NamedTuple):
 
 
 NONE = Made(0)
+CALLS_PER_JOIN = 1 << 20
+"""After the k-th join, calls of a kind are numbered from k times this: a rank that was away made fewer."""
 
 
 @dataclass(slots=True)
@@ -111,10 +113,12 @@ class WorkerStore:
         some servers may not have heard of it. Where there are no rounds nobody can know, so it counts as another
         call; its ``after`` then says that it need not agree.
         """
+        base = self.joins * CALLS_PER_JOIN
+        number = max(last.number, base) + 1
         if not self.ordered:
-            return Made(last.number + 1, int(self.is_resumed and self.rank == 0))
-        is_again = last.is_inherited and last.number > 0 and last.after == self.pushed
-        return Made(last.number + (not is_again), self.pushed)
+            return Made(number, int(self.is_resumed and self.rank == 0))
+        is_again = last.is_inherited and last.number > base and last.after == self.pushed
+        return Made(last.number if is_again else number, self.pushed)
 
     def plan(self, names: tuple[str, ...]) -> TransferPlan:
         """Return the plan of ``names``, made once.

@@ -248,7 +248,8 @@ class Worker:
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
             yield from self.table.on_scheduler(packet, now)
             return
-        if isinstance(message, p.Halt):
+        is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
+        if isinstance(message, p.Halt) and is_welcomed:
             yield from self._make(self._quiesce.halt(message, self.stores, now), now)
             yield from self._report_halt()
             if self._quiesce.is_asked:
@@ -256,7 +257,7 @@ class Worker:
                 # What was lent is in, perhaps, though its values wait for one that stands already.
                 yield from self.table.ask_after(self.table.unacked(), now)
             return
-        if isinstance(message, p.Proceed):
+        if isinstance(message, p.Proceed) and is_welcomed:
             stood, held = self._quiesce.proceed(message)
             yield Send(SCHEDULER, self.member.packet(p.Proceeding(message.cut, stood)))
             yield from self._make(held, now)

@@ -93,7 +93,7 @@ def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixtur
     assert "100 packets of one connection" in line
     door.now = IGNORED_S
     assert door.take(BEAT) == BEAT
-    assert door.counts == {"bytes": REFUSED_MAX, "ignored": 1}
+    assert door.counts == {"bytes": REFUSED_MAX, "ignored connections": 1, "ignored": 1}
 
 
 def test_own_connections_are_never_ignored() -> None:

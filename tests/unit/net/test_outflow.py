@@ -90,7 +90,7 @@ def test_a_peer_that_stops_to_read_costs_no_more_than_that() -> None:
         )
         for _ in range(20):
             listening.send(route, answer, None)
-        dropped = listening.refused["unread"]
+        dropped = listening.refused.packets["unread"]
         assert (
             dropped >= 20 - UNREAD_MAX_BYTES // rows.nbytes - 2
         )  # some lie in the kernel's buffers
@@ -106,7 +106,7 @@ def test_a_peer_that_stops_to_read_costs_no_more_than_that() -> None:
 
         until(read_all, "answers")
         listening.send(route, answer, None)
-        assert listening.refused["unread"] == dropped
+        assert listening.refused.packets["unread"] == dropped
         assert dealer.poll(5000)
     finally:
         listening.close(0.0)

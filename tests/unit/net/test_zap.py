@@ -107,7 +107,7 @@ def test_an_unknown_key_is_refused_and_told_of_once(
     door.now += WAITS_MAX_S
     door.porter.look()
     assert door.heard(200) is None
-    assert door.porter.refused == {"CURVE": 3}
+    assert door.porter.refused == {"unknown_key": 3}
     (line,) = caplog.messages
     assert "refused a connection from 127.0.0.1" in line
 
@@ -130,7 +130,7 @@ def test_those_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Door(learns=True)
     one.come(new_pair())
     one.come(new_pair())
-    assert one.porter.refused == {"CURVE": 1}
+    assert one.porter.refused == {"unknown_key": 1}
     one.context.destroy(0)
 
 

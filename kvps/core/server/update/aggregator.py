@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvps.compression.spec import CodecSpec
+from kvps.core.counts import Counts
 from kvps.core.gradients import DenseGradient, GradientSum, Part
 from kvps.core.membership_client import Quorum
 from kvps.core.optim.hyperparams import HyperParams
@@ -87,8 +88,16 @@ class JudgedPush:
 class Aggregator:
     """All that happens to the values of one server."""
 
-    def __init__(self, chunks: Chunks, workers: int, wake: Wake, threads: int = 1) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        workers: int,
+        wake: Wake,
+        threads: int = 1,
+        counts: Counts | None = None,
+    ) -> None:
         self.chunks = chunks
+        self._counts = counts or Counts()
         self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
@@ -307,6 +316,7 @@ class Aggregator:
     def _close_first(self, store: ServerStore, chunk: Chunk, span: Span) -> list[Span]:
         """Close the oldest round of ``span``; return the spans that were split off from it."""
         closed, stop = span.rounds.popleft(), span.stop
+        self._counts.observe("kvps_round_duration_seconds", self._counts.now - closed.opened_at)
         self._due(store, chunk, span, closed.update(average=store.opened.average))
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 

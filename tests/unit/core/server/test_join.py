@@ -240,3 +240,62 @@ def test_nothing_else_is_for_a_server() -> None:
     stage = staged()
     assert heard(stage.say(0, Barrier("kv", "b", 0)), Error)
     assert not heard(stage.say(0, Return("kv", 0)), Pulled)
+
+
+@pytest.mark.spec("R251")
+class TestSetter:
+    """The rank whose optimizer and learning rate count."""
+
+    def test_while_rank_0_is_away_the_lowest_other_rank_sets(self) -> None:
+        stage = staged(3)
+        stage.optimizer("sgd", lr=0.5)
+        assert heard(stage.say(0, Rate("kv", 1, True, 0.4)), Done)
+        assert stage.say(2, Rate("kv", 2, False, 0.3)) == []
+        assert stage.say(1, Rate("kv", 2, False, 0.3)) == []
+        (answer,) = heard(stage.say(2, Probe((stage.seqs[2],))), Probed)
+        said = stage.say(0, Join("kv", 1, True))
+        assert len(heard(said, Done)) == 2, "rank 1 waited for rank 0, and sets now"
+        assert stage.server.context.stores["kv"].sent_rate.value == 0.3
+        assert stage.say(2, Rate("kv", 3, False, 0.2)) == []
+        (answer,) = heard(stage.say(2, Probe((stage.seqs[2],))), Probed)
+        assert answer.pending[0].reason.endswith("has not set the learning rate")
+        assert answer.pending[0].reason.startswith("rank 1")
+        assert len(heard(stage.say(1, Rate("kv", 3, False, 0.2)), Done)) == 2
+
+    def test_what_rank_0_had_set_before_counts(self) -> None:
+        stage = staged(3)
+        stage.optimizer("sgd", lr=0.5)
+        stage.say(0, Rate("kv", 1, True, 0.4))
+        stage.say(0, Join("kv", 1, True))
+        assert "rank 1 set 0.4" in refusal(stage.say(1, Rate("kv", 1, False, 0.3)))
+
+    def test_ranks_must_agree_with_it(self) -> None:
+        stage = staged(3)
+        stage.optimizer("sgd", lr=0.5)
+        stage.say(0, Join("kv", 1, True))
+        assert heard(stage.say(1, Rate("kv", 1, False, 0.4)), Done)
+        told = refusal(stage.say(2, Rate("kv", 1, False, 0.3)))
+        assert "rank 2 set learning rate 0.3, rank 1 set 0.4; rank 1's counts" in told
+
+    def test_what_it_is_refused_all_are_refused(self) -> None:
+        stage = staged(3)
+        stage.optimizer("sgd", lr=0.5)
+        stage.say(0, Join("kv", 1, True))
+        assert stage.say(2, Rate("kv", 1, False, -1.0)) == []
+        assert len(heard(stage.say(1, Rate("kv", 1, False, -1.0)), Error)) == 2
+
+    def test_where_rank_0_has_left_another_sets(self) -> None:
+        stage = staged(3)
+        stage.optimizer("sgd", lr=0.5)
+        assert stage.say(1, Rate("kv", 1, False, 0.4)) == []
+        assert heard(stage.show(w0="left"), Done)
+        assert stage.server.context.stores["kv"].sent_rate.value == 0.4
+
+    def test_when_all_are_back_rank_0_sets(self) -> None:
+        stage = staged(2)
+        stage.optimizer("sgd", lr=0.5)
+        for rank in (0, 1):
+            stage.say(rank, Join("kv", 1, True))
+        first = (1 << 20) + 1
+        assert stage.say(1, Rate("kv", first, False, 0.4)) == []
+        assert len(heard(stage.say(0, Rate("kv", first, True, 0.4)), Done)) == 2

@@ -109,3 +109,15 @@ def test_what_was_counted_is_forgotten() -> None:
     assert (one.joins, one.is_away, one.is_resumed) == (0, False, False)
     place(one, "a", chunk=2)
     assert one.plan(("a",)) is not plan
+
+
+@pytest.mark.spec("R252")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_calls_are_numbered_anew_after_each_join(mode: str) -> None:
+    one = new_store(mode=mode)
+    assert one.next_call(Made(6)).number == 7
+    one.joins = 2
+    first = (2 << 20) + 1
+    assert one.next_call(Made(7)).number == first
+    assert one.next_call(Made(first)).number == first + 1
+    assert one.next_call(Made(7, is_inherited=True)).number == first, "it was made before the join"

@@ -685,6 +685,13 @@ class TestHalting:
         assert one.is_done(ticket)
         assert len(one.sent(Push)) == 3
 
+    def test_a_cut_that_overtakes_the_welcome_is_not_heard(self) -> None:
+        """It has no name yet in which to answer, and is asked again."""
+        one = Bench(join=False)
+        one.scheduler(Halt(3, {}))
+        one.scheduler(Proceed(3))
+        assert one.sent(Halted) == one.sent(Proceeding) == []
+
     @pytest.mark.spec("R131")
     def test_it_stands_when_all_that_it_pushed_is_in(self) -> None:
         one = two_keys()

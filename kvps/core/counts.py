@@ -1,0 +1,95 @@
+"""Counters of a core: what happened since the process began, by the name of its metric and a label.
+
+A core counts and does nothing else: :mod:`kvps.observe` asks for a copy, and knows what each name means. Labels
+are from small fixed sets. The names of keys, stores and peers are never labels.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from kvps.errors import BY_CODE, KvpsError, Overload, Unauthorized
+
+BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+"""The upper bounds of all histograms but the last bound, which is infinite."""
+UNFORESEEN = "unforeseen"
+"""The reason of a refusal that is a bug here, or of an error without a class of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """The durations of one kind of event."""
+
+    buckets: tuple[int, ...]
+    """How many were within each bound and above the one before; the last is without a bound."""
+    total_s: float
+
+
+class Counts:
+    """The counters of one core."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """The time of the door that was called last, for events that are not told the time."""
+        self._values: Counter[tuple[str, str]] = Counter()
+        self._buckets: dict[str, list[int]] = {}
+        self._total_s: dict[str, float] = {}
+
+    def add(self, name: str, label: str = "", by: int = 1) -> None:
+        """Count ``by`` more events."""
+        self._values[name, label] += by
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Count one event that took so long."""
+        buckets = self._buckets.setdefault(name, [0] * (len(BOUNDS_S) + 1))
+        buckets[bisect_left(BOUNDS_S, seconds)] += 1
+        self._total_s[name] = self._total_s.get(name, 0.0) + seconds
+
+    def refused(self, error: Exception) -> None:
+        """Count a request that was answered by an error: a limit by its name, all else by the error."""
+        if isinstance(error, Overload):
+            self.add("kvps_overloads_total", error.reason)
+        else:
+            self.add("kvps_refusals_total", reason_of(error))
+
+    def values(self) -> dict[tuple[str, str], int]:
+        """Return a copy of all counters, by name and label."""
+        return dict(self._values)
+
+    def durations(self) -> dict[str, Durations]:
+        """Return a copy of all histograms, by name."""
+        return {
+            name: Durations(tuple(buckets), self._total_s[name])
+            for name, buckets in self._buckets.items()
+        }
+
+
+def reason_of(error: Exception) -> str:
+    """Return the label of a refusal by ``error``.
+
+    Example:
+        >>> from kvps.errors import Fenced
+        >>> reason_of(Fenced("a newer incarnation has this rank"))
+        'fenced'
+    """
+    if isinstance(error, KvpsError) and error.reason:
+        return error.reason
+    cls = BY_CODE[error.code] if isinstance(error, KvpsError) else KvpsError
+    return UNFORESEEN if cls is KvpsError else _snake(cls.__name__)
+
+
+def _snake(name: str) -> str:
+    """Return ``ProtocolError`` as ``protocol_error``."""
+    return "".join(
+        ["_" * bool(at) + one.lower() if one.isupper() else one for at, one in enumerate(name)]
+    )
+
+
+REASONS = tuple(
+    sorted(
+        {reason_of(cls("")) for cls in BY_CODE.values()} - {"overload"} | {*Unauthorized.REASONS}
+    )
+)
+"""The labels of refusals; an overload is counted by its limit."""

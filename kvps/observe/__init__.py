@@ -1,0 +1,1 @@
+"""Observability: the metrics of a process, and the HTTP endpoints that show them."""

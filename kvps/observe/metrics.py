@@ -1,0 +1,212 @@
+"""The table of all metrics: names, types, labels and roles.
+
+The samples of a process, ``docs/observability.md``, the alert rules and the dashboard are made from this table.
+The cores count by the same names (:mod:`kvps.core.counts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvps.core.counts import REASONS
+
+SCHEDULER, SERVER = "scheduler", "server"
+BOTH = (SCHEDULER, SERVER)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    kind: str
+    """``counter``, ``gauge`` or ``histogram``."""
+    help: str
+    roles: tuple[str, ...] = BOTH
+    label: str = ""
+    """The name of its label; empty for none."""
+    labels: tuple[str, ...] = ()
+    """Values of the label that are shown from the beginning; others are shown when they occur."""
+
+
+METRICS = (
+    Metric("kvps_up_info", "gauge", "1; the label is the version of kvps.", label="version"),
+    Metric("kvps_loop_lag_seconds", "gauge", "Delay until the loop ran the newest sample request."),
+    Metric("kvps_loop_lag_max_seconds", "gauge", "Longest such delay since the process began."),
+    Metric("kvps_ready", "gauge", "1 if /readyz answers 200."),
+    Metric(
+        "kvps_refusals_total",
+        "counter",
+        "Requests that were answered by an error, by its class or, if a permission is missing, by which one.",
+        label="reason",
+        labels=REASONS,
+    ),
+    Metric(
+        "kvps_overloads_total",
+        "counter",
+        "Requests that were refused because a named limit was reached.",
+        label="limit",
+        labels=("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+    ),
+    Metric(
+        "kvps_dropped_packets_total",
+        "counter",
+        "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
+        "refused (untold), packets that the core does not hear now (unheard), packets of an ignored connection "
+        "(ignored), and status queries above the rate limit (looks).",
+        label="reason",
+        labels=("bytes", "untold", "unheard", "ignored", "looks"),
+    ),
+    Metric(
+        "kvps_unread_answers_total",
+        "counter",
+        "Answers that were not sent: the peer does not read.",
+    ),
+    Metric(
+        "kvps_ignored_connections_total",
+        "counter",
+        "How often a connection became ignored because too many of its packets were refused.",
+    ),
+    Metric(
+        "kvps_refused_connections_total",
+        "counter",
+        "Connections that were not made: a peer without keys where there are some, or the other way round "
+        "(no_key), with a key that is not known here (unknown_key), that expects another key here "
+        "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
+        "handshake (no_handshake), as that of a peer without keys may.",
+        label="reason",
+        labels=("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+    ),
+    Metric(
+        "kvps_closed_connections_total",
+        "counter",
+        "Connections that were closed because too much of an incomplete message waited (unfinished), or because "
+        "they sent nothing, like many others (idle).",
+        label="reason",
+        labels=("unfinished", "idle"),
+    ),
+    Metric("kvps_epoch", "gauge", "How often the job was rolled back to a checkpoint."),
+    Metric("kvps_view", "gauge", "Number of the newest view of the members."),
+    Metric("kvps_incarnation", "gauge", "Incarnation of this server.", (SERVER,)),
+    Metric(
+        "kvps_requests_total",
+        "counter",
+        "Requests of workers, by message.",
+        (SERVER,),
+        "message",
+    ),
+    Metric(
+        "kvps_payload_bytes_total",
+        "counter",
+        "Bytes of values in packets, by direction.",
+        (SERVER,),
+        "direction",
+        ("in", "out"),
+    ),
+    Metric(
+        "kvps_pushes_total",
+        "counter",
+        "Pushes, by verdict: counted, duplicate, or early (not taken in, and sent again).",
+        (SERVER,),
+        "verdict",
+        ("counted", "duplicate", "early"),
+    ),
+    Metric(
+        "kvps_round_duration_seconds",
+        "histogram",
+        "Time from the first push of a round to its close.",
+        (SERVER,),
+    ),
+    Metric(
+        "kvps_round_age_seconds",
+        "gauge",
+        "Age of the oldest open round, as of the last look (every 5 s).",
+        (SERVER,),
+    ),
+    Metric("kvps_stores", "gauge", "Open stores.", (SERVER,)),
+    Metric("kvps_pending_requests", "gauge", "Requests that wait for an answer.", (SERVER,)),
+    Metric(
+        "kvps_memory_bytes",
+        "gauge",
+        "Reserved memory, by what it is for.",
+        (SERVER,),
+        "kind",
+        ("weights", "copies", "sums", "state", "residuals", "tables"),
+    ),
+    Metric(
+        "kvps_memory_limit_bytes", "gauge", "Memory limit of the server; +Inf for none.", (SERVER,)
+    ),
+    Metric(
+        "kvps_checkpoints_total",
+        "counter",
+        "Snapshots of this server, by result.",
+        (SERVER,),
+        "result",
+        ("written", "failed"),
+    ),
+    Metric("kvps_checkpoint_bytes_total", "counter", "Bytes of written snapshots.", (SERVER,)),
+    Metric(
+        "kvps_checkpoint_duration_seconds",
+        "histogram",
+        "Time from the order of a snapshot until it is on the disk, or failed.",
+        (SERVER,),
+    ),
+    Metric(
+        "kvps_rollbacks_total",
+        "counter",
+        "Rollbacks of this server, by result.",
+        (SERVER,),
+        "result",
+        ("restored", "failed"),
+    ),
+    Metric("kvps_members", "gauge", "Seats, by role and state.", (SCHEDULER,), "role,state"),
+    Metric(
+        "kvps_members_lost_total",
+        "counter",
+        "Members that were silent for too long, by role.",
+        (SCHEDULER,),
+        "role",
+        ("server", "worker"),
+    ),
+    Metric(
+        "kvps_barriers_passed_total",
+        "counter",
+        "Waits of workers at barriers that ended well.",
+        (SCHEDULER,),
+    ),
+    Metric(
+        "kvps_waits_failed_total",
+        "counter",
+        "Waits of workers at barriers and for checkpoints that ended by an error.",
+        (SCHEDULER,),
+    ),
+    Metric("kvps_checkpoint_begun", "gauge", "Number of the newest checkpoint.", (SCHEDULER,)),
+    Metric(
+        "kvps_checkpoint_kept", "gauge", "Number of the newest complete checkpoint.", (SCHEDULER,)
+    ),
+)
+"""All metrics."""
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def of_role(role: str) -> list[Metric]:
+    """Return the metrics of a role."""
+    return [metric for metric in METRICS if role in metric.roles]
+
+
+def page() -> str:
+    """Return the table as Markdown, for the documentation."""
+    rows = [
+        f"| `{one.name}` | {one.kind} | {_labels(one)} | {', '.join(one.roles)} | {one.help} |"
+        for one in METRICS
+    ]
+    return "\n".join(
+        ["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows]
+    )
+
+
+def _labels(metric: Metric) -> str:
+    if not metric.label:
+        return ""
+    values = f": {', '.join(metric.labels)}" if metric.labels else ""
+    return f"`{metric.label}`{values}"

@@ -1,0 +1,159 @@
+"""The sampler: a thread that has the loop copy its numbers once per second.
+
+Nothing that a client of the endpoints does reaches the loop: it is served from the newest sample. While the loop
+stands still there is no new sample, and /livez says so. Without ``--http`` there is no sampler, and no cost.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvps.core.counts import Counts, Durations
+from kvps.core.effects import Core, Effects
+from kvps.net.driver import Refusals
+
+C = TypeVar("C", bound=Core)
+C_co = TypeVar("C_co", bound=Core, covariant=True)
+EVERY_S = 1.0
+"""Time between two samples."""
+STILL_MAX_S = 30.0
+"""How long the loop may run no sample before the process counts as hung."""
+Values = Mapping[tuple[str, str], float]
+"""Numbers by metric and label; several labels are separated by commas."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The gauges of a core, and what the other endpoints show of it."""
+
+    gauges: Values
+    is_ready: bool
+    why: str
+    """The state of the process, in words."""
+    status: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of one moment."""
+
+    values: Values = field(default_factory=dict)
+    durations: Mapping[str, Durations] = field(default_factory=dict)
+    is_ready: bool = False
+    why: str = "the loop has not begun"
+    status: Mapping[str, object] = field(default_factory=dict)
+
+
+class Queue(Protocol[C_co]):
+    """Where requests to the loop are put: an :class:`~kvps.net.driver.Inbox`."""
+
+    def put(self, item: Callable[[C_co, float], Effects]) -> None:
+        """Have ``item(core, now)`` run by the loop."""
+
+
+class Sampler(Generic[C]):
+    """The newest sample of a process.
+
+    Args:
+        inbox: of the loop.
+        state: returns the gauges of the core.
+        counts: returns its counters.
+        network: returns the counters of its transport.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        inbox: Queue[C],
+        state: Callable[[C, float], State],
+        counts: Callable[[C], Counts],
+        network: Callable[[], Values],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.newest = Sample()
+        self._inbox = inbox
+        self._state, self._counts, self._network = state, counts, network
+        self._clock = clock
+        self._asked_at = self._ticked_at = clock()
+        self._is_asked = False
+        self._lag_max_s = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvps-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def ask(self) -> None:
+        """Ask the loop for a sample, unless it has not given the last one."""
+        if not self._is_asked:
+            self._is_asked, self._asked_at = True, self._clock()
+            self._inbox.put(self._take)
+
+    @property
+    def still_s(self) -> float:
+        """How long ago the loop gave a sample."""
+        return self._clock() - self._ticked_at
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the loop turns."""
+        return self.still_s <= STILL_MAX_S
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self.ask()
+            self._ended.wait(EVERY_S)
+
+    def _take(self, core: C, now: float) -> Iterator[Any]:
+        """Copy all numbers; the loop runs this."""
+        self._ticked_at = self._clock()
+        lag_s = self._ticked_at - self._asked_at
+        self._lag_max_s = max(self._lag_max_s, lag_s)
+        counts, state = self._counts(core), self._state(core, now)
+        values = {
+            **counts.values(),
+            **self._network(),
+            **state.gauges,
+            ("kvps_loop_lag_seconds", ""): lag_s,
+            ("kvps_loop_lag_max_seconds", ""): self._lag_max_s,
+            ("kvps_ready", ""): float(state.is_ready),
+        }
+        self.newest = Sample(values, counts.durations(), state.is_ready, state.why, state.status)
+        self._is_asked = False
+        yield from ()
+
+
+def network_values(refused: Refusals) -> Values:
+    """Return the counters of a transport by the names of metrics.
+
+    A packet whose sender was told why it is refused is left out: the core has counted it, by its reason.
+    """
+    values: dict[tuple[str, str], float] = {}
+    for why, count in refused.packets.items():
+        if why == "unread":
+            values["kvps_unread_answers_total", ""] = count
+        elif why == "ignored connections":
+            values["kvps_ignored_connections_total", ""] = count
+        elif why != "refused":
+            values["kvps_dropped_packets_total", why] = count
+    for why, count in refused.connections.items():
+        values["kvps_refused_connections_total", why] = count
+    for why, count in refused.closed.items():
+        values["kvps_closed_connections_total", why] = count
+    return values
+
+
+def limit_value(limit: int | None) -> float:
+    """Return a limit as a number; infinite for none."""
+    return math.inf if limit is None else limit

@@ -1,0 +1,44 @@
+"""The state of a server, as its metrics and its status show it."""
+
+from __future__ import annotations
+
+from kvps.core.server.server import Server
+from kvps.observe.sampler import State, limit_value
+
+
+def state_of(core: Server, now: float) -> State:
+    """Return the state of a server."""
+    member, budget = core.member, core.control.budget
+    reserved = budget.reserved()
+    gauges: dict[tuple[str, str], float] = {
+        ("kvps_epoch", ""): core.checkpointer.epoch,
+        ("kvps_view", ""): member.number,
+        ("kvps_round_age_seconds", ""): core.oldest_round_s,
+        ("kvps_stores", ""): len(core.context.stores),
+        ("kvps_pending_requests", ""): sum(
+            [len(one.pending) for one in core.context.sessions.values()]
+        ),
+        ("kvps_memory_limit_bytes", ""): limit_value(budget.limit_bytes),
+    }
+    for kind, size in reserved._asdict().items():
+        gauges["kvps_memory_bytes", kind] = size
+    status: dict[str, object] = {
+        "epoch": core.checkpointer.epoch,
+        "view": member.number,
+        "stores": len(core.context.stores),
+        "memory_bytes": reserved._asdict(),
+        "memory_limit_bytes": budget.limit_bytes,
+        "oldest_round_s": core.oldest_round_s,
+    }
+    why = "is a member of the job"
+    if member.welcome is None:
+        why = "waits for the scheduler"
+    elif core.checkpointer.is_returning:
+        why = "returns to a checkpoint"
+    else:
+        status["rank"] = member.rank
+        status["job"] = member.job.hex()[:8]
+    if member.welcome is not None:
+        gauges["kvps_incarnation", ""] = member.welcome.incarnation
+    is_ready = member.welcome is not None and not core.checkpointer.is_returning
+    return State(gauges, is_ready, why, {**status, "ready": is_ready, "reason": why})

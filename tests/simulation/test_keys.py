@@ -1,0 +1,183 @@
+"""Clusters with keys in virtual time: the same jobs end the same, and strangers change nothing.
+
+A stranger overhears every packet. It sends it again to whom it likes, as it was or in another's name; it
+knows all addresses, and has a key that nobody knows, the key of a role, or the session key of one worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+
+from kvps import protocol as p
+from kvps.core.effects import Connect, Effects, Exit, Route, Send
+from kvps.core.keys import KEY_CHARACTERS
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from tests.simulation.cluster import Cluster
+from tests.simulation.faults import drawn
+from tests.simulation.keys import ROLES, keys_of
+from tests.simulation.network import Process
+from tests.simulation.test_swarm import FOURTH, job_of, judge
+from tests.simulation.training import WAYS, Job, check, reference, replayable, train
+from tests.simulation.witness import Witness
+
+UNKNOWN = "x" * KEY_CHARACTERS
+
+
+class Silent:
+    """A core that says nothing by itself."""
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        return True
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        return iter(())
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        return iter(())
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        return iter(())
+
+    def on_timer(self, now: float) -> Effects:
+        return iter(())
+
+    def deadline(self) -> float | None:
+        return None
+
+
+@dataclass
+class Stranger:
+    """A process that speaks in the name of others.
+
+    Args:
+        cluster: whose members it annoys.
+        key: by which it opens its connections; one that nobody knows is as good as none.
+        own: the member whose session key that is, if it is one.
+        seed: of its dice.
+    """
+
+    cluster: Cluster
+    key: str
+    own: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.sent = 0
+        self._dice = random.Random(self.seed)
+        self._witness = Witness()
+        network = self.cluster.network
+        keys = keys_of(Role.WORKER, "stranger")
+        keys.role = self.key
+        self._process = network.add("stranger", Role.WORKER, Silent(), "sim://stranger", keys)
+        network.overhears = self._overhear
+
+    def _overhear(self, source: Process, packet: Packet) -> None:
+        self._witness(source, packet)
+        if source is self._process or self._dice.random() > 0.3:
+            return
+        network = self.cluster.network
+        copy = replace(packet, payload=tuple([memoryview(bytes(one)) for one in packet.payload]))
+        network.at(network.now + self._dice.random() * 0.1, lambda: self._say(copy))
+
+    def _say(self, packet: Packet) -> None:
+        """Send a packet in another's name to the scheduler or a server."""
+        if self.cluster.is_done or not self._has_key():
+            return
+        dice, network = self._dice, self.cluster.network
+        target = dice.choice([self.cluster.scheduler, *self.cluster.servers])
+        if not target.alive:
+            return
+        packet = dice.choice(list(self._variants(packet)))
+        if self._is_granted(packet):
+            return
+        name = f"{target.name} {dice.randrange(3)}"
+        known = self._process.routes.get(name)
+        if known is None or known.endpoint != target.endpoint:
+            network.connect(self._process, Connect(name, target.endpoint))
+        self.sent += 1
+        network.perform(self._process, iter([Send(name, packet)]))
+
+    def _has_key(self) -> bool:
+        """Whether it has its key by now: a session key is made with its worker."""
+        client = self.cluster.clients.get(self.own) if self.own is not None else None
+        if client is not None:
+            assert client.process.keys is not None
+            assert self._process.keys is not None
+            self._process.keys.role = client.process.keys.session
+        return self.own is None or client is not None
+
+    def _variants(self, packet: Packet) -> Iterator[Packet]:
+        dice, of = self._dice, packet.envelope
+        yield packet
+        rank = dice.randrange(self.cluster.workers)
+        for envelope in (
+            replace(of, rank=rank),
+            replace(of, incarnation=of.incarnation + dice.randint(1, 9)),
+            replace(of, seq=of.seq + 1),
+            replace(of, role=Role.SERVER, rank=0),
+        ):
+            yield replace(packet, envelope=envelope)
+            yield Packet(envelope, p.Leave(True, 0, False, "a stranger says so"))
+            yield Packet(envelope, p.Evict("worker", rank))
+
+    def _is_granted(self, packet: Packet) -> bool:
+        """Whether the key may say that: a role's may ask for a seat, a member's may speak for itself."""
+        if self.own is not None:
+            return packet.envelope.role is Role.WORKER and packet.envelope.rank == self.own
+        is_claim = isinstance(packet.message, p.Hello | p.Enrol)
+        return self.key == ROLES["worker"] and is_claim
+
+
+@pytest.mark.parametrize("seed", FOURTH)
+def test_a_job_with_keys_ends_as_without(seed: int, request: pytest.FixtureRequest) -> None:
+    """Under all kinds of faults: sessions are enrolled, sealed and remembered by a restarted scheduler."""
+    job, trouble = job_of(seed)
+    with replayable(request, (job, trouble)):
+        cluster = Cluster(
+            *(job.workers, job.servers, lambda rank: train(job, rank), seed, trouble.faults),
+            *(job.machines, trouble.rates),
+            has_keys=True,
+        )
+        cluster.network.overhears = Witness()
+        usurped = trouble.befall(cluster)
+        cluster.run(3_000)
+        cluster.part(400)
+        judge(cluster, usurped, trouble)
+        for client in cluster.clients.values():
+            check(job.steps, client.result, reference(job)[-1])
+
+
+@pytest.mark.parametrize("who", ["nobody", "role", "member"])
+@pytest.mark.parametrize("seed", FOURTH)
+def test_a_stranger_changes_nothing(seed: int, who: str, request: pytest.FixtureRequest) -> None:
+    """It speaks in the name of all members, and of all incarnations to come: nobody hears it."""
+    dice = random.Random(seed)
+    job = Job(seed, dice.randint(2, 4), dice.randint(1, 3), dice.randint(5, 9))
+    job.sizes = {f"k{index}": dice.choice([1, 30, 200, 500]) for index in range(3)}
+    job.ways = [dice.choice(WAYS) for _ in range(job.steps)]
+    job.machines = [dice.choice([1, 2, 2, 3]) for _ in range(job.workers)]
+    faults = replace(drawn(dice, job.workers, job.servers).faults, lose=0.0)
+    with replayable(request, (job, who)):
+        cluster = Cluster(
+            *(job.workers, job.servers, lambda rank: train(job, rank), seed, faults),
+            machines=job.machines,
+            has_keys=True,
+        )
+        own = dice.randrange(job.workers) if who == "member" else None
+        key = ROLES["worker"] if who == "role" else UNKNOWN
+        stranger = Stranger(cluster, key, own, seed)
+        cluster.run(3_000)
+        cluster.part(400)
+        assert stranger.sent, "it has been silent"
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            check(job.steps, client.result, reference(job)[-1])
+        for process in (cluster.scheduler, *cluster.servers):
+            assert process.exit == Exit(0, mock.ANY), process.exit
+        for clients in cluster.started.values():
+            assert len(clients) == 1, "it took somebody's seat"

@@ -1,0 +1,92 @@
+"""What cores count has a name in the table of metrics, and a label of a small set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvps.core
+from kvps.core.counts import BOUNDS_S, REASONS, Counts, reason_of
+from kvps.errors import Fenced, KvpsError, Overload, ProtocolError
+from kvps.observe.metrics import BY_NAME
+
+CORE = Path(next(iter(kvps.core.__path__)))
+
+
+def test_counters_are_copied() -> None:
+    counts = Counts()
+    counts.add("pushes", "counted")
+    counts.add("pushes", "counted", by=4)
+    before = counts.values()
+    counts.add("pushes", "early")
+    assert before == {("pushes", "counted"): 5}
+    assert counts.values() == {("pushes", "counted"): 5, ("pushes", "early"): 1}
+
+
+def test_durations_fall_into_buckets() -> None:
+    counts = Counts()
+    for seconds in (0.0, 0.0005, 0.0006, 1e9):
+        counts.observe("rounds", seconds)
+    (found,) = counts.durations().values()
+    assert found.buckets == (2, 1, *[0] * (len(BOUNDS_S) - 2), 1)
+    assert found.total_s == pytest.approx(1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ProtocolError(""), "protocol_error"),
+        (Fenced(""), "fenced"),
+        (KvpsError(""), "unforeseen"),
+        (ValueError(), "unforeseen"),
+    ],
+)
+def test_a_refusal_is_counted_by_its_class(error: Exception, reason: str) -> None:
+    counts = Counts()
+    counts.refused(error)
+    assert counts.values() == {("kvps_refusals_total", reason): 1}
+    assert reason_of(error) in REASONS
+
+
+def test_an_overload_is_counted_by_its_limit() -> None:
+    counts = Counts()
+    counts.refused(Overload("no room", limit="memory"))
+    assert counts.values() == {("kvps_overloads_total", "memory"): 1}
+
+
+def test_the_table_has_each_name_that_a_core_counts() -> None:
+    source = "".join([one.read_text() for one in CORE.rglob("*.py")])
+    names = set(re.findall(r'(?:add|observe)\(\s*"(kvps_\w+)"', source))
+    assert names
+    assert names <= BY_NAME.keys()
+
+
+def test_each_limit_of_a_core_is_in_the_table() -> None:
+    sources = [one.read_text() for one in CORE.rglob("*.py")]
+    limits = [found for one in sources for found in re.findall(r'limit="(\w+)"', one)]
+    raised = sum([one.count("raise Overload(") for one in sources])
+    assert len(limits) == len(set(limits)) == raised
+    assert set(limits) == set(BY_NAME["kvps_overloads_total"].labels)
+
+
+def test_the_table_of_limits_names_their_metrics() -> None:
+    """docs/security.md has each limit once, with a metric and labels that exist."""
+    page = (CORE.parents[1] / "docs/security.md").read_text()
+    rows = page.partition("| limit | default | metric |")[2].partition("\n\n")[0].splitlines()[2:]
+    named: list[tuple[str, str]] = []
+    for row in rows:
+        words = re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])
+        assert words, row
+        for word in words:
+            if word.startswith("kvps_"):
+                name = word
+                assert name in BY_NAME, row
+            else:
+                assert word in BY_NAME[name].labels, row
+                named.append((name, word))
+    limits = BY_NAME["kvps_overloads_total"].labels
+    assert sorted(label for name, label in named if name == "kvps_overloads_total") == sorted(
+        limits
+    )

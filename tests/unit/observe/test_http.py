@@ -1,0 +1,241 @@
+"""The endpoints, in front of a loop that a test turns by hand."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from shutil import which
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvps.core.counts import Counts
+from kvps.errors import ConfigError
+from kvps.net.driver import Refusals
+from kvps.observe import exposition, sampler
+from kvps.observe.http import CLIENTS_MAX, Place, Server, as_place, serving
+from kvps.observe.metrics import METRICS, of_role
+from kvps.observe.sampler import STILL_MAX_S, Sampler, State, network_values
+
+
+class Loop:
+    """A loop and its clock; it turns when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.counts = Counts()
+        self.is_ready = False
+        self._items: list[Callable[[Any, float], Iterator[Any]]] = []
+        self.sampler: Sampler[Any] = Sampler(
+            self,
+            lambda core, now: State({("kvps_epoch", ""): 3.0}, self.is_ready, "", {"phase": "new"}),
+            lambda core: self.counts,
+            lambda: network_values(
+                Refusals(Counter(bytes=2, refused=1, unread=4), Counter(no_key=5), Counter(idle=3))
+            ),
+            lambda: self.now,
+        )
+
+    def put(self, item: Callable[[Any, float], Iterator[Any]]) -> None:
+        self._items.append(item)
+
+    def turn(self) -> int:
+        """Do what was put here; return how much that was."""
+        items, self._items = self._items, []
+        for item in items:
+            assert list(item(self, self.now)) == []
+        return len(items)
+
+
+def served(
+    loop: Loop, path: str, token: str = "", place: Place | None = None
+) -> tuple[int, str, bytes]:
+    server = Server(place or Place("127.0.0.1", 0), "server", loop.sampler)
+    try:
+        return server.answer(path, token)
+    finally:
+        server.server_close()
+
+
+def samples(text: bytes) -> dict[tuple[str, str], float]:
+    """Return what Prometheus reads, by name and label values."""
+    return {
+        (one.name, ",".join(one.labels.values())): one.value
+        for family in text_string_to_metric_families(text.decode())
+        for one in family.samples
+    }
+
+
+def test_livez_is_the_loops_own_tick() -> None:
+    loop = Loop()
+    assert served(loop, "/livez")[0] == 200
+    loop.sampler.ask()
+    loop.now += STILL_MAX_S + 1  # the loop does not turn
+    status, _, body = served(loop, "/livez")
+    assert (status, body) == (503, b"the loop has not turned for 31 s (limit 30 s)\n")
+    loop.turn()
+    assert served(loop, "/livez")[0] == 200
+
+
+def test_a_loop_that_stands_still_is_asked_once() -> None:
+    loop = Loop()
+    for _ in range(5):
+        loop.sampler.ask()
+    assert loop.turn() == 1
+    loop.sampler.ask()
+    assert loop.turn() == 1
+
+
+def test_readyz_needs_a_ready_core_and_a_live_loop() -> None:
+    loop = Loop()
+    assert served(loop, "/readyz")[0] == 503
+    loop.is_ready = True
+    loop.sampler.ask()
+    loop.turn()
+    assert served(loop, "/readyz")[0] == 200
+    loop.now += STILL_MAX_S + 1
+    assert served(loop, "/readyz")[0] == 503
+
+
+def test_metrics_are_what_was_counted() -> None:
+    loop = Loop()
+    loop.counts.add("kvps_pushes_total", "early", by=7)
+    loop.counts.observe("kvps_round_duration_seconds", 0.3)
+    loop.sampler.ask()
+    loop.now += 0.25
+    loop.turn()
+    status, kind, text = served(loop, "/metrics")
+    assert (status, kind) == (200, exposition.CONTENT_TYPE)
+    found = samples(text)
+    assert found["kvps_pushes_total", "early"] == 7
+    assert found["kvps_pushes_total", "counted"] == 0
+    assert found["kvps_epoch", ""] == 3
+    assert found["kvps_loop_lag_seconds", ""] == found["kvps_loop_lag_max_seconds", ""] == 0.25
+    assert found["kvps_round_duration_seconds_bucket", "0.25"] == 0
+    assert found["kvps_round_duration_seconds_bucket", "0.5"] == 1
+    assert found["kvps_round_duration_seconds_bucket", "+Inf"] == 1
+    assert found["kvps_round_duration_seconds_sum", ""] == 0.3
+    assert found["kvps_dropped_packets_total", "bytes"] == 2
+    assert found["kvps_refused_connections_total", "no_key"] == 5
+    assert found["kvps_closed_connections_total", "idle"] == 3
+    assert found["kvps_unread_answers_total", ""] == 4
+    assert found["kvps_up_info", exposition.__version__] == 1
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_a_role_shows_its_metrics_before_anything_has_happened(role: str) -> None:
+    text = exposition.text_of(role, sampler.Sample())
+    families = {one.name: one for one in text_string_to_metric_families(text.decode())}
+    for metric in of_role(role):
+        family = families.pop(metric.name.removesuffix("_total"))
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+        assert family.samples or (metric.label and not metric.labels)
+    assert not families
+
+
+@pytest.mark.skipif(which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_promtool_accepts_the_metrics(role: str) -> None:
+    text = exposition.text_of(role, sampler.Sample())
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+def test_names_are_unique_and_of_one_prefix() -> None:
+    names = [one.name for one in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(one.name.startswith("kvps_") for one in METRICS)
+    assert all((one.kind == "counter") == one.name.endswith("_total") for one in METRICS)
+
+
+def test_statusz_is_json() -> None:
+    loop = Loop()
+    loop.sampler.ask()
+    loop.turn()
+    status, kind, body = served(loop, "/statusz")
+    assert (status, kind) == (200, "application/json")
+    assert json.loads(body) == {"role": "server", "live": True, "phase": "new"}
+
+
+def test_a_token_guards_what_is_not_for_everybody() -> None:
+    loop, place = Loop(), Place("127.0.0.1", 0, "s3cret")
+    for path in ("/metrics", "/statusz"):
+        assert served(loop, path, "", place)[0] == 401
+        assert served(loop, path, "Bearer wröng", place)[0] == 401
+        assert served(loop, path, "Bearer s3cret", place)[0] == 200
+    assert served(loop, "/livez", "", place)[0] == 200
+    assert served(loop, "/etc/passwd", "Bearer s3cret", place)[0] == 404
+
+
+def test_other_machines_need_a_token_or_insecure() -> None:
+    Place("127.0.0.1", 9).demand_safe(False)
+    Place("::1", 9).demand_safe(False)
+    Place("0.0.0.0", 9).demand_safe(True)
+    Place("0.0.0.0", 9, "token").demand_safe(False)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "node-3"):
+        with pytest.raises(ConfigError, match="other machines can reach --http"):
+            Place(host, 9).demand_safe(False)
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPS_HTTP_TOKEN", "abc")
+    assert as_place("--http", "127.0.0.1:0") == Place("127.0.0.1", 0, "abc")
+    assert as_place("--http", "[::1]:80") == Place("::1", 80, "abc")
+    for bad in ("", "9000", "host", "host:x", "http://host:80", "host:80/metrics"):
+        with pytest.raises(
+            ConfigError, match=r"--http=.* is not an address; write it as HOST:PORT"
+        ):
+            as_place("--http", bad)
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    exposition.demand_library()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvps\[metrics\]'"):
+        exposition.demand_library()
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Place("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot serve HTTP at"):
+            Server(place, "server", Loop().sampler)
+
+
+def test_over_a_socket() -> None:
+    with serving(Place("127.0.0.1", 0), "server", Loop().sampler) as server:
+        assert server is not None
+        url = f"http://127.0.0.1:{server.server_port}"
+        with urllib.request.urlopen(f"{url}/livez?verbose", timeout=10) as answer:
+            assert (answer.status, answer.read()) == (200, b"ok\n")
+        for path, data, status in (("/nothing", None, 404), ("/livez", b"x", 501)):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url + path, data, timeout=10)
+            assert refused.value.code == status
+            refused.value.close()
+
+
+def test_silent_clients_keep_no_probe_out() -> None:
+    with serving(Place("127.0.0.1", 0), "server", Loop().sampler) as server:
+        assert server is not None
+        address = ("127.0.0.1", server.server_port)
+        silent = [socket.create_connection(address, 10) for _ in range(CLIENTS_MAX + 5)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/livez", timeout=3) as answer:
+            assert answer.status == 200
+        assert silent[0].recv(1) == b""  # the oldest was cut off
+        for one in silent:
+            one.close()
+
+
+def test_nothing_is_served_where_nothing_is_asked_for() -> None:
+    loop = Loop()
+    with serving(None, "server", loop.sampler) as server:
+        assert server is None
+    assert loop.turn() == 0
