@@ -6,7 +6,9 @@ start without torch.
 
 from __future__ import annotations
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -102,9 +104,20 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'kvps' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(_imported(home), name)
     globals()[name] = value
     return value
+
+
+def _imported(home: str) -> ModuleType:
+    """Import a module, without the garbage collections that would look at all objects of torch in vain."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(home)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -297,6 +297,7 @@ class Job:
             CheckpointCoordinator(self.settings.workers, self.settings.servers),
             0,
         )
+        self._is_concluded = False
         self.status_report = StatusReport()
         self.phase, self.reason = self.assess(now)
         self._announce(now)

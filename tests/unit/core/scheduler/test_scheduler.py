@@ -698,21 +698,32 @@ class TestCuts:
         assert told(stage.barrier("w1"), Released) == ["w0", "w1"]
         assert "w0" in told(stage.say("w0", Checkpoint("kv", "", 1), 4), Halt)
 
-    def test_the_last_one_is_reported_once(self) -> None:
-        stage = running(servers=1)
+    def concluded(self, stage: Stage, worker: str) -> bool:
+        """Conclude a job of one worker; return whether the last checkpoint is reported."""
         stage.shelf("s0", keeps=True)
-        assert told(stage.conclude(), Halt) == ["w0", "w1"]
-        for route in ("w0", "w1"):
-            stage.say(route, Halted(1, {"kv": 5}))
-        stage.say("s0", ImageTaken(1))
-        for route in ("w0", "w1"):
-            stage.say(route, Proceeding(1, True))
-        stage.say("s0", ImageKept(1, 9, "ab", (), ""))
-        assert Finish(CONCLUDED, 1) in stage.say("s0", Committed(1))
-        stage.leave("w0")
-        over = stage.leave("w1")
+        (halt,) = sent(stage.conclude(), Halt)
+        cut = halt.cut
+        stage.say(worker, Halted(cut, {"kv": 5}))
+        stage.say("s0", ImageTaken(cut))
+        stage.say(worker, Proceeding(cut, True))
+        stage.say("s0", ImageKept(cut, 9, "ab", (), ""))
+        return Finish(CONCLUDED, cut) in stage.say("s0", Committed(cut))
+
+    def test_the_last_one_is_reported_once(self) -> None:
+        stage = running(1, 1)
+        assert self.concluded(stage, "w0")
+        over = stage.leave("w0")
         assert not [one for one in over if isinstance(one, Finish)]
         assert stage.conclude() == [], "the job is over"
+
+    def test_the_next_job_has_a_last_one_of_its_own(self) -> None:
+        stage = running(1, 1, keep_alive=True)
+        assert self.concluded(stage, "w0")
+        stage.leave("w0")
+        stage.beat("s0")
+        stage.hello("w1")
+        assert stage.phase == "running"
+        assert self.concluded(stage, "w1")
 
     @pytest.mark.spec("R140")
     def test_a_return_is_known_after_a_restart(self) -> None:
