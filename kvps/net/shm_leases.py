@@ -7,10 +7,15 @@ A RELEASE does not list what is returned but what is *not*: of all leases below 
 those that are still held. So a lost return does no harm, the next says the same and more; and a
 lease that never arrived, because its packet was lost, is returned all the same. A packet that
 arrives after its lease was so returned comes too late, and counts as lost.
+
+Mostly leases are returned in order. Then a number says it all: no lease below it is held. The receiver posts
+that number in the first page of its own memory, where the sender reads it before it serves a packet, and no
+RELEASE travels (:class:`Postings`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 from kvps.core.effects import Hold
@@ -18,6 +23,10 @@ from kvps.protocol.shared_memory import Release
 
 NAMED_MAX = 4096
 """How many leases that are still held one RELEASE names."""
+FIRST_POSTING = 2
+"""The first posting of a page, in numbers of 8 bytes: behind the nonce, at a multiple of 16 bytes."""
+POSTINGS_MAX = 255
+"""The number of postings that a page of 4,096 bytes has room for."""
 
 
 class Lent:
@@ -42,6 +51,11 @@ class Lent:
                 break
             if number not in kept:
                 self._end(number)
+
+    def release_below(self, before: int) -> None:
+        """The peer holds none of the leases below this number."""
+        while self._open and (number := next(iter(self._open))) < before:
+            self._end(number)
 
     def end(self) -> None:
         """The peer is gone, and reads nothing any more."""
@@ -80,11 +94,13 @@ class Borrowed:
         """Numbers, in order."""
         self._returned: deque[int] = deque()
         """Given back, by whatever thread dropped the last reference."""
+        self._unsaid = 0
+        """The number of leases that were given back and that the peer was not told of."""
 
     @property
     def returned(self) -> int:
         """How many were given back since the peer was last told."""
-        return len(self._returned)
+        return len(self._returned) + self._unsaid
 
     def take(self, number: int) -> Lease | None:
         """Return the lease of a packet; None if it comes too late."""
@@ -94,12 +110,25 @@ class Borrowed:
         self._held[number] = None
         return Lease(number, self._returned)
 
+    def settle(self) -> int | None:
+        """Return the number below which no lease is held, if that tells the peer everything; else None."""
+        self._drop()
+        before = min(self._held, default=self._top + 1)
+        if self._top + 1 - before > len(self._held):
+            return None  # some behind it were given back
+        return before
+
+    def tell(self) -> None:
+        """Note that the peer knows what :meth:`settle` returned."""
+        self._unsaid = 0
+        self._told = max(self._told, self._top)
+
     def release(self) -> Release | None:
         """Return what the peer must be told; None if nothing was given back."""
-        if not self._returned:
+        if not self.returned:
             return None
-        while self._returned:
-            del self._held[self._returned.popleft()]
+        self._drop()
+        self._unsaid = 0
         held = sorted(self._held)
         if len(held) > NAMED_MAX:
             before = held[NAMED_MAX]
@@ -108,3 +137,68 @@ class Borrowed:
             before = self._top + 1
         self._told = max(self._told, before - 1)
         return Release(before, tuple(held))
+
+    def _drop(self) -> None:
+        """Hold what was given back no more."""
+        while self._returned:
+            del self._held[self._returned.popleft()]
+            self._unsaid += 1
+
+
+class Postings:
+    """Returned leases, posted in the first page of this process's memory: one *posting* for each lender.
+
+    A posting is two numbers of 8 bytes in the order of the machine: the nonce of the lender's memory, and the
+    number below which this process holds none of its leases. Each number is written by one store.
+    """
+
+    def __init__(self, page: memoryview) -> None:
+        self._numbers = page.cast("Q")
+        self._at: dict[int, int] = {}
+        """Nonce -> where its posting is."""
+        self._free = [FIRST_POSTING + 2 * index for index in reversed(range(POSTINGS_MAX))]
+        self._fence = threading.Lock()
+
+    def post(self, lender: int, before: int) -> bool:
+        """Tell a lender that no lease below ``before`` is held; False if the page is full."""
+        # A lock orders the reads of that memory before the number that permits to write there.
+        with self._fence:
+            at = self._at.get(lender)
+        if at is not None:
+            self._numbers[at + 1] = before
+            return True
+        if not self._free:
+            return False
+        at = self._at[lender] = self._free.pop()
+        self._numbers[at + 1] = before
+        with self._fence:  # a lender that finds the nonce finds the number
+            self._numbers[at] = lender
+        return True
+
+    def forget(self, lender: int) -> None:
+        """Make room: the lender has ended."""
+        at = self._at.pop(lender, None)
+        if at is not None:
+            self._numbers[at] = 0
+            self._free.append(at)
+
+
+class PostingsOfPeer:
+    """Postings of a peer about the leases that this process gave it."""
+
+    def __init__(self, page: memoryview, lender: int) -> None:
+        """Read the page of a peer; ``lender`` is the nonce of our own memory."""
+        self._numbers = page.cast("Q")
+        self._lender = lender
+        self._at = FIRST_POSTING
+
+    def before(self) -> int:
+        """Return the number below which the peer holds no lease; 0 if it has posted none."""
+        numbers, lender = self._numbers, self._lender
+        if numbers[self._at] != lender:
+            last = FIRST_POSTING + 2 * POSTINGS_MAX
+            posted = (at for at in range(FIRST_POSTING, last, 2) if numbers[at] == lender)
+            self._at = next(posted, FIRST_POSTING)
+            if numbers[self._at] != lender:
+                return 0
+        return numbers[self._at + 1]

@@ -30,6 +30,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvps.errors import KvpsError, ProtocolError
+from kvps.net.shm_leases import Postings
 from kvps.protocol.shared_memory import Offer
 
 NAME = "kvps"
@@ -99,6 +100,8 @@ class Segment:
             ) from error
         self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self.postings = Postings(memoryview(self._map)[:PAGE_BYTES])
+        """The leases that this process has returned, for their lenders to read."""
         self.is_read = False
         """Somebody has mapped it, or is about to."""
         self.readers: set[str | bytes] = set()
@@ -246,6 +249,7 @@ class Mapping:
         # Python lets nobody share what it holds for read-only without a copy; the pages are.
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self._whole = (ctypes.c_ubyte * status.st_size).from_address(self.address)
+        self.first_page = memoryview(self._map)[:PAGE_BYTES]
 
     def read(self, offset: int, size_bytes: int, keep: object) -> Block:
         """Return bytes of it. They must not be written to: that would end this process.

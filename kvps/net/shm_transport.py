@@ -26,7 +26,7 @@ from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
 from kvps.net.memory import keep_freed_memory
-from kvps.net.shm_leases import Borrowed, Lent
+from kvps.net.shm_leases import Borrowed, Lent, PostingsOfPeer
 from kvps.net.shm_segment import Mapping, Segment, Unshared
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet
 from kvps.protocol.membership import Welcome
@@ -49,10 +49,13 @@ WELCOMED_MAX = 4096
 class Peer:
     """Another process whose memory is mapped here."""
 
-    def __init__(self, route: Route, mapping: Mapping) -> None:
+    def __init__(self, route: Route, mapping: Mapping, posted: PostingsOfPeer) -> None:
         self.route = route
         self.mapping = mapping
         self.reads_ours = False
+        self.posts = False
+        """It posts the leases that it returns, and reads our postings."""
+        self.posted = posted
         self.given = Lent()
         self.taken = Borrowed()
 
@@ -171,16 +174,16 @@ class SharingTransport:
             self._return(RELEASE_EVERY)
             self._sweep()
             is_idle = True
-            for route, packet in self._inner.poll(0.0):
+            for arrival in self._arrivals(0.0):
                 is_idle = False
-                yield from self._receive(route, packet)
+                yield from self._receive(*arrival)
             is_woken, self._is_woken = self._is_woken, False  # the wake may have ended that poll
             if is_woken or is_idle:
                 self._return(1)
             if is_woken or not is_idle or timeout_s == 0.0:
                 return
-        for route, packet in self._inner.poll(timeout_s):
-            yield from self._receive(route, packet)
+        for arrival in self._arrivals(timeout_s):
+            yield from self._receive(*arrival)
         if self._is_woken:  # what a call lets go, its requests should find free
             self._return(1)
 
@@ -244,6 +247,17 @@ class SharingTransport:
         return replace(packet, payload=tuple(payload))
 
     # --- receiving -------------------------------------------------------------------------------
+
+    def _arrivals(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        """Wait, and take back what peers have returned before the first packet is served."""
+        is_back = False
+        for arrival in self._inner.poll(timeout_s):
+            if not is_back:
+                self._take_back()
+            is_back = True
+            yield arrival
+        if not is_back:
+            self._take_back()
 
     def _receive(
         self, route: Route, packet: Packet | Disconnected
@@ -326,12 +340,13 @@ class SharingTransport:
         peer = self._peers.get(message.nonce)
         if peer is None:
             try:
-                peer = Peer(route, Mapping(message))
+                mapping = Mapping(message)
             except Unshared as error:
                 self._say(route, Taken(message.nonce, False, str(error)))
                 self._complain(f"{envelope.node}: {error}", is_ours)
                 return
-            self._peers[message.nonce] = peer
+            posted = PostingsOfPeer(mapping.first_page, self._segment.nonce)
+            peer = self._peers[message.nonce] = Peer(route, mapping, posted)
         elif peer.mapping.offer != message:
             raise ProtocolError(f"{envelope.node} offers the same memory again, differently")
         self._by_identity[_identity(envelope)] = peer
@@ -339,7 +354,7 @@ class SharingTransport:
         if not is_ours:
             self._say(route, self._segment.offer)
             self._segment.is_read = True  # what is made from now on, it will be able to read
-        self._say(route, Taken(message.nonce, True))
+        self._say(route, Taken(message.nonce, True, postings=True))
 
     def _on_taken(self, route: Route, envelope: Envelope, message: Taken) -> None:
         """Lend from now on, if the other's memory is mapped here.
@@ -355,6 +370,7 @@ class SharingTransport:
             self._complain(f"{envelope.node} cannot read our memory: {why}", route in self._near)
         elif peer is not None:
             peer.reads_ours = self._segment.is_read = True
+            peer.posts = message.postings
             self._segment.readers.add(route)
 
     def _say(self, route: Route, message: Message) -> None:
@@ -379,9 +395,22 @@ class SharingTransport:
 
     # --- giving back -----------------------------------------------------------------------------
 
-    def _return(self, least: int) -> None:
-        """Release the leases of peers of which at least so many were given back."""
+    def _take_back(self) -> None:
+        """Write again where peers have posted that they read no more."""
         for peer in self._peers.values():
+            if peer.posts and len(peer.given):
+                peer.given.release_below(peer.posted.before())
+
+    def _return(self, least: int) -> None:
+        """Give leases back: post it where that says everything; else by a RELEASE, where they are ``least`` or more."""
+        for nonce, peer in self._peers.items():
+            if not peer.taken.returned:
+                continue
+            if peer.posts and self._segment is not None:
+                before = peer.taken.settle()
+                if before is not None and self._segment.postings.post(nonce, before):
+                    peer.taken.tell()
+                    continue
             if peer.taken.returned >= least and self._by_route.get(peer.route) is peer:
                 message = peer.taken.release()
                 if message is not None:
@@ -398,6 +427,8 @@ class SharingTransport:
                 continue
             peer.given.end()
             del self._peers[nonce]
+            if self._segment is not None:
+                self._segment.postings.forget(nonce)
             for route in self._routes_of(peer):
                 self._part(route)
             for identity in [key for key, one in self._by_identity.items() if one is peer]:

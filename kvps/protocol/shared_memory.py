@@ -29,6 +29,8 @@ class Taken(Message):
     nonce: int
     mapped: bool
     reason: str = ""
+    postings: bool = False
+    """I post the leases that I return in the first page of my segment, and read what you post in yours."""
 
 
 @tag(62)

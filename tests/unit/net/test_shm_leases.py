@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.net import shm_leases
-from kvps.net.shm_leases import Borrowed, Lease, Lent
+from kvps.net.shm_leases import Borrowed, Lease, Lent, Postings, PostingsOfPeer
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.shared_memory import Release
 from kvps.protocol.wire import decode, encode
@@ -179,6 +179,84 @@ def test_the_longest_release_travels() -> None:
     assert decode(encode(packet)) == packet
 
 
+# --- postings --------------------------------------------------------------------------------------
+
+NONCE = 2**63 - 5
+
+
+def page() -> memoryview:
+    return memoryview(bytearray(4096))
+
+
+def test_the_end_of_the_lowest_ends_no_other() -> None:
+    given = Lent()
+    one, two, three = give(given, 3)
+    given.release_below(0)
+    given.release_below(3)
+    assert [one.is_held, two.is_held, three.is_held] == [False, False, True]
+    given.release_below(9)
+    given.release_below(9)
+    assert len(given) == 0
+    assert not three.is_held
+
+
+@pytest.mark.spec("R261")
+def test_a_number_says_all_if_the_lowest_were_given_back() -> None:
+    taken = Borrowed()
+    held = take(taken, 1, 2, 3, 4)
+    assert taken.settle() == 1
+    del held[:2]
+    assert taken.settle() == 3
+    assert taken.returned == 2, "nobody was told yet"
+    taken.tell()
+    assert taken.returned == 0
+    assert taken.release() is None
+    assert taken.take(2) is None
+
+
+@pytest.mark.spec("R261")
+def test_a_number_does_not_say_that_one_in_the_middle_was_given_back() -> None:
+    taken = Borrowed()
+    held = take(taken, 1, 2, 3)
+    del held[1]
+    assert taken.settle() is None
+    assert taken.returned == 1
+    assert taken.release() == Release(4, (1, 3))
+    del held[1]
+    assert taken.settle() is None, "2 and 3 lie behind 1"
+    del held[0]
+    assert taken.settle() == 4
+
+
+@pytest.mark.spec("R260")
+def test_a_lender_finds_what_is_posted_for_it() -> None:
+    first = page()
+    postings = Postings(first)
+    mine, other = PostingsOfPeer(first, NONCE), PostingsOfPeer(first, 7)
+    assert mine.before() == other.before() == 0
+    assert postings.post(7, 12)
+    assert postings.post(NONCE, 3)
+    assert postings.post(7, 2**62)
+    assert (mine.before(), other.before()) == (3, 2**62)
+    assert first[: 8 * shm_leases.FIRST_POSTING] == bytes(16), "the nonce is there"
+
+
+@pytest.mark.spec("R260")
+def test_a_page_has_room_for_so_many_lenders() -> None:
+    first = page()
+    postings = Postings(first)
+    assert all(postings.post(lender, lender) for lender in range(1, shm_leases.POSTINGS_MAX + 1))
+    last = PostingsOfPeer(first, shm_leases.POSTINGS_MAX)
+    assert last.before() == shm_leases.POSTINGS_MAX
+    assert not postings.post(NONCE, 1)
+    postings.forget(NONCE)
+    postings.forget(shm_leases.POSTINGS_MAX)
+    assert last.before() == 0, "its place is another's soon"
+    assert postings.post(NONCE, 1)
+    assert PostingsOfPeer(first, NONCE).before() == 1
+    assert last.before() == 0
+
+
 # --- whatever the network does ---------------------------------------------------------------------
 
 
@@ -194,6 +272,8 @@ class Reading(RuleBasedStateMachine):
         self.releases: list[Release] = []
         """On their way back."""
         self.read: list[tuple[int, Lease]] = []
+        first = page()
+        self.postings, self.posted = Postings(first), PostingsOfPeer(first, NONCE)
 
     def _one(self, data: st.DataObject, many: list[int] | list[Release]) -> int:
         return data.draw(st.integers(0, len(many) - 1))
@@ -233,6 +313,16 @@ class Reading(RuleBasedStateMachine):
         self.releases += [message] * max(0, copies - 1)
         if copies:
             self.given.release(message)
+
+    @rule()
+    def post(self) -> None:
+        before = self.taken.settle()
+        if before is not None and self.postings.post(NONCE, before):
+            self.taken.tell()
+
+    @rule()
+    def look(self) -> None:
+        self.given.release_below(self.posted.before())
 
     @invariant()
     def what_is_read_is_held(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from kvps import protocol as m
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net import shm_transport
+from kvps.net import shm_leases, shm_transport
 from kvps.net.driver import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.net.loopback import MemoryNetwork
 from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
@@ -139,6 +139,12 @@ def network() -> Iterator[MemoryNetwork]:
 
 
 @pytest.fixture
+def full_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for postings, so that leases are returned by RELEASE."""
+    monkeypatch.setattr(shm_leases, "POSTINGS_MAX", 0)
+
+
+@pytest.fixture
 def carried(network: MemoryNetwork) -> list[Packet]:
     """All packets as they travel."""
     seen: list[Packet] = []
@@ -191,8 +197,8 @@ def test_the_one_who_connected_offers_and_both_map(
     assert [(one.envelope.role, one.message) for one in carried[2:]] == [
         (Role.WORKER, worker.segment.offer),
         (Role.SERVER, server.segment.offer),
-        (Role.SERVER, m.Taken(worker.segment.nonce, True)),
-        (Role.WORKER, m.Taken(server.segment.nonce, True)),
+        (Role.SERVER, m.Taken(worker.segment.nonce, True, postings=True)),
+        (Role.WORKER, m.Taken(server.segment.nonce, True, postings=True)),
     ]
     assert all(one.envelope.seq == 0 for one in carried[2:])
     assert [type(one) for one in server.listen() + worker.listen()] == [], "no core hears of it"
@@ -334,7 +340,57 @@ def test_memory_is_held_until_the_reader_drops_it(network: MemoryNetwork) -> Non
     assert start in taken
 
 
+@pytest.mark.spec("R260", "R261")
+def test_leases_are_returned_without_a_packet(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    """The one who lent looks before it serves what comes next, and when it wakes."""
+    server, worker, route = pair(network)
+    before = len(carried)
+    holds = [Buffer() for _ in range(3)]
+    for hold in holds[:2]:
+        worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=hold)
+    server.listen()
+    server.forget()
+    server.idle()
+    assert all(one.is_held for one in holds)
+    server.say(route, m.Done(0))
+    seen: list[bool] = []
+    for _ in worker.transport.poll(0.0):
+        seen += [one.is_held for one in holds[:2]]
+    assert seen == [False, False]
+    worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=holds[2])
+    server.listen()
+    server.forget()
+    server.idle()
+    worker.idle()
+    assert not holds[2].is_held
+    assert [type(one.message) for one in carried[before:]] == [m.Push, m.Push, m.Done, m.Push]
+
+
+@pytest.mark.spec("R261")
+def test_what_a_posting_cannot_say_travels_as_release(
+    network: MemoryNetwork, carried: list[Packet]
+) -> None:
+    server, worker, _ = pair(network)
+    holds = [Buffer() for _ in range(3)]
+    for hold in holds:
+        worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=hold)
+    server.listen()
+    del server.heard[-2]
+    server.idle()
+    assert carried[-1].message == m.Release(4, (1, 3))
+    worker.listen()
+    assert [one.is_held for one in holds] == [True, False, True]
+    server.forget()
+    server.idle()
+    worker.idle()
+    assert not any(one.is_held for one in holds)
+    assert carried[-1].message == m.Release(4, (1, 3)), "the end was posted"
+
+
 @pytest.mark.spec("R86")
+@pytest.mark.usefixtures("full_pages")
 def test_a_busy_reader_tells_of_several_at_once(
     network: MemoryNetwork, carried: list[Packet]
 ) -> None:
@@ -351,6 +407,7 @@ def test_a_busy_reader_tells_of_several_at_once(
 
 
 @pytest.mark.spec("R86")
+@pytest.mark.usefixtures("full_pages")
 def test_lost_packets_hold_memory_until_the_next(network: MemoryNetwork) -> None:
     server, worker, _ = pair(network)
     holds = [Buffer() for _ in range(3)]
