@@ -78,13 +78,8 @@ class Borrowed:
         self._told = 0
         self._held: dict[int, None] = {}
         """Numbers, in order."""
-        self._returned: deque[int] = deque()
-        """Given back, by whatever thread dropped the last reference."""
-
-    @property
-    def returned(self) -> int:
-        """How many were given back since the peer was last told."""
-        return len(self._returned)
+        self.returned: deque[int] = deque()
+        """Given back since the peer was last told, by whatever thread dropped the last reference."""
 
     def take(self, number: int) -> Lease | None:
         """Return the lease of a packet; None if it comes too late."""
@@ -92,14 +87,14 @@ class Borrowed:
             return None
         self._top = max(self._top, number)
         self._held[number] = None
-        return Lease(number, self._returned)
+        return Lease(number, self.returned)
 
     def release(self) -> Release | None:
         """Return what the peer must be told; None if nothing was given back."""
-        if not self._returned:
+        if not self.returned:
             return None
-        while self._returned:
-            del self._held[self._returned.popleft()]
+        while self.returned:
+            del self._held[self.returned.popleft()]
         held = sorted(self._held)
         if len(held) > NAMED_MAX:
             before = held[NAMED_MAX]

@@ -382,7 +382,7 @@ class SharingTransport:
     def _return(self, least: int) -> None:
         """Release the leases of peers of which at least so many were given back."""
         for peer in self._peers.values():
-            if peer.taken.returned >= least and self._by_route.get(peer.route) is peer:
+            if len(peer.taken.returned) >= least and self._by_route.get(peer.route) is peer:
                 message = peer.taken.release()
                 if message is not None:
                     self._say(peer.route, message)

@@ -15,8 +15,8 @@ from kvps.core.placement import Part, parts
 from kvps.core.worker import calls
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
+from kvps.runtime import preemption
 from kvps.runtime.cuda_staging import ready_on_device
-from kvps.runtime.preemption import RoundTracker
 from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
 from kvps.store.arguments import check_values, reduce, values_of
@@ -55,7 +55,7 @@ class DistStore(KVStore):
         self._worker_grace_s = worker_grace_s
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
-        self._step = RoundTracker(opened.store)
+        self._step = preemption.RoundTracker(opened.store, preemption.asked)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
@@ -157,7 +157,7 @@ class DistStore(KVStore):
     # --- what a kind of store does --------------------------------------------------------------------
 
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
-        if isinstance(call, calls.PushValues | calls.PushKeyRows):
+        if preemption.asked.is_heeded and isinstance(call, calls.PushValues | calls.PushKeyRows):
             self._step.push(call.keys)
         answer = None if self._codec is None else self._codec.answer(call)
         return answer or self._session.call(call, limit_s)
