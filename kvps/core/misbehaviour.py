@@ -30,22 +30,22 @@ class Misbehaviour:
     """The refused packets of each connection."""
 
     def __init__(self) -> None:
-        self._records: dict[Route, _Record] = {}
+        self.records: dict[Route, _Record] = {}
         """The connection along which something was refused last is the last."""
 
     def is_ignored(self, route: Route, now: float) -> bool:
         """Whether nothing is heard along ``route`` at the moment."""
-        record = self._records.get(route)
+        record = self.records.get(route)
         return record is not None and now < record.ignored_until
 
     def refused(self, route: Route, now: float) -> bool:
         """A packet was refused; return whether ``route`` is ignored because of that."""
-        record = self._records.pop(route, None)
+        record = self.records.pop(route, None)
         if record is None or now >= record.since + WITHIN_S:
             record = _Record(now)
-        self._records[route] = record
-        if len(self._records) > KEPT_MAX:
-            del self._records[next(iter(self._records))]
+        self.records[route] = record
+        if len(self.records) > KEPT_MAX:
+            del self.records[next(iter(self.records))]
         record.count += 1
         if record.count < REFUSED_MAX:
             return False

@@ -44,15 +44,3 @@ def moved(fd: int) -> Moved | None:
             (waiting,) = struct.unpack("@i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))
             return Moved(received, taken, waiting)
     return None
-
-
-def descriptor_of(frames: list[zmq.Frame]) -> int | None:
-    """Return by which file descriptor a message came; None where libzmq does not say.
-
-    It says so on every frame but the first, which is the route.
-    """
-    try:
-        found = frames[1].get(zmq.SRCFD)
-    except (IndexError, zmq.ZMQError):
-        return None
-    return found if found >= 0 else None

@@ -69,7 +69,7 @@ class Doorman:
             ProtocolError: if it is none, or comes along a connection of ours and has no business there.
             Refused: if its sender is to be told why it is not heard.
         """
-        if self._misbehaviour.is_ignored(route, self._clock()):
+        if self._misbehaviour.records and self._misbehaviour.is_ignored(route, self._clock()):
             self.counts["ignored"] += 1
             return None
         name = None if self.porter is None or isinstance(route, str) else _name_of(frames)
@@ -128,3 +128,15 @@ def whence(route: Route, frames: Sequence[zmq.Frame]) -> str:
         return str(frames[0].get("Peer-Address"))
     except (IndexError, zmq.ZMQError):
         return "an unknown host"
+
+
+def descriptor_of(frames: Sequence[zmq.Frame]) -> int | None:
+    """Return by which file descriptor a message came; None where libzmq does not say.
+
+    It says so on every frame but the first, which is the route.
+    """
+    try:
+        found = frames[1].get(zmq.SRCFD)
+    except (IndexError, zmq.ZMQError):
+        return None
+    return found if found >= 0 else None

@@ -31,7 +31,7 @@ class Outflow:
     """The sent messages that have not left yet, by connection."""
 
     def __init__(self) -> None:
-        self._leaving: dict[Route, deque[_Leaving]] = {}
+        self.leaving: dict[Route, deque[_Leaving]] = {}
         self._unread: dict[Route, int] = {}
 
     def is_full(self, route: Route, copied_bytes: int) -> bool:
@@ -43,17 +43,17 @@ class Outflow:
         self, route: Route, tracker: zmq.MessageTracker, hold: Hold | None, copied_bytes: int
     ) -> None:
         """Note what libzmq has taken; ``hold`` is released when it has left."""
-        self._leaving.setdefault(route, deque()).append(_Leaving(tracker, hold, copied_bytes))
+        self.leaving.setdefault(route, deque()).append(_Leaving(tracker, hold, copied_bytes))
         self._unread[route] = self._unread.get(route, 0) + copied_bytes
 
     def look(self) -> None:
         """Release what has left."""
-        for route in [one for one, queue in self._leaving.items() if queue[0].tracker.done]:
-            queue = self._leaving[route]
+        for route in [one for one, queue in self.leaving.items() if queue[0].tracker.done]:
+            queue = self.leaving[route]
             while queue and queue[0].tracker.done:
                 _, hold, copied_bytes = queue.popleft()
                 self._unread[route] -= copied_bytes
                 if hold is not None:
                     hold.release()
             if not queue:
-                del self._leaving[route], self._unread[route]
+                del self.leaving[route], self._unread[route]

@@ -122,7 +122,8 @@ class Porter:
         self.refused: Counter[str] = Counter()
         """How many connections were refused: ``unknown_key``, ``other_user`` (of this host), or ``no_key``."""
         self._clock = clock
-        self._waiting: list[_Question] = []
+        self.waiting: list[_Question] = []
+        """Questions about keys that may become known; :meth:`look` is due when the first ends."""
         self._quiet_until, self._unsaid = 0.0, 0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -132,11 +133,6 @@ class Porter:
         """Take these session keys from now on; some may have waited for that."""
         self.ring.sessions = dict(keys)
         self.look(is_news=True)
-
-    @property
-    def due(self) -> float | None:
-        """When :meth:`look` has something to do."""
-        return self._waiting[0].until if self._waiting else None
 
     def answer(self) -> None:
         """Answer what libzmq has asked."""
@@ -155,15 +151,15 @@ class Porter:
                 key,
                 self._clock() + WAITS_MAX_S,
             )
-            if not self._decide(question, is_last=len(self._waiting) >= WAITING_MAX):
-                self._waiting.append(question)
+            if not self._decide(question, is_last=len(self.waiting) >= WAITING_MAX):
+                self.waiting.append(question)
 
     def look(self, is_news: bool = False) -> None:
         """Answer those that have waited for long enough, or all that the news is for."""
         now = self._clock()
-        if is_news or (self._waiting and now >= self._waiting[0].until):
-            self._waiting = [
-                one for one in self._waiting if not self._decide(one, is_last=now >= one.until)
+        if is_news or (self.waiting and now >= self.waiting[0].until):
+            self.waiting = [
+                one for one in self.waiting if not self._decide(one, is_last=now >= one.until)
             ]
 
     def _decide(self, question: _Question, is_last: bool) -> bool:

@@ -33,8 +33,8 @@ from kvps.core.keys import Keyring, RoleKey, near_door
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, Watch, descriptor_of, moved
-from kvps.net.doorman import Doorman, whence
+from kvps.net.counted import CAN_COUNT, Watch, moved
+from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
@@ -326,13 +326,14 @@ class ZmqTransport:
         """Wait up to ``timeout_s`` and yield what came."""
         self._open_again()
         wait_s = self._inflow.wait_s(timeout_s)
-        if self._porter is not None and (due := self._porter.due) is not None:
-            left_s = max(0.0, due - time.monotonic())
+        if self._porter is not None and self._porter.waiting:
+            left_s = max(0.0, self._porter.waiting[0].until - time.monotonic())
             wait_s = left_s if wait_s is None else min(wait_s, left_s)
         if self._refusals:
             wait_s = 0.0
         ready = dict(self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
-        self._outflow.look()
+        if self._outflow.leaving:
+            self._outflow.look()
         if ready.pop(self._woken.fileno(), None):
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
@@ -340,7 +341,8 @@ class ZmqTransport:
         if self._porter is not None:
             if self._porter.socket in ready:
                 self._porter.answer()
-            self._porter.look()
+            if self._porter.waiting:
+                self._porter.look()
         for events in [one for one in ready if one in self._events_of]:
             self._heed(self._events_of[events])
         while self._refusals:

@@ -44,9 +44,9 @@ asked = PreemptionFlag()
 
 
 class RoundTracker:
-    """The keys that a store has pushed in its present round."""
+    """The keys that a store has pushed in its present round; kept where SIGTERM is a request to leave."""
 
-    def __init__(self, store: str, wish: PreemptionFlag = asked) -> None:
+    def __init__(self, store: str, wish: PreemptionFlag) -> None:
         self._store = store
         self._wish = wish
         self._pushed: set[str] = set()
@@ -57,8 +57,6 @@ class RoundTracker:
         Raises:
             SystemExit: with 0, if this begins a round, and this process was asked to leave.
         """
-        if not self._wish.is_heeded:
-            return
         if not self._pushed.isdisjoint(keys):
             self._pushed.clear()
         begins = not self._pushed

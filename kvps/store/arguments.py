@@ -5,19 +5,21 @@ All mistakes in that are found here, before anything is sent, and named by key. 
 contiguous tensor on the CPU.
 
 Most calls repeat the last one: the same keys, and a plain tensor of the right type and shape for
-each. Such a list is recognised as a whole (:meth:`Form.fits`), since a thousand small keys should
-not cost a thousand times what one does.
+each. A store remembers such lists (:class:`KnownKeys`) and recognises their values as a whole
+(:meth:`Form.fits`), since a thousand small keys should not cost a thousand times what one does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from kvps.core.placement import EMBEDDING
+from kvps.core.worker import calls
 from kvps.core.worker.plan import Numbers, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
@@ -29,6 +31,8 @@ from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED = frozenset({torch.strided})
 _KEYS = frozenset({str, int})
+LISTS_MAX = 256
+"""The number of lists of keys that a store remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,73 @@ def _name(key: object) -> str:
     return name
 
 
+class KnownKeys:
+    """The keys that one store knows, and the lists of keys that its calls repeat."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, Spec] = {}
+        self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
+        """List of keys, as a user gave it -> their names."""
+        self._forms: dict[tuple[str, ...], Form] = {}
+
+    def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
+        """Know these keys, which may have been others before."""
+        self.specs.update(specs)
+        self._forms.clear()
+
+    def names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
+        """Return the names of one key or a list of keys, and whether it was a list.
+
+        Raises:
+            ConfigError: as :func:`names_of`.
+        """
+        keys = as_list(key)
+        if keys is None:
+            return names_of(key)
+        names = self._names.get(keys)
+        if names is None:
+            names, _ = names_of(key)
+            if len(self._names) >= LISTS_MAX:
+                self._names.clear()
+            self._names[keys] = names
+        return names, True
+
+    def unknown(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those that are not known."""
+        if names in self._forms:
+            return ()
+        return tuple(name for name in names if name not in self.specs)
+
+    def demand(self, names: tuple[str, ...]) -> None:
+        """Check that all are known.
+
+        Raises:
+            KeyNotFound: for the first that is not.
+        """
+        for name in self.unknown(names)[:1]:
+            raise KeyNotFound(never_initialised(name))
+
+    def form(self, names: tuple[str, ...]) -> Form | None:
+        """Return what the values of these keys must look like; None if one is not known."""
+        form = self._forms.get(names)
+        if form is None:
+            form = Form.of(names, self.specs)
+            if form is not None:
+                if len(self._forms) >= LISTS_MAX:
+                    self._forms.clear()
+                self._forms[names] = form
+        return form
+
+
+def are_dense(values: object) -> bool:
+    """Whether ``values`` is a list of plain tensors, none of them sparse: quick for a thousand of them."""
+    return (
+        isinstance(values, list | tuple)
+        and _PLAIN.issuperset(map(type, values))
+        and torch.sparse_coo not in set(map(attrgetter("layout"), values))
+    )
+
+
 def tag_of(tag: object) -> str:
     """Return the tag of a checkpoint, empty for none.
 
@@ -191,18 +262,19 @@ def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, .
 
 
 @dataclass(frozen=True, slots=True)
-class Sinks:
-    """The destination of pulled values: rows to be written, and then the user's tensors."""
+class Outcome:
+    """The end of a pull: the rows that its call writes, and then the user's tensors and the result."""
 
-    rows: tuple[torch.Tensor, ...]
-    deliver: Callable[[], object]
-    """Copies to those tensors that could not be written directly; returns the call's result."""
+    sinks: calls.Sinks
+    result: Callable[[Any], Any]
+    """Copies to those tensors that could not be written directly; returns the result of the call, which is made
+    from the value of its ticket."""
 
 
-def sinks_for(
+def outcome_for(
     names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]
-) -> Sinks:
-    """Return sinks for ``out``, or for new tensors where it is None.
+) -> Outcome:
+    """Return the outcome that writes to ``out``, or to new tensors where it is None.
 
     Raises:
         KeyNotFound, Mismatch: if an output does not fit its key.
@@ -215,7 +287,7 @@ def sinks_for(
                 raise KeyNotFound(never_initialised(name))
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
-        return Sinks(tuple(new), lambda: result)
+        return Outcome(tuple(new), lambda _: result)
     rows: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for targets in targets_for(names, is_many, out, specs):
@@ -224,11 +296,11 @@ def sinks_for(
         rows.append(row)
         copies.extend((target, row) for target in targets if target is not direct)
 
-    def deliver() -> object:
+    def deliver(_: object) -> object:
         bring_back(copies)
         return out
 
-    return Sinks(tuple(rows), deliver)
+    return Outcome(tuple(rows), deliver)
 
 
 def targets_for(

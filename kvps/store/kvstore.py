@@ -12,7 +12,6 @@ import abc
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,23 +29,24 @@ from kvps.protocol.envelope import KEY_MAX
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store import optimizer_state
 from kvps.store.arguments import (
+    KnownKeys,
+    Outcome,
+    are_dense,
     check_values,
     names_of,
+    outcome_for,
     priority_of,
     rows_of,
     seconds,
-    sinks_for,
     tag_of,
     values_of,
     version_of,
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.store.known_keys import KnownKeys
 from kvps.store.names import Kind
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
-from kvps.store.rows import Rows, are_rows, picks_of, table_of
-from kvps.store.rows import rows_of as row_values
+from kvps.store.rows import apart, have_rows, picks_of, table_of
 from kvps.tensors import Array, spec_of
 
 if TYPE_CHECKING:
@@ -66,14 +66,6 @@ class Straggler(NamedTuple):
     round: int
     age_s: float
     """Seconds since the round was opened."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a pull: writes the values, and makes the result of the call from the value of its ticket."""
-
-    sinks: calls.Sinks
-    result: Callable[[Any], Any]
 
 
 class KVStore(KVStoreBase, abc.ABC):
@@ -256,9 +248,9 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.pull("3")
             tensor([1., 2.])
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        tickets = self._pushes(names, is_many, value, priority, not async_op, timeout)
+        names, is_many = self._begin_on(key, timeout)
+        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        tickets = self._pushes(names, is_many, value, urgency, not async_op, limit_s)
         if async_op:
             return Handle(tickets[-1], lambda: None, tickets[:-1])
         for ticket in tickets:
@@ -300,9 +292,7 @@ class KVStore(KVStoreBase, abc.ABC):
             Timeout: naming the ranks that have not pushed.
             WorkerLost: if a round waits for a worker that ended.
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
+        names, is_many = self._begin_on(key, timeout)
         wanted = self._wanted(names, is_many, out, copy)
         urgency, least = priority_of(names, priority), version_of(min_version)
         call = calls.PullValues(self._name, names, wanted.sinks, urgency, least)
@@ -323,18 +313,17 @@ class KVStore(KVStoreBase, abc.ABC):
 
         If any values are rows, this is a push and then a pull of whole keys.
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
+        names, is_many = self._begin_on(key, timeout)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         pushes: list[Ticket] = []
         call: calls.Call
-        if self._keys.have_rows(names, is_many, value):
+        given = value if is_many else [value]
+        if not are_dense(given) and have_rows(names, given, self._specs):
             wanted = self._wanted(names, is_many, out, copy)
-            pushes = self._pushes(names, is_many, value, priority, False, timeout)
+            pushes = self._pushes(names, is_many, value, urgency, False, limit_s)
             call = calls.PullValues(self._name, names, wanted.sinks, urgency, 0)
         else:
-            rows = self._rows(names, is_many, value, timeout)
+            rows = self._rows(names, is_many, value, limit_s)
             wanted = self._wanted(names, is_many, out, copy)
             call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False)
         return self._result(self._start(call, limit_s), wanted, async_op, pushes)
@@ -363,10 +352,7 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.pushpull("w", gradient.fill_(3))
             tensor([3., 3.])
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
-        self._keys.demand(names)
+        names, is_many = self._begin_on(key, timeout)
         tensors: Any = self._call(calls.Allocate(self._name, names), timeout)
         return tensors if is_many else tensors[0]
 
@@ -387,12 +373,13 @@ class KVStore(KVStoreBase, abc.ABC):
         names, is_many = names_of(key)
         values = values_of(names, is_many, value)
         specs = {name: spec_of(devices[0]) for name, devices in zip(names, values, strict=True)}
-        sinks = sinks_for(names, is_many, out, specs)
+        wanted = outcome_for(names, is_many, out, specs)
         rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
-        call = calls.Broadcast(self._name, tuple(specs.items()), rows, sinks.rows)
+        assert isinstance(wanted.sinks, tuple)
+        call = calls.Broadcast(self._name, tuple(specs.items()), rows, wanted.sinks)
         ticket = self._start(call, self._limit(timeout))
         self._keys.declare(specs.items())
-        return self._result(ticket, Outcome(sinks.rows, lambda _: sinks.deliver()), async_op=False)
+        return self._result(ticket, wanted, async_op=False)
 
     # --- rows --------------------------------------------------------------------------------------
 
@@ -439,10 +426,7 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([[2., 2.],
                     [0., 0.]])
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
-        self._keys.demand(names)
+        names, is_many = self._begin_on(key, timeout)
         picks = picks_of(names, is_many, self._specs, row_ids, out)
         ids = tuple([pick.ids for pick in picks])
         places = tuple([pick.places for pick in picks])
@@ -505,10 +489,7 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([[ 0.0000,  0.0000],
                     [-0.5000, -0.5000]])
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
-        self._keys.demand(names)
+        names, is_many = self._begin_on(key, timeout)
         copies = Copies(names, is_many, out, held, self._specs, is_direct=not async_op)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         ticket, fresh = self._refreshed(names, copies.sinks, copies.marks, urgency, limit_s)
@@ -553,10 +534,7 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> row_ids
             tensor([0, 1])
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        self._know(names, timeout)
-        self._keys.demand(names)
+        names, is_many = self._begin_on(key, timeout)
         marks = marks_of(names, is_many, held)
         specs = [table_of(name, self._specs[name]) for name in names]
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
@@ -575,10 +553,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         For a list of keys, returns a list. Waits for this rank's own pushes, as pull does.
         """
-        self._begin()
-        names, is_many = names_of(key)
-        self._know(names, timeout)
-        self._keys.demand(names)
+        names, is_many = self._begin_on(key, timeout)
         versions: Any = self._call(calls.Versions(self._name, names), timeout)
         return versions if is_many else versions[0]
 
@@ -1028,44 +1003,40 @@ class KVStore(KVStoreBase, abc.ABC):
             )
         return self._hyper
 
-    def _know(self, names: tuple[str, ...], timeout: float | None) -> None:
-        """Learn of keys that another rank has initialised and this one has not declared."""
+    def _begin_on(self, key: object, timeout: float | None) -> tuple[tuple[str, ...], bool]:
+        """Begin a call on keys that exist; return their names, and whether they came as a list.
+
+        Another rank may have initialised keys that this one has not declared: it learns of them.
+        """
+        self._begin()
+        names, is_many = self._keys.names_of(key)
         if unknown := self._keys.unknown(names):
             specs: Any = self._call(calls.Lookup(self._name, unknown), timeout)
             self._specs.update({name: spec for name, spec in specs.items() if spec is not None})
+            self._keys.demand(names)
+        return names, is_many
 
     def _pushes(
         self,
         names: tuple[str, ...],
         is_many: bool,
         value: object,
-        priority: object,
+        urgency: Numbers,
         eager: bool,
-        timeout: float | None,
+        limit_s: float,
     ) -> list[Ticket]:
         """Push dense values in one call, and any rows in another."""
-        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        self._know(names, timeout)
-        if not self._keys.have_rows(names, is_many, value):
-            values = self._rows(names, is_many, value, timeout)
+        given = value if is_many else [value]
+        if are_dense(given) or not have_rows(names, given, self._specs):
+            values = self._rows(names, is_many, value, limit_s)
             call = calls.PushValues(self._name, names, values, None, urgency, eager)
             return [self._start(call, limit_s)]
-        given = value if is_many else [value]
         assert isinstance(given, list | tuple)
-        if len(given) != len(names):
-            raise ConfigError(f"{len(names)} keys need as many values, got {len(given)}")
-        self._keys.demand(names)
-        sparse: dict[int, Rows] = {}
-        dense: list[int] = []
-        for index, (name, single) in enumerate(zip(names, given, strict=True)):
-            if are_rows(single, self._specs[name]):
-                sparse[index] = row_values(name, self._specs[name], single)
-            else:
-                dense.append(index)
+        dense, sparse = apart(names, given, self._specs)
         tickets = []
         if dense:
             whole = tuple([names[index] for index in dense])
-            values = self._rows(whole, True, [given[index] for index in dense], timeout)
+            values = self._rows(whole, True, [given[index] for index in dense], limit_s)
             each = alike([of_key(urgency, index) for index in dense])
             call = calls.PushValues(self._name, whole, values, None, each, eager)
             tickets.append(self._start(call, limit_s))
@@ -1078,16 +1049,16 @@ class KVStore(KVStoreBase, abc.ABC):
         return tickets
 
     def _rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        self._know(names, timeout)
+        """Return one row for each key: its value as it is, or the sum of its values."""
         form = self._keys.form(names)
         given = value if is_many else [value]
         if form is not None and form.fits(given):
             return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
-        return self._rows_of(names, values, self._limit(timeout))
+        return self._rows_of(names, values, limit_s)
 
     def _rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
@@ -1105,8 +1076,7 @@ class KVStore(KVStoreBase, abc.ABC):
         given = out if is_many else [out]
         if form is not None and form.fits_as_sinks(given):
             return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
-        sinks = sinks_for(names, is_many, out, self._specs)
-        return Outcome(sinks.rows, lambda _: sinks.deliver())
+        return outcome_for(names, is_many, out, self._specs)
 
     def _refreshed(
         self,

@@ -8,7 +8,7 @@ of a table has one dimension. All mistakes are found here, before anything is se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,34 @@ def are_rows(value: object, spec: Spec | None) -> bool:
             return True
         return len(value) > 0 and all(are_rows(one, spec) for one in value)
     return False
+
+
+def have_rows(names: tuple[str, ...], values: object, specs: Mapping[str, Spec]) -> bool:
+    """Whether some of the values of these keys, one for each, are rows."""
+    return isinstance(values, list | tuple) and any(
+        are_rows(value, specs.get(name)) for name, value in zip(names, values, strict=False)
+    )
+
+
+def apart(
+    names: tuple[str, ...], values: Sequence[object], specs: Mapping[str, Spec]
+) -> tuple[list[int], dict[int, Rows]]:
+    """Return the indices of the dense values, and the rows of the others by their index.
+
+    Raises:
+        ConfigError: if there are more or fewer values than keys.
+        Mismatch: if they are not rows of their key.
+    """
+    if len(values) != len(names):
+        raise ConfigError(f"{len(names)} keys need as many values, got {len(values)}")
+    dense: list[int] = []
+    sparse: dict[int, Rows] = {}
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        if are_rows(value, specs[name]):
+            sparse[index] = rows_of(name, specs[name], value)
+        else:
+            dense.append(index)
+    return dense, sparse
 
 
 def has_rows(gradient: torch.Tensor) -> bool:

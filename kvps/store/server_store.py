@@ -15,8 +15,8 @@ from kvps.core.placement import Part, parts
 from kvps.core.worker import calls
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
+from kvps.runtime import preemption
 from kvps.runtime.cuda_staging import ready_on_device
-from kvps.runtime.preemption import RoundTracker
 from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
 from kvps.store.arguments import check_values, reduce, values_of
@@ -55,7 +55,7 @@ class DistStore(KVStore):
         self._worker_grace_s = worker_grace_s
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
-        self._step = RoundTracker(opened.store)
+        self._step = preemption.RoundTracker(opened.store, preemption.asked)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
     @property
@@ -99,12 +99,7 @@ class DistStore(KVStore):
         return self._session.info.joins.get(self._name, 0)
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
-        """Return which elements of each key lie on which server.
-
-        Example:
-            >>> kv.placement()["bias"]  # doctest: +SKIP
-            (Part(server=1, start=0, size=10),)
-        """
+        """Return the server of each element range of each key."""
         servers = self._session.info.servers
         bound = self._opened.bigarray_bound
         return {
@@ -138,15 +133,7 @@ class DistStore(KVStore):
         return sorted(oldest.values(), key=lambda straggler: -straggler.age_s)
 
     def dropped_rounds(self) -> dict[str, int]:
-        """Return of how many rounds of each key nothing came, as their sums were not finite.
-
-        Where each push is applied by itself they are pushes. Keys without any are left out. Needs
-        a store that was created with ``on_nonfinite="skip"`` or ``"error"``.
-
-        Example:
-            >>> kv.dropped_rounds()  # doctest: +SKIP
-            {'fc.weight': 2}
-        """
+        """Return key -> the number of rounds that were dropped because their sums were not finite."""
         self._begin()
         dropped: dict[str, int] = {}
         for answer in self._status():
@@ -157,17 +144,16 @@ class DistStore(KVStore):
     # --- what a kind of store does --------------------------------------------------------------------
 
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
-        if isinstance(call, calls.PushValues | calls.PushKeyRows):
+        if preemption.asked.is_heeded and isinstance(call, calls.PushValues | calls.PushKeyRows):
             self._step.push(call.keys)
         answer = None if self._codec is None else self._codec.answer(call)
         return answer or self._session.call(call, limit_s)
 
     def _rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, timeout: float | None
+        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
     ) -> tuple[torch.Tensor, ...]:
         if self._codec is None or self._compression.are_off:
-            return super()._rows(names, is_many, value, timeout)
-        self._know(names, timeout)
+            return super()._rows(names, is_many, value, limit_s)
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
         settings = [self._compression.setting_of(name, self._specs[name]) for name in names]
@@ -175,7 +161,7 @@ class DistStore(KVStore):
             devices if setting is None else self._codec.decoded(name, setting, devices)
             for name, setting, devices in zip(names, settings, values, strict=True)
         ]
-        return self._rows_of(names, decoded, self._limit(timeout))
+        return self._rows_of(names, decoded, limit_s)
 
     def _rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float

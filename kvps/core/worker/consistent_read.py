@@ -25,6 +25,7 @@ import torch
 
 from kvps.core.worker.connection import Request
 from kvps.core.worker.error_feedback import ErrorFeedback
+from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import (
     ChunkSlice,
     CompressionGroup,
@@ -70,6 +71,17 @@ class Sink(Protocol):
 
 class Read(Protocol):
     """A read whose parts may have been answered at different versions."""
+
+    @property
+    def dropped(self) -> Mapping[str, Dropped]:
+        """Key -> the last update that was not made, if the servers tell."""
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether the caller stopped waiting, and will not hear of dropped updates."""
+
+    def settle(self, ordered: bool) -> None:
+        """Note in the keys what is applied."""
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind others of their key; none if no key is torn."""
@@ -299,8 +311,13 @@ def read(
     after: Numbers,
     least: Numbers,
     priority: Numbers,
+    tells: bool = True,
 ) -> Generator[Step, list[Packet], list[ReadTracker]]:
-    """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions."""
+    """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions.
+
+    Raises:
+        NonFinite: if it ``tells``, as :func:`settle_reads`.
+    """
     reads: list[ReadTracker] = []
     requests: list[Request] = []
     for group in store.read_groups(plan):
@@ -309,23 +326,27 @@ def read(
         requests += tracker.ask(store, group.plan.shares, group.numbers(least), group)
         reads.append(tracker)
     yield requests
-    yield from settle_reads(store, reads)
+    yield from settle_reads(store, reads, tells)
     return reads
 
 
-def settle_reads(store: WorkerStore, reads: Sequence[ReadTracker]) -> Steps:
-    """Note what is applied, and read lagging parts again until every key is at one version."""
-    for tracker in reads:
-        tracker.settle(store.ordered)
-    yield from repair_torn_reads(store, reads)
+def settle_reads(store: WorkerStore, reads: Sequence[Read], tells: bool = True) -> Steps:
+    """Note what is applied, and read lagging parts again until every key is at one version.
 
+    Then tell the caller of dropped updates, unless it stopped waiting: then its next read does.
 
-def repair_torn_reads(store: WorkerStore, reads: Sequence[Read]) -> Steps:
-    """Read the parts again that lag behind others of their key, until none does."""
+    Raises:
+        NonFinite: if it ``tells``, and there are any of which the caller was not told before.
+    """
+    for read in reads:
+        read.settle(store.ordered)
     while store.ordered or not store.is_short:
         requests = LaggingReads([request for torn in reads for request in torn.lagging(store)])
         if not requests or not (yield requests):
-            return  # all is well, or nobody waits any more for what may never come
+            break  # all is well, or nobody waits any more for what may never come
+    dropped = {key: update for read in reads for key, update in read.dropped.items()}
+    if dropped and tells and not any(read.is_unwanted for read in reads):
+        complain(store.name, store.ordered, store.keys, dropped)
 
 
 def loaded(

@@ -12,9 +12,8 @@ there are no rounds).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvps.core.nonfinite import Flaw, describe
 from kvps.core.worker.plan import Key
@@ -151,30 +150,6 @@ def _worker_lost(store: WorkerStore, lost: LostWorker, now: float) -> WorkerLost
         f"{store.name!r} need it, and {what}. Earlier pushes are kept. {then}, or create "
         "the store with on_worker_lost='shrink' to continue without it"
     )
-
-
-class FinishedRead(Protocol):
-    """A read whose answers are in."""
-
-    @property
-    def dropped(self) -> Mapping[str, Dropped]:
-        """Key -> the last update that was not made, if the servers tell."""
-
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether the caller stopped waiting, and will not hear of dropped updates."""
-
-
-def report_dropped(store: WorkerStore, reads: Iterable[FinishedRead]) -> None:
-    """Tell the caller of dropped updates, unless it stopped waiting: then its next read does.
-
-    Raises:
-        NonFinite: if there are any of which it was not told before.
-    """
-    reads = list(reads)
-    dropped = {key: update for read in reads for key, update in read.dropped.items()}
-    if dropped and not any(read.is_unwanted for read in reads):
-        complain(store.name, store.ordered, store.keys, dropped)
 
 
 def complain(

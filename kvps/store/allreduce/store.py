@@ -40,9 +40,9 @@ from kvps.store.allreduce.group import CollectiveGroup
 from kvps.store.allreduce.latest_values import CollectiveTicket, LatestValues
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.allreduce.rendezvous import Rendezvous
-from kvps.store.arguments import reduce, targets_for
+from kvps.store.arguments import Outcome, reduce, targets_for
 from kvps.store.base import KVStoreBase
-from kvps.store.kvstore import COPY_FALSE, KVStore, Outcome, Straggler
+from kvps.store.kvstore import COPY_FALSE, KVStore, Straggler
 from kvps.store.names import Kind
 from kvps.store.rows import dense_of, rows_in, taken
 from kvps.tensors import TORCH, Array

@@ -116,12 +116,12 @@ def test_an_unknown_key_is_refused_and_told_of_once(
 def test_a_server_waits_for_the_view_that_names_a_key() -> None:
     one = Door(learns=True)
     one.come(one.session)
-    assert one.porter.due == WAITS_MAX_S
+    assert one.porter.waiting[0].until == WAITS_MAX_S
     one.porter.look()
     assert one.heard(100) is None
     one.porter.trust({one.session.public: "worker:0:1"})
     assert one.heard() == "worker:0:1"
-    assert one.porter.due is None
+    assert not one.porter.waiting
     one.context.destroy(0)
 
 

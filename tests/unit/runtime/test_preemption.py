@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import kvps
 from kvps.errors import ConfigError
 from kvps.runtime import preemption
 from kvps.runtime.preemption import PreemptionFlag, RoundTracker, leave_at_sigterm, leave_if_wished
@@ -64,11 +66,15 @@ def test_each_store_has_its_own_rounds(wish: PreemptionFlag) -> None:
 
 
 def test_nobody_leaves_who_did_not_want_to(wish: PreemptionFlag) -> None:
-    step = RoundTracker("kv", wish)
-    for _ in range(3):
-        step.push(["a"])
-    wish.is_asked = True  # by whom? nothing listens
-    step.push(["a"])
+    with kvps.create("local") as kv:
+        kv.init("a", torch.zeros(1))
+        for _ in range(3):
+            kv.push("a", torch.ones(1))
+        wish.is_asked = True  # by whom? nothing listens
+        kv.push("a", torch.ones(1))
+        wish.is_heeded = True
+        with pytest.raises(SystemExit):
+            kv.push("a", torch.ones(1))
 
 
 def test_another_thread_goes_on(wish: PreemptionFlag) -> None:

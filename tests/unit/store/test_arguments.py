@@ -8,14 +8,17 @@ import torch
 
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.store import arguments
 from kvps.store.arguments import (
     Form,
+    KnownKeys,
+    are_dense,
     as_list,
     check_values,
     names_of,
+    outcome_for,
     reduce,
     rows_of,
-    sinks_for,
     values_of,
 )
 
@@ -98,43 +101,43 @@ def test_a_row_is_a_view_where_it_can_be():
 
 def test_sinks_write_where_they_can_and_copy_where_they_must():
     direct, strided, array = torch.zeros(2, 2), torch.zeros(2, 2).T, np.zeros((2, 2), np.float32)
-    sinks = sinks_for(("a",), False, [strided, direct, array], SPECS)
-    sinks.rows[0].copy_(torch.arange(4.0).view(2, 2))
+    outcome = outcome_for(("a",), False, [strided, direct, array], SPECS)
+    outcome.sinks[0].copy_(torch.arange(4.0).view(2, 2))
     assert direct.tolist() == [[0, 1], [2, 3]]
-    sinks.deliver()
+    outcome.result(None)
     assert strided.tolist() == array.tolist() == [[0, 1], [2, 3]]
 
 
 def test_sinks_of_new_tensors():
-    sinks = sinks_for(("a", "b"), True, None, SPECS)
-    for row in sinks.rows:
+    outcome = outcome_for(("a", "b"), True, None, SPECS)
+    for row in outcome.sinks:
         row.fill_(1)
-    a, b = sinks.deliver()
+    a, b = outcome.result(None)
     assert (a.shape, a.dtype, b.dtype) == ((2, 2), torch.float32, torch.float16)
     with pytest.raises(KeyNotFound):
-        sinks_for(("z",), False, None, SPECS)
+        outcome_for(("z",), False, None, SPECS)
 
 
 def test_outputs_that_cannot_be_written():
     with pytest.raises(Mismatch, match="negative strides"):
-        sinks_for(("a",), False, np.zeros((2, 2), np.float32)[::-1], SPECS)
+        outcome_for(("a",), False, np.zeros((2, 2), np.float32)[::-1], SPECS)
     frozen = np.zeros((2, 2), np.float32)
     frozen.flags.writeable = False
     with pytest.raises(Mismatch, match="read-only"):
-        sinks_for(("a",), False, frozen, SPECS)
+        outcome_for(("a",), False, frozen, SPECS)
 
 
 def test_sinks_of_a_thread_that_only_infers():
     """Another thread may not write to such a tensor, so it gets a row beside it."""
     with torch.inference_mode():
-        sinks = sinks_for(("a",), False, None, SPECS)
-        assert not sinks.rows[0].is_inference()
+        outcome = outcome_for(("a",), False, None, SPECS)
+        assert not outcome.sinks[0].is_inference()
         out = torch.zeros(2, 2)
         assert not form("a").fits_as_sinks([out])
-        sinks = sinks_for(("a",), False, out, SPECS)
-        sinks.rows[0].fill_(3)
-        sinks.deliver()
-    assert not sinks.rows[0].is_inference()
+        outcome = outcome_for(("a",), False, out, SPECS)
+        outcome.sinks[0].fill_(3)
+        outcome.result(None)
+    assert not outcome.sinks[0].is_inference()
     assert out.tolist() == [[3, 3], [3, 3]]
 
 
@@ -211,3 +214,54 @@ def test_lists_of_keys_that_are_equal_mean_equal_names():
     assert as_list(["1"]) != as_list([1])
     for other in ("a", 1, [True], [None], {"a": 1}, [["a"]]):
         assert as_list(other) is None
+
+
+# --- the keys that a store knows ------------------------------------------------------------------
+
+VECTOR, TABLE = Spec("float32", (3,)), Spec("float32", (2, 3))
+
+
+@pytest.fixture
+def keys() -> KnownKeys:
+    known = KnownKeys()
+    known.declare([("a", VECTOR), ("t", TABLE)])
+    return known
+
+
+def test_keys_that_are_not_known_are_named(keys: KnownKeys) -> None:
+    assert keys.unknown(("a", "x", "t", "y")) == ("x", "y")
+    keys.demand(("a", "t"))
+    with pytest.raises(KeyNotFound, match="key 'x' was never initialised"):
+        keys.demand(("a", "x", "y"))
+
+
+def test_a_form_is_forgotten_when_a_key_becomes_another(keys: KnownKeys) -> None:
+    form = keys.form(("a",))
+    assert form is not None
+    assert form is keys.form(("a",))
+    assert form.fits([torch.zeros(3)])
+    assert keys.form(("a", "x")) is None
+    keys.declare([("a", TABLE)])
+    changed = keys.form(("a",))
+    assert changed is not None
+    assert not changed.fits([torch.zeros(3)])
+
+
+def test_lists_are_remembered_up_to_a_number(
+    keys: KnownKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "LISTS_MAX", 1)
+    for names in (["a", 3], ["t"], ["a", 3]):
+        assert keys.names_of(names) == (tuple(map(str, names)), True)
+        keys.form(tuple(map(str, names)))
+    assert keys.names_of("a") == (("a",), False)
+    with pytest.raises(ConfigError, match="given twice"):
+        keys.names_of(["a", "a"])
+
+
+def test_dense_values_are_plain_tensors() -> None:
+    dense, sparse = torch.zeros(2, 3), torch.eye(2, 3).to_sparse()
+    assert are_dense([dense, torch.nn.Parameter(dense)])
+    assert not are_dense([dense, sparse])
+    assert not are_dense([dense, np.zeros(3)])
+    assert not are_dense("no list")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import kvps
 
 LR, MOMENTUM = 0.5, 0.9
+ROUNDING = 1e-5
+"""What float32 sums of some numbers up to 10 may differ by, where they cancel to less."""
 VALUES = st.lists(st.integers(-8, 8), min_size=3, max_size=3).map(lambda row: torch.tensor(row) / 4)
 
 
@@ -58,13 +60,15 @@ def test_any_pushes_are_those_of_the_reference(
             if number % 2:
                 kv.push(key, values)
             else:
-                assert torch.allclose(kv.pushpull(key, values), _pushed(reference, key, values))
+                pulled = kv.pushpull(key, values)
+                pushed = _pushed(reference, key, values)
+                assert torch.allclose(pulled, pushed, atol=ROUNDING)
             if number % 2:
                 reference.push(key, values)
             for value, before in zip(values, given_before, strict=True):
                 assert torch.equal(value, before), "a gradient is only read"
         for key in (0, 1):
-            assert torch.allclose(kv.pull(key), reference.rows[key])
+            assert torch.allclose(kv.pull(key), reference.rows[key], atol=ROUNDING)
             assert kv.version(key) == sum(one == key for one, _ in pushes)
 
 

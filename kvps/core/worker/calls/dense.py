@@ -36,7 +36,6 @@ from kvps.core.worker.consistent_read import (
     read_versions,
     settle_reads,
 )
-from kvps.core.worker.failure_policy import report_dropped
 from kvps.core.worker.plan import (
     CompressionGroup,
     Numbers,
@@ -111,7 +110,6 @@ class PushValues(PushCall):
         store.was_pushed_to = True
         if sink is not None:
             yield from settle_reads(store, reads)
-            report_dropped(store, reads)
         return _views(store, plan, sink)
 
     def _pushed(
@@ -166,8 +164,7 @@ class PullValues(Call):
         after = alike([key.number for key in plan.keys])
         sink = sink_for(self.sinks, plan)
         assert sink is not None
-        reads = yield from read(store, plan, sink, after, self.min_version, self.priority)
-        report_dropped(store, reads)
+        yield from read(store, plan, sink, after, self.min_version, self.priority)
         return _views(store, plan, sink)
 
 

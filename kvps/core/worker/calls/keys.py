@@ -149,7 +149,8 @@ class Broadcast(Call):
             store.broadcasts += 1
             is_read = yield from _relay(store, self, values, numbers)
             if not is_read:
-                yield from read(store, store.plan(names), Rows(self.sinks), 0, 0, 0)
+                # An update that was dropped before this broadcast is none of its values.
+                yield from read(store, store.plan(names), Rows(self.sinks), 0, 0, 0, tells=False)
             if not store.ordered:
                 yield from barrier(store, BROADCAST)
         except BaseException as error:

@@ -19,8 +19,7 @@ import torch
 from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step, repair_torn_reads
-from kvps.core.worker.failure_policy import report_dropped
+from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import CopyVersion, Key, Numbers, PieceLocation, of_key
 from kvps.core.worker.row_reads import RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
@@ -106,10 +105,7 @@ class Refresh(Call):
         if asked:
             yield [request for copy in asked for request in copy.asked(store)]
         known = [copy for copy in asked if _is_known(copy)]
-        for copy in known:
-            copy.settle(store.ordered)
-        yield from repair_torn_reads(store, known)
-        report_dropped(store, known)
+        yield from settle_reads(store, known)
         fresh = {
             index: _fresh(copy, pieces[index])
             for index, copy in enumerate(copies)
@@ -164,7 +160,6 @@ def _read_whole(
     reads = yield from consistent_read.read(
         store, plan, consistent_read.Rows(wholes), after, 0, priority
     )
-    report_dropped(store, reads)
     known: dict[str, int] = {}
     for read in reads:
         for key, parts in zip(read.plan.keys, read.by_key(), strict=True):

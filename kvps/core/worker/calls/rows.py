@@ -30,8 +30,7 @@ from kvps.core.worker.calls.base import (
     numbered,
 )
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step, repair_torn_reads
-from kvps.core.worker.failure_policy import report_dropped
+from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import Key, Numbers, make, of_key
 from kvps.core.worker.row_reads import (
     Range,
@@ -257,10 +256,7 @@ class PullKeyRows(Call):
             elif len(ids):
                 yield from _read_whole(store, read, ids, self.places[index], out)
         yield [request for read in reads for request in read.asked(store)]
-        for read in reads:
-            read.settle(store.ordered)
-        yield from repair_torn_reads(store, reads)
-        report_dropped(store, reads)
+        yield from settle_reads(store, reads)
         return results
 
 
@@ -283,8 +279,7 @@ def _read_whole(
     """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
     dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
     plan = store.plan((read.key.name,))
-    trackers = yield from consistent_read.read(
+    yield from consistent_read.read(
         store, plan, consistent_read.Rows([dense]), read.after, 0, read.priority
     )
     out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))
-    report_dropped(store, trackers)
