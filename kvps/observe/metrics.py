@@ -44,9 +44,12 @@ METRICS = (
     Metric(
         "kvps_overloads_total",
         "counter",
-        "Requests that were refused because a named limit was reached.",
+        "Requests that were refused because a named limit was reached, or delayed (checkpoints).",
         label="limit",
-        labels=("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+        labels=(
+            *("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+            *("checkpoints", "tagged_checkpoints"),
+        ),
     ),
     Metric(
         "kvps_dropped_packets_total",
