@@ -139,6 +139,7 @@ class ZmqTransport:
         """Packets that stand in for an answer where no connection is made."""
         self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
+        self._shortage = descriptors.Shortage()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._failures: Counter[str] = Counter()
@@ -502,6 +503,8 @@ class ZmqTransport:
             return
         self._look_at = now + LOOK_EVERY_S
         self._fade(now)
+        if self._router is not None and self._shortage.look(now):
+            self._failures["no_descriptor"] += 1
         for name, watch in list(self._watches.items()):
             self._heed(name)
             if watch.up is None or self._watches.get(name) is not watch:

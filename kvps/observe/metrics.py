@@ -76,9 +76,13 @@ METRICS = (
         "Connections that were not made: a peer without keys where there are some, or the other way round "
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
-        "handshake (no_handshake), as that of a peer without keys may.",
+        "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file descriptors were "
+        "in use (no_descriptor).",
         label="reason",
-        labels=("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+        labels=(
+            *("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+            "no_descriptor",
+        ),
     ),
     Metric(
         "kvps_closed_connections_total",
